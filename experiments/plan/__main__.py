@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from experiments.plan.figures import done, draw, errors, noise, summary, table
+from experiments.plan.figures import done, draw, errors, named, noise, summary, table
 from experiments.plan.layouts import MODELS, layouts
 from experiments.plan.running import FailedRunError, Result, prices, try_layout
 
@@ -27,6 +27,8 @@ _MARKS: Final = ("<!-- figures -->", "<!-- end -->")
 def measured(only: str, steps: int, num_noise: int, out: Path) -> list[Result]:
     """Plan and run the layouts whose name begins so; print each as it comes."""
     out.mkdir(parents=True, exist_ok=True)
+    for stale in out.glob("*.yaml"):  # of an earlier time, maybe of other code
+        stale.unlink()
     torch.set_num_threads(1)
     chosen = layouts(only)
     files = {}
@@ -52,8 +54,8 @@ def write(results: list[Result]) -> None:
     found, floor = errors([each for each in results if not each.crowded]), noise(results)
     told = {
         "results": [asdict(each) for each in results],
-        "a_core_for_each_rank": found and found._asdict(),
-        "noise": floor and floor._asdict(),
+        "a_core_for_each_rank": found and named(found),
+        "noise": floor and named(floor),
     }
     (_HERE / "figures.json").write_text(json.dumps(told, indent=1) + "\n", "utf-8")
     if done(results):

@@ -40,6 +40,13 @@ class ByRuns(NamedTuple):
     num: int
 
 
+def named(figures: Any) -> Any:
+    """Return figures by their names, those within figures, too."""
+    if not isinstance(figures, Errors | ByRuns | Noise):
+        return figures
+    return {name: named(each) for name, each in figures._asdict().items()}
+
+
 def done(results: Sequence[Result]) -> list[Result]:
     """Return those that have figures."""
     return [each for each in results if not each.failed]

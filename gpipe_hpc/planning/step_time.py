@@ -6,6 +6,7 @@ clipping, the optimizer, and what a step takes whatever is in it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import NamedTuple
 
 from gpipe_hpc.engine.outer.settings import Outer
@@ -14,10 +15,11 @@ from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import LayerTimes
 from gpipe_hpc.planning.costs.prices import FREE, Prices
 from gpipe_hpc.planning.cutting.partition import Partition
-from gpipe_hpc.planning.forecast import Recomputed, flop_costs
+from gpipe_hpc.planning.forecast import Recomputed, activation_memory, flop_costs
 from gpipe_hpc.planning.search.summing import Ending, Sum, endings, summed_at
 from gpipe_hpc.planning.stages import StageCount
-from gpipe_hpc.schedule import Cluster, Costs, Placement, Schedule, Timeline, simulate
+from gpipe_hpc.schedule import Cluster, Costs, Op, Placement, Schedule, Timeline, simulate
+from gpipe_hpc.schedule.costs import per_stage
 
 
 class Crowd(NamedTuple):
@@ -161,6 +163,31 @@ def action_costs(
     return replace(
         costs, boundary_bytes=sent.boundary_bytes, skip_bytes=sent.skip_bytes, shares=shares
     )
+
+
+def with_copies(
+    costs: Costs,
+    table: Schedule,
+    stages: Sequence[StageCount],
+    recomputed: Recomputed | None,
+    bytes_per_s: float | None,
+) -> Costs:
+    """Add what copies to the host and back take, at such a speed; nothing where that is None.
+
+    Of a stage of which some micro-batches are recomputed and others are not, the mean.
+    """
+    if bytes_per_s is None:
+        return costs
+    memory = activation_memory(stages, recomputed)
+    full, kept = (per_stage("", each, len(stages)) for each in (memory.forward, memory.boundary))
+    actions = {action for row in table.ranks for action in row}
+    copied: list[list[float]] = [[] for _ in stages]
+    for action in actions:
+        if action.op is Op.OFFLOAD:
+            again = action._replace(op=Op.R) in actions
+            copied[action.stage].append((kept if again else full)[action.stage])
+    seconds = [fmean(each) / bytes_per_s if each else 0.0 for each in copied]
+    return replace(costs, offload=seconds, fetch=seconds)
 
 
 def of_replicas(cluster: Cluster, table: Schedule, costs: Costs, num_replicas: int) -> list[Costs]:

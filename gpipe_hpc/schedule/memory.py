@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -80,7 +81,10 @@ def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
 
 
 def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held]:
-    """Return what a rank holds, weights left out: added as an action starts, freed as it ends."""
+    """Return what a rank holds, weights left out: added as an action starts, freed as it ends.
+
+    The first entry is nothing, at the start; then one for each moment at which that changes.
+    """
     events = timeline.events[rank]
     keeper = _Keeper(memory, timeline.num_stages, timeline.num_microbatches, timeline.skips)
     changes: list[tuple[float, float]] = []
@@ -97,10 +101,11 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
             changes += ((events[life.first].end_s, moved), (over_s, -moved))
     # Copies run beside compute, so the table's order is not that of time.
     changes.sort(key=itemgetter(0))
-    held = [Held(timeline.start_s, 0.0)]
-    for time, change in changes:
-        if change:
-            held.append(Held(time, held[-1].amount + change))
+    held, amount = [Held(timeline.start_s, 0.0)], 0.0
+    for time_s, together in groupby(changes, itemgetter(0)):
+        amount = sum((change for _, change in together), amount)
+        if amount != held[-1].amount:
+            held.append(Held(time_s, amount))
     return held
 
 
@@ -115,8 +120,6 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
     steps: list[Step] = []
     for time_s, amount in memory_over_time(timeline, STAGE_MICROBATCHES, rank)[1:]:
         live = round(amount)
-        if steps and steps[-1].time_s == time_s:
-            steps.pop()
         if live != (steps[-1].live if steps else 0):
             steps.append(Step(time_s, live))
     return steps

@@ -1,8 +1,11 @@
 """The experiment that holds plans against runs: its layouts, its figures, and failed layouts."""
 
+import json
+from dataclasses import fields
+
 import pytest
 
-from experiments.plan.figures import errors, noise, spearman, summary, table
+from experiments.plan.figures import errors, named, noise, spearman, summary, table
 from experiments.plan.layouts import MODELS, layouts
 from experiments.plan.running import Result, try_layout
 from gpipe_hpc.config import check_config, compose_config
@@ -58,6 +61,7 @@ def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
     assert "failed: " in table(results) and "failed: 1 of 4 layouts" in summary(results)
     assert "more ranks than cores (*): 1 layouts" in summary(results)
     assert told.calibrated == (pytest.approx(0.1), None, 1)
+    assert named(told)["calibrated"] == told.calibrated._asdict()
     assert "1 layouts, error of time median 10.0 %, rank correlation too few" in summary(results)
 
 
@@ -65,3 +69,17 @@ def test_ranks_that_are_equal_share_their_place():
     assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
     assert spearman([1, 1, 1], [1, 2, 3]) == 0.0
+
+
+def test_what_is_written_down_is_what_the_code_writes(repository):
+    """A table stayed behind whose page explained a column that it did not have."""
+    folder = repository / "experiments" / "plan"
+    page = (folder / "README.md").read_text("utf-8")
+    told = json.loads((folder / "figures.json").read_text("utf-8"))["results"]
+    assert all(each.keys() == {field.name for field in fields(Result)} for each in told)
+    results = [
+        Result(**{name: tuple(v) if isinstance(v, list) else v for name, v in each.items()})
+        for each in told
+    ]
+    shown = page.partition("<!-- figures -->")[2].partition("<!-- end -->")[0]
+    assert shown.split() == f"```text {summary(results)} {table(results)} ```".split()

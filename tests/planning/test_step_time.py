@@ -47,15 +47,24 @@ def machine_of(ranks=4, **more):
 
 
 @pytest.mark.parametrize(
-    "schedule, replicas, recompute",
-    [("gpipe", 2, "except_last"), ("one_f_one_b", 1, "never"), ("zb_h1", 2, "never")],
+    "schedule, replicas, recompute, offload",
+    [
+        ("gpipe", 2, "except_last", False),
+        ("one_f_one_b", 1, "never", False),
+        ("zb_h1", 2, "never", False),
+        ("gpipe", 1, "never", True),
+        ("gpipe", 2, "except_last", True),
+    ],
 )
-def test_a_plan_and_a_search_tell_the_same_seconds(schedule, replicas, recompute):
+def test_a_plan_and_a_search_tell_the_same_seconds(schedule, replicas, recompute, offload):
     """They were told by different functions, of which each knew what the other left out."""
     request = Request(partition="time", outer=Outer(bucket_bytes=20e3))
-    machine = machine_of(clips=True)
+    machine = machine_of(clips=True, host_bytes_per_s=1e7)
     ground = Ground(machine, layers(), counted, BATCH)
-    candidate = Candidate(replicas, 4 // replicas, 4, schedule, (), recompute)
+    microbatches = 8 if offload else 4
+    candidate = Candidate(
+        replicas, 4 // replicas, microbatches, schedule, (), recompute, offload=offload
+    )
     ways = Choices(("none",), ("none",), (20e3,))
     trial = try_out(candidate, ground, request, ways)
     gauge = machine.priced(counted(candidate.samples(BATCH)))
@@ -64,6 +73,10 @@ def test_a_plan_and_a_search_tell_the_same_seconds(schedule, replicas, recompute
     assert step.total_s == pytest.approx(trial.step_s, rel=1e-9)
     assert step.norm_s > 0 and step.optimizer_s > 0 and step.beside_s == SOME.step_s
     assert (step.reduction_s > 0) == (replicas > 1)
+    quick = replace(machine, host_bytes_per_s=None)
+    without = step_of(layout, gauge, quick, trial.request.combining, BATCH)
+    # Boundaries, all that is kept of what is recomputed, are copied beside the compute.
+    assert (without.total_s < 0.99 * step.total_s) == (offload and recompute == "never")
     free = replace(machine, prices=Prices(), clips=False)
     assert step_of(layout, gauge, free, Outer(bucket_bytes=20e3), BATCH).total_s < step.total_s
 

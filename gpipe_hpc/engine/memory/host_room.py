@@ -120,7 +120,8 @@ class HostRoom:
         self._left += self._leaving
         self._leaving = []
         self.make_room()
-        self.device.current_stream().wait_stream(self.back)
+        for copies in (self.out, self.back):  # also copies out that were taken back at once
+            self.device.current_stream().wait_stream(copies)
         self._unused, self._free = self._free, defaultdict(deque)
         readers = {free.fetch for known in self._unused.values() for free in known}
         self._ends = {number: end for number, end in self._ends.items() if number in readers}

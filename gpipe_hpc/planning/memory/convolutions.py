@@ -2,19 +2,20 @@
 
 torch hands those in 32 and 16 bits to oneDNN, which works on copies in blocks of channels: of the
 input, the weight and the output, or their gradients. Those in 64 bits are products of a matrix
-that holds each element of the input once for every place of the kernel; so are those in 16 bits on
-processors without AVX-512, where their gradients are also summed in float32. Found with torch's
-profiler (2.13): within a quarter for kernels of 3 x 3 to 7 x 7, strides, groups, one and three
-dimensions, with one thread. Each thread more has one more gradient of a weight in 16 bits, in
-float32. A processor with AMX takes up to twice as much in 16 bits, as its copies have channels
-filled up to its tiles. Nothing is taken for kernels of one place where one thread works on few
-samples; it is counted all the same, as the threads of a run are not known here.
+that holds each element of the input once for every place of the kernel. So are those in 16 bits
+where oneDNN has no kernels for that type: for bfloat16 on processors without AVX-512, for float16
+without AVX512-FP16 or AVX-NE-CONVERT. There their gradients are also summed in float32. Found with
+torch's profiler (2.13): within a quarter for kernels of 1 x 1 to 7 x 7, strides, groups, dilation,
+one and three dimensions, with one thread. Each thread more has one more gradient of a weight in
+16 bits, in float32. A processor with AMX takes up to twice as much in 16 bits, as its copies have
+channels filled up to its tiles. oneDNN takes nothing for kernels of one place where one thread
+works on few samples; it is counted all the same, as the threads of a run are not known here.
 """
 
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,36 +29,58 @@ def bytes_within(func: Any, args: Sequence[Any], result: Any) -> int:
     0 for all but convolutions; torch's operators, called with tensors by position.
     """
     if func is torch.ops.aten.convolution.default:
-        given, weight, is_transposed, groups = args[0], args[1], args[6], args[8]
-        return _forward(given, weight, result, is_transposed=is_transposed, groups=groups)
+        return _forward(args[0], args[1], result, _Way.of(args[3:9], args[1]))
     if func is torch.ops.aten.convolution_backward.default:
-        came, given, weight, is_transposed, groups = *args[:3], args[7], args[9]
-        return _backward(given, weight, came, is_transposed=is_transposed, groups=groups)
+        return _backward(args[1], args[2], args[0], _Way.of(args[4:10], args[2]))
     return 0
 
 
-def _forward(
-    given: Tensor, weight: Tensor, output: Tensor, *, is_transposed: bool, groups: int
-) -> int:
+class _Way(NamedTuple):
+    """How a convolution goes over its input.
+
+    `is_everywhere`: its kernel has one place, which is put on each of the input's, and no other:
+    then the matrix of its product is the input.
+    """
+
+    is_transposed: bool
+    is_dilated: bool
+    is_everywhere: bool
+    groups: int
+
+    @classmethod
+    def of(cls, args: Sequence[Any], weight: Tensor) -> "_Way":
+        """Read it off the operator's arguments, from the stride to the groups."""
+        stride, padding, dilation, is_transposed, _, groups = args
+        is_everywhere = (
+            math.prod(weight.shape[2:]) == 1
+            and all(step == 1 for step in stride)
+            and not any(padding)
+        )
+        return cls(is_transposed, any(step != 1 for step in dilation), is_everywhere, groups)
+
+
+def _forward(given: Tensor, weight: Tensor, output: Tensor, way: _Way) -> int:
     if _is_a_product(given):
-        columns = _columns(given, weight, output, is_transposed=is_transposed)
-        return columns if groups == 1 else columns // groups + output.nbytes
+        one_by_one = way.is_dilated or (way.is_transposed and given.ndim == 5)
+        columns = _columns(given, weight, output, way, one_by_one=one_by_one)
+        if way.is_everywhere and not way.is_transposed:
+            columns = 0
+        return columns if way.groups == 1 else columns // way.groups + output.nbytes
     if _has_channels_last(given):
         return weight.nbytes
-    copies = output.nbytes if is_transposed else 0
+    copies = output.nbytes if way.is_transposed else 0
     return max(given.nbytes, output.nbytes) + weight.nbytes + copies
 
 
-def _backward(
-    given: Tensor, weight: Tensor, came: Tensor, *, is_transposed: bool, groups: int
-) -> int:
+def _backward(given: Tensor, weight: Tensor, came: Tensor, way: _Way) -> int:
     if _is_a_product(given):
-        columns = _columns(given, weight, came, is_transposed=is_transposed)
-        if is_transposed:
-            columns //= max(1, len(given))  # one sample after the other
-        elif groups > 1:
-            columns = columns // groups + given.nbytes
-        summed = 2 * came.nbytes // groups if given.element_size() == 2 else 0
+        one_by_one = way.is_dilated or way.is_transposed
+        columns = _columns(given, weight, came, way, one_by_one=one_by_one)
+        if way.is_everywhere and not way.is_transposed and way.groups == 1 and given.ndim < 5:
+            columns = 0
+        summed = 2 * came.nbytes // way.groups if given.element_size() == 2 else 0
+        if way.groups > 1 and not way.is_transposed:
+            return columns // way.groups + given.nbytes + summed
         return max(columns, summed)
     if _has_channels_last(given):
         return 2 * weight.nbytes
@@ -69,6 +92,8 @@ def _backward(
 
 def _is_a_product(given: Tensor) -> bool:
     """Say whether torch does a convolution of such an input as a product, on such a processor."""
+    if not torch._C._has_mkldnn:
+        return True
     onednn: Any = torch.ops.mkldnn
     if given.dtype == torch.bfloat16:
         return not onednn._is_mkldnn_bf16_supported()
@@ -77,15 +102,11 @@ def _is_a_product(given: Tensor) -> bool:
     return given.dtype == torch.float64
 
 
-def _columns(given: Tensor, weight: Tensor, output: Tensor, *, is_transposed: bool) -> int:
-    """Return the bytes of a matrix of all places that the kernel has, for all samples.
-
-    0 where that is the input itself: a kernel of one place that is put everywhere.
-    """
-    if given.shape[2:] == output.shape[2:] and math.prod(weight.shape[2:]) == 1:
-        return 0
-    small, wide = (given, output) if is_transposed else (output, given)
-    num_places = len(small) * math.prod(small.shape[2:]) * math.prod(weight.shape[2:])
+def _columns(given: Tensor, weight: Tensor, output: Tensor, way: _Way, *, one_by_one: bool) -> int:
+    """Return the bytes of a matrix of all places that the kernel has, for one sample or all."""
+    small, wide = (given, output) if way.is_transposed else (output, given)
+    num_samples = min(1, len(small)) if one_by_one else len(small)
+    num_places = num_samples * math.prod(small.shape[2:]) * math.prod(weight.shape[2:])
     return num_places * wide.shape[1] * given.element_size()
 
 

@@ -38,8 +38,8 @@ class Ranking:
     table to be simulated, `num_too_much` need more than the memory, and `num_unpinned` have
     stages that cannot hold the pinned layers. `least_s`: what a layout that was not simulated takes
     at least; None where all were, or cannot be faster. `is_of_even_cuts`: that holds for cuts with
-    even stages alone, as only the best layouts were tried on simulated ones. `nearest`: of those
-    that do not fit, the one that needs least.
+    even stages alone, as layouts whose ranks hold several stages were not tried on simulated ones.
+    `nearest`: of those that do not fit, the one that needs least.
     """
 
     trials: tuple[Trial, ...]
@@ -87,7 +87,11 @@ def _by_time(trial: Trial) -> tuple[float, int]:
 
 @dataclass
 class _Tally:
-    """What came of the layouts so far."""
+    """What came of the layouts so far.
+
+    `asked`: by the layout of a trial, that which was asked for, which may have left open how much
+    it recomputes. `impossible`: those that cannot be built.
+    """
 
     trials: list[Trial] = field(default_factory=list)
     refused: list[GpipeError] = field(default_factory=list)
@@ -95,6 +99,8 @@ class _Tally:
     num_too_much: int = 0
     num_actions: int = 0
     nearest: TooMuch | None = None
+    asked: dict[Candidate, Candidate] = field(default_factory=dict)
+    impossible: set[Candidate] = field(default_factory=set)
 
     @property
     def best_s(self) -> float:
@@ -107,9 +113,11 @@ class _Tally:
             found = trial()
         except GpipeError as error:
             self.refused.append(error)
+            self.impossible.add(candidate)
             return
         if isinstance(found, Trial):
             self.trials.append(found)
+            self.asked[found.candidate] = candidate
             return
         self.num_too_much += 1
         if self.nearest is None or found.excess_bytes < self.nearest.excess_bytes:
@@ -177,8 +185,15 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     asks_for_cuts = ground.cuts_by_time and not (
         ground.simulates_cuts or "partition" in space.fixed
     )
+    uncut: list[tuple[Bound, Candidate]] = []
     if ground.simulates_cuts or asks_for_cuts:
+        done = {tally.asked[each.candidate] for each in tally.trials[:_CUT_AGAIN]}
+        done |= tally.impossible
+        behind = ((known, each) for known, each in (*bounded, *large) if each not in done)
+        uncut = [pair for pair in behind if has_shared_ranks(ground.placement(pair[1]))]
         _cut_again(tally, ground, space, choices)
+    if ground.simulates_cuts:
+        left += uncut  # tried or not: their bounds are of any cut
     return Ranking(
         tuple(tally.trials),
         num_layouts,
@@ -190,7 +205,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
         tally.nearest,
         str((tally.refused or tally.unpinned or [""])[0]),
         len(tally.unpinned),
-        asks_for_cuts,
+        asks_for_cuts and bool(uncut),
     )
 
 

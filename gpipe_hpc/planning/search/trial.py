@@ -1,6 +1,5 @@
 """One layout of a search, laid out and simulated: what it takes, holds and sends."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from gpipe_hpc.planning.step_time import (
     held_by_ranks,
     of_replicas,
     reduced_s,
+    with_copies,
 )
 from gpipe_hpc.schedule import (
     BubbleCauses,
@@ -334,16 +334,12 @@ class Laid:
 
     def _costs(self) -> list[Costs]:
         """Return what actions cost, once for all replicas that are alike."""
-        copies = self._copies()
+        machine = self.ground.machine
         costs = action_costs(self.partition, self.stages, self.recomputed, self.shares)
-        costs = replace(costs, offload=copies, fetch=copies)
-        cluster = self.ground.machine.cluster
-        return of_replicas(cluster, self.table, costs, self.candidate.replicas)
-
-    def _copies(self) -> list[float]:
-        """Return what copying a micro-batch of each stage to the host takes, or back."""
-        speed = self.ground.machine.host_bytes_per_s or math.inf
-        return [stage.activation_bytes / speed for stage in self.stages]
+        costs = with_copies(
+            costs, self.table, self.stages, self.recomputed, machine.host_bytes_per_s
+        )
+        return of_replicas(machine.cluster, self.table, costs, self.candidate.replicas)
 
     def _sum(self, way: Combining, stage: int) -> Sum:
         buckets = self.ground.bucket_sizes(self.stages[stage].layers, way.bucket_bytes)

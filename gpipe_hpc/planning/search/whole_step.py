@@ -16,6 +16,7 @@ from gpipe_hpc.planning.step_time import (
     held_by_ranks,
     of_replicas,
     reduced_s,
+    with_copies,
 )
 
 
@@ -29,6 +30,7 @@ def step_of(
     shares = microbatch_shares(num_samples, portions.total, portions.of(portions.fullest))
     partition = layout.partition._replace(times=gauge.times)
     costs = action_costs(partition, stages, layout.recomputed, shares)
+    costs = with_copies(costs, table, stages, layout.recomputed, machine.host_bytes_per_s)
     each = of_replicas(machine.cluster, table, costs, layout.replicas)
     piped = Piped(table, each, machine.prices)
     over_s = piped.end_s

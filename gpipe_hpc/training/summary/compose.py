@@ -184,6 +184,7 @@ def expected_step(session: Session) -> StepTime | None:
                 pipe.world.device,
                 cluster_of(session.config, pipe.world.size),
                 Rates.alike(1.0),
+                session.config.plan.host_copy_bytes_per_s,
             )
         except ConfigError as error:
             log.warning("the step was planned without links and prices: %s", error)
