@@ -62,13 +62,17 @@ class Bench(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of forward, backward, the two halves of a split backward, and a forward without a graph."""
+    """Of forward, backward, the two halves of a split backward, and a forward without a graph.
+
+    `split_forward`: of a forward whose backward will be split.
+    """
 
     forward: float
     backward: float
     of_input: float
     of_weight: float
     bare_forward: float
+    split_forward: float
 
 
 def usual(times_s: Sequence[float]) -> float:
@@ -109,8 +113,8 @@ class BuiltLayers:
         _, halves = self._repeated(partial(self.trained, is_split=True))
         _, bare = self._repeated(self.bare)
         rows = [
-            (*both, *of_halves[1:], *of_bare)
-            for both, of_halves, of_bare in zip(whole, halves, bare, strict=True)
+            (*both, *of_halves, *of_bare, split_forward)
+            for both, (split_forward, *of_halves), of_bare in zip(whole, halves, bare, strict=True)
         ]
         of_device = tuple(Seconds(*(took.device for took in row)) for row in rows)
         return results, of_device, tuple(Seconds(*(took.host for took in row)) for row in rows)

@@ -26,7 +26,9 @@ class LayerCost:
 
     ``forward_s`` and ``backward_s`` are seconds without recomputation, ``input_s`` and ``weight_s``
     those of a backward that is split in two, ``bare_forward_s`` those of a forward that keeps
-    nothing for a backward. Bytes are counted, not measured: see `LayerCount`.
+    nothing for a backward. A forward takes longer where its backward will be split, as it puts the
+    gradients of weights off: that counts in ``input_s``. Bytes are counted, not measured: see
+    `LayerCount`.
     """
 
     forward_s: float
@@ -104,7 +106,14 @@ def measure_layers(
     times = _times_of_least(subjects)
     members = [subject.member(times) for subject in subjects]
     stage = in_stage(members, bench)
-    return [LayerCost(*stage.seconds(member.own, member.host)) for member in members]
+    return [_cost(stage.seconds(member.own, member.host)) for member in members]
+
+
+def _cost(took: Seconds) -> LayerCost:
+    deferring_s = max(0.0, took.split_forward - took.forward)
+    return LayerCost(
+        took.forward, took.backward, took.of_input + deferring_s, took.of_weight, took.bare_forward
+    )
 
 
 def _times_of_least(subjects: Sequence["_Subject"]) -> float:

@@ -63,7 +63,7 @@ class InStage(NamedTuple):
 
     def seconds(self, own: Seconds, host: Seconds) -> Seconds:
         """Return what each part of a layer takes in a stage."""
-        parts = (self.forward, *[self.backward] * 3, self.bare)
+        parts = (self.forward, *[self.backward] * 3, self.bare, self.forward)
         pairs = zip(parts, own, host, strict=True)
         return Seconds(*(part.seconds(own_s, host_s) for part, own_s, host_s in pairs))
 

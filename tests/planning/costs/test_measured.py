@@ -133,6 +133,21 @@ def test_a_forward_without_a_graph_is_measured_apart():
     assert cost.bare_forward_s == pytest.approx(0.01, abs=1e-4)
 
 
+def test_what_a_forward_takes_more_to_put_gradients_off_counts_in_the_first_half():
+    """Schedules that split the backward were planned too short: nobody counted that."""
+    clock = Told()
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            puts_off = torch._C._len_torch_function_stack() > 0
+            clock.now_s += 0.03 if puts_off else 0.02
+            return super().forward(x)
+
+    (cost,) = measure_layers([LayerSpec(Layer, 4, 4)], torch.ones(2, 4), clock=clock, **FAST)
+    assert cost.forward_s == pytest.approx(0.02, abs=1e-4)
+    assert cost.input_s == pytest.approx(0.01, abs=1e-4)
+
+
 def test_between_timings_no_more_is_read_than_a_step_touches(monkeypatch):
     """The caches keep a small model from layer to layer; a larger one is not found there."""
     read: list[int] = []

@@ -104,9 +104,9 @@ def test_layers_that_take_longer_together_cost_more_but_not_what_other_work_cost
 def member(machine, index, seconds, num_bytes=0):
     layer = LayerSpec(Working, machine, seconds)
     given = Given(torch.ones(2, requires_grad=True))
-    own = Seconds(seconds, 2 * seconds, 2 * seconds, 0.0, seconds)
+    own = Seconds(seconds, 2 * seconds, 2 * seconds, 0.0, seconds, seconds)
     return Member(
-        Visit(layer, index, skip_names(layer), given), None, own, Seconds(*[0.0] * 5), num_bytes
+        Visit(layer, index, skip_names(layer), given), None, own, Seconds(*[0.0] * 6), num_bytes
     )
 
 
@@ -178,10 +178,10 @@ def visits_of(layers, inputs):
 
 
 def test_seconds_in_a_stage():
-    own = Seconds(4.0, 8.0, 5.0, 3.0, 2.0)
-    host = Seconds(10.0, 10.0, 10.0, 10.0, 10.0)
+    own = Seconds(4.0, 8.0, 5.0, 3.0, 2.0, 4.0)
+    host = Seconds(*[10.0] * 6)
     parts = InStage(Part(saved_s=1.0), Part(times=1.5), Part(host=0.5))
-    assert parts.seconds(own, host) == (3.0, 12.0, 7.5, 4.5, 5.0)
+    assert parts.seconds(own, host) == (3.0, 12.0, 7.5, 4.5, 5.0, 3.0)
 
 
 def test_a_stretch_takes_a_quarter_of_the_memory_that_is_free():

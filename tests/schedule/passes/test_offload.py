@@ -29,6 +29,7 @@ from gpipe_hpc.schedule import (
     to_text,
 )
 from gpipe_hpc.schedule.table.actions import COMPUTE
+from gpipe_hpc.schedule.waits import DataFlow
 
 COPIES = (Op.OFFLOAD, Op.FETCH)
 COSTS = Costs(
@@ -147,6 +148,26 @@ def test_slow_copies_hold_no_more_over_time_than_is_counted(variant, copy_s):
     for rank, most in enumerate(peak_memory(table, Memory())):
         found = max(held.amount for held in memory_over_time(timeline, Memory(), rank))
         assert found <= most
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 1.0, 2.5, 7.0])
+@pytest.mark.parametrize("prepare", [lambda bare: bare, lower], ids=["bare", "lowered"])
+def test_what_compute_waits_for_is_told_as_it_is_simulated(variant, copy_s, prepare):
+    """The rule stands in two places: what no action ahead explains is told by the data flow."""
+    name, options = variant
+    table = prepare(add_offload(build(name, ranks=4, microbatches=8, **options)))
+    if table.overlaps:
+        pytest.skip("actions of a block of two are not one behind the other")
+    timeline = simulate(table, replace(COSTS, offload=copy_s, fetch=copy_s))
+    flow = DataFlow(timeline)
+    for row in timeline.events:
+        free_s = 0.0
+        for event in row:
+            if event.action.op in COMPUTE:
+                wait = flow.waited_for(event)
+                over_s = 0.0 if wait is None else wait.over_s
+                assert event.start_s == pytest.approx(max(free_s, over_s))
+                free_s = event.end_s
 
 
 def test_copies_that_take_no_time_cost_none(variant):

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.schedule import Op, add_offload, add_recompute, build, from_text, lower
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action
 from gpipe_hpc.schedule.table.dependencies import Thing, makes, needs, provides, uses
@@ -140,26 +142,35 @@ def test_lives_of_one_place_follow_one_another():
     assert all(one.first < other.first for one, other in pairwise(copies))
 
 
+class Leaving:
+    """A micro-batch on its way to the host: here until the engine's room lets go of it."""
+
+    def __init__(self, here, place):
+        self.here, self.place = here, place
+
+    def let_go(self):
+        self.here.remove(self.place)
+
+
 class Room:
-    """What the engine's own room does, by `HostRoom`: who is there, action by action."""
+    """Who is there, action by action, as the engine's own room lets go of what has left."""
 
     def __init__(self):
-        self.here, self.leaving, self.left, self.most = set(), set(), set(), 0
-
-    def make_room(self):
-        self.here -= self.left
-        self.left = set()
+        self.room = HostRoom(HostDevice())
+        self.here, self.leaving, self.most = set(), {}, 0
 
     def run(self, action):
         op, place = action.op, (action.stage, action.microbatch)
-        if op in COMPUTE or op is Op.FETCH:
-            self.make_room()
         if op in COMPUTE:
-            self.left, self.leaving = self.leaving, set()
+            self.room.before_compute()
         if op is Op.OFFLOAD:
-            self.leaving.add(place)
+            self.leaving[place] = Leaving(self.here, place)
+            with self.room.going_out(self.leaving[place]):
+                pass
         if op is Op.FETCH:
-            self.leaving.discard(place)
+            self.room.make_room()
+            is_here = self.room.take_back(self.leaving.pop(place)) is not None
+            assert is_here == (place in self.here)
         if op in (Op.F, Op.FETCH):
             self.here.add(place)
         self.most = max(self.most, len(self.here))
