@@ -85,7 +85,7 @@ class Result:
 
     @property
     def replayed_error(self) -> float:
-        """Return the median over its runs of how far that is off: what is the simulation's."""
+        """Return the median over its runs of how far that is off, to which costs add little."""
         pairs = zip(self.replays_s, self.runs_s, strict=True)
         return median(replay / run - 1 for replay, run in pairs)
 
