@@ -257,6 +257,7 @@ def plain(device, on_threads):
     return SimpleNamespace(
         Recipe=Recipe,
         Training=Training,
+        device=device,
         build=partial(build_plain, device=device.torch),
         key=key,
         on_threads=on_threads,

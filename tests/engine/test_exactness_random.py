@@ -126,10 +126,20 @@ class Embed(nn.Embedding):
         super().__init__(5, WIDTH, dtype=torch.float64)
 
 
-def loss_fn(nest, targets):
+def of_sums(nest, targets):
     """Return a sum over the samples whose target is positive, and their number."""
     counts = (targets > 0).double()
     return ((main_of(nest).sum(1) - targets) ** 2 * counts).sum(), counts.sum()
+
+
+def of_numbers(nest, targets):
+    """Return the same, whose gradient has numbers of its own.
+
+    That of a sum is one number for a whole row. In one process it stays so, for which cuBLAS has
+    other kernels than for a gradient that was sent: on an H200 78 products of 180 differed.
+    """
+    counts = (targets > 0).double()
+    return ((main_of(nest) - targets[:, None]) ** 2 * counts[:, None]).sum(), counts.sum()
 
 
 @st.composite
@@ -199,6 +209,7 @@ def test_any_model_in_any_layout_equals_the_plain_loop(plain, data):
     batches = make_batches(sizes, recipes[0].factory is Embed)
     given_data = [inputs.clone() for inputs, _ in batches]
     forwards = layout["microbatches"]
+    loss_fn = of_numbers if plain.device.is_accelerator else of_sums
     order = range(forwards - 1, -1, -1) if layout["schedule"] == "gpipe" else range(forwards)
     try:
         expected = plain.train(

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
@@ -199,22 +199,20 @@ class BuiltLayers:
     def kept_bytes(self) -> int:
         """Return the bytes that a forward keeps for its backward, without parameters."""
         own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters()}
-        sizes: dict[int, int] = {}
-        held: list[Tensor] = []
+        kept: dict[int, UntypedStorage] = {}
 
-        def keep(tensor: Tensor) -> Tensor:
-            held.append(tensor)  # so that no other storage takes its place
+        def keep(tensor: Tensor) -> None:
+            # No backward comes. A node that holds its own output would hold itself for ever.
             storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            kept[storage.data_ptr()] = storage  # held, so that no other one takes its place
 
         forward, _ = self._forward()
         with (
             self._failures_told(),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing),
         ):
             forward()
-        return sum(nbytes for place, nbytes in sizes.items() if place not in own)
+        return sum(each.nbytes() for place, each in kept.items() if place not in own)
 
     def num_bytes(self, results: list[Any]) -> int:
         """Return the bytes that a step touches: weights, what is given, and these `results`."""
