@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from experiments.gpu.running import ROOT, Claim, Outcome, Part, run_part, write_json
+from experiments.gpu.running import LEFT, ROOT, Claim, Outcome, Part, run_part, write_json
 from gpipe_hpc.comm.device import automatic_kind, refuse_old_torch
 from gpipe_hpc.errors import ConfigError
 
@@ -133,7 +133,9 @@ def claims(found: Found) -> list[Claim]:
             Claim(f"{part}: {what}", of(part, *way), most) for what, (way, most) in at_most.items()
         ]
     for mode in found["memory"].found if "memory" in found else ():
-        if mode != "size":
+        if mode == LEFT:
+            told.append(Claim(f"memory: {LEFT}", of("memory", LEFT), 0))
+        elif mode != "size":
             over = of("memory", mode, "over_plan")
             told.append(Claim(f"memory: peak over plan, {mode}", over, 1.03))
             told.append(Claim(f"memory: peak over plan, {mode}", over, 0.97, at_least=True))

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from experiments.gpu.devices import the_device
 from experiments.gpu.one_rank import LEARNING_RATE, SEED, STAGES
-from experiments.gpu.running import Findings, enter, options, timed
+from experiments.gpu.running import LEFT, Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES, Size
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import Device
+from gpipe_hpc.engine.layers.precision import casting
 from gpipe_hpc.models import token_cross_entropy
-from gpipe_hpc.planning import Counted, Example
+from gpipe_hpc.planning import Counted, Example, measure_layers
 from gpipe_hpc.planning.forecast import forecast
 
 MODES: dict[str, dict[str, Any]] = {
@@ -43,6 +44,8 @@ def main() -> None:
     size = SIZES[args.size]
     findings.add("size", args.size)
     batch = size.batch()
+    with findings.attempt(LEFT):
+        findings.add(LEFT, left_by_measuring(size, batch, device))
     for mode, settings in MODES.items():
         with findings.attempt(mode):
             findings.add(mode, measured(size, batch, device, settings))
@@ -81,6 +84,23 @@ def measured(
         "held_between_steps_bytes": device.memory_allocated() - before,
         "step_s": step_s,
     }
+
+
+def left_by_measuring(size: Size, batch: tuple[Tensor, Tensor], device: Device) -> int | None:
+    """Return the bytes allocated after layers were measured, beyond those before; None of CPUs."""
+    if not device.is_accelerator:
+        return None
+    inputs, targets = (device.bring(each[: size.samples]) for each in batch)
+
+    def left() -> int:
+        with casting("bfloat16", device):
+            measure_layers(
+                size.layers(), inputs, targets, token_cross_entropy, device=device, rounds=1
+            )
+        return device.memory_allocated()
+
+    first = left()  # libraries have their own by then
+    return left() - first
 
 
 def active_peak(device: Device) -> int | None:

@@ -82,6 +82,10 @@ class Outcome:
         return kept
 
 
+# What the part `memory` writes, and a claim is about.
+LEFT = "left by measuring layers, bytes"
+
+
 class Findings:
     """The file that a part writes, anew with each thing found, so that a kill loses nothing."""
 

@@ -143,14 +143,18 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the errors where each rank has a core, where it has none of its own, and the noise."""
+    """Return the errors where each rank has a core, where it has none of its own, and the noise.
+
+    Ranks on accelerators have these to themselves.
+    """
+    own = "a core for each rank" if any(e.process_bytes for e in results) else "an accelerator each"
     groups = {
-        "a core for each rank": [e for e in results if not e.crowded],
+        own: [e for e in results if not e.crowded],
         "more ranks than cores (*)": [e for e in done(results) if e.crowded],
     }
     lines = []
-    for name, own in groups.items():
-        found = errors(own)
+    for name, those in groups.items():
+        found = errors(those)
         if found is None:
             continue
         lines.append(
@@ -166,11 +170,14 @@ def summary(results: Sequence[Result]) -> str:
                 )
     everything = errors(results)
     if everything is not None:
-        lines.append(
-            f"memory of all: error median {100 * everything.memory_median:.1f} % of the process, "
-            f"{100 * everything.tensors_median:.1f} % of what it takes beside its start; where "
-            f"freed memory is kept, the default, it is {100 * everything.kept_median:.1f} % more"
-        )
+        told = f"memory of all: error median {100 * everything.memory_median:.1f} %"
+        if any(each.process_bytes for each in results):
+            told += (
+                f" of the process, {100 * everything.tensors_median:.1f} % of what it takes beside "
+                "its start; where freed memory is kept, the default, it is "
+                f"{100 * everything.kept_median:.1f} % more"
+            )
+        lines.append(told)
     floor = noise(results)
     if floor is not None:
         lines.append(
@@ -195,6 +202,8 @@ def draw(results: Sequence[Result]) -> str:
         axes = figure.subplots()
         for crowded, label in ((False, "a core for each rank"), (True, "more ranks than cores")):
             own = [each for each in done(results) if each.crowded == crowded]
+            if not own:
+                continue
             measured, planned = [e.measured_s for e in own], [e.predicted_s for e in own]
             axes.plot(measured, planned, "os"[crowded], label=label, alpha=0.7)
         ends = [e.measured_s for e in done(results)]

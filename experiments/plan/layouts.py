@@ -1,4 +1,4 @@
-"""The layouts that are planned and then run: four kinds of models on 1, 2 and 4 ranks."""
+"""The layouts that are planned and then run: on CPUs of 1, 2 and 4 ranks, on a GPU of one."""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -58,20 +58,89 @@ _ON_TWO: Final = (
 )
 
 
+# Micro-batches that keep a large device busy: a step that waits for the host shows the host.
+_ON_ACCELERATOR: Final = {
+    "gpt2_medium": (
+        "model=gpt2_medium",
+        "data=synthetic",
+        "data.seq_len=1024",
+        "data.vocab_size=50257",
+        "train.batch_size=64",
+    ),
+    "bert48": (
+        "model=bert48",
+        "data=synthetic",
+        "data.objective=masked",
+        "data.seq_len=512",
+        "data.vocab_size=30521",
+        "train.batch_size=128",
+    ),
+    "resnet50": (
+        "model=resnet50",
+        "data=synthetic_images",
+        "data.height=128",
+        "data.width=128",
+        "data.num_classes=1000",
+        "train.batch_size=512",
+    ),
+}
+_HOST_COPIES: Final = "plan.host_copy_bytes_per_s=55e9"  # as experiments.gpu measured on an H200
+
+
 class Planned(NamedTuple):
-    """A layout: its name, its model, how many ranks and replicas, and its settings."""
+    """A layout: its name, its model, how many ranks and replicas, and its settings.
+
+    `precision`: in which it computes. `beside`: settings of its plans alone.
+    """
 
     name: str
     model: str
     ranks: int
     replicas: int
     words: tuple[str, ...]
+    precision: str = "float32"
+    beside: tuple[str, ...] = ()
 
 
-def layouts(only: str = "") -> list[Planned]:
-    """Return those whose name begins so."""
-    found = [each for model in MODELS for each in _of_model(model)]
+def layouts(only: str = "", device: str = "cpu") -> list[Planned]:
+    """Return those whose name begins so, of CPUs or of one accelerator."""
+    if device == "cpu":
+        found = [each for model in MODELS for each in _of_model(model)]
+    else:
+        found = list(_of_accelerator())
     return [each for each in found if each.name.startswith(only)]
+
+
+def _of_accelerator() -> Iterator[Planned]:
+    def layout(
+        model: str,
+        schedule: str,
+        recompute: str,
+        *more: str,
+        precision: str = "bfloat16",
+        beside: tuple[str, ...] = (),
+    ) -> Planned:
+        told = [word.partition("=")[0].rpartition(".")[2] for word in more]
+        name = "_".join((model, schedule, recompute, *told, *[precision] * (precision[0] == "f")))
+        words = (
+            *_ON_ACCELERATOR[model],
+            "pipeline.stages=1",
+            "pipeline.microbatches=4",
+            f"pipeline.schedule={schedule}",
+            f"pipeline.recompute={recompute}",
+            f"train.precision={precision}",
+            *more,
+        )
+        return Planned(name, model, 1, 1, words, precision, beside)
+
+    for model in _ON_ACCELERATOR:
+        yield layout(model, "one_f_one_b", "never")
+        yield layout(model, "one_f_one_b", "always")
+    for model in ("gpt2_medium", "resnet50"):
+        yield layout(model, "gpipe", "never", "pipeline.offload=true", beside=(_HOST_COPIES,))
+    yield layout("gpt2_medium", "interleaved", "never", "pipeline.options.stages_per_rank=4")
+    yield layout("gpt2_medium", "gpipe", "except_last")
+    yield layout("resnet50", "one_f_one_b", "never", precision="float32")
 
 
 def _of_model(model: str) -> Iterator[Planned]:

@@ -5,26 +5,28 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from experiments.plan.layouts import Planned
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import GpipeError
-from gpipe_hpc.plan import make_plan
+from gpipe_hpc.plan import Plan, make_plan
 
 # Steps at the start: they open connections and make buffers, and until the C library keeps enough
 # of what is freed, those that keep the most take a tenth longer.
 _SKIPPED: Final = 12
+_SKIPPED_ON_ACCELERATOR: Final = 4
 _LIMIT_S: Final = 180
-# Of a run whose memory counts: its first step has all but the optimizer's state.
+# Of a run whose memory alone counts: its first step has all but the optimizer's state.
 _FEW_STEPS: Final = 3
 _ROOT: Final = Path(__file__).parents[2]
 _COMMON: Final = (
-    "train.device=cpu",
-    "train.num_threads=1",
     "train.validate_every=0",
     "train.validate_batches=1",
     "checkpoint.every=0",
@@ -43,6 +45,9 @@ class Result:
     `runs_s`: the median step of each run. `replays_s`: of each run, planned by what that very run
     has measured of its layers and all else. `crowded`: ranks outnumber cores. `failed`: why there
     are no figures.
+
+    Of an accelerator the bytes are those of tensors, `process_bytes` is 0, and what torch keeps of
+    freed memory does not count.
     """
 
     name: str
@@ -106,16 +111,64 @@ class Result:
         return self.kept_bytes / self.measured_bytes - 1
 
 
+def save(path: Path, results: Sequence[Result], **beside: object) -> None:
+    """Write results, and what else is to stand there, as JSON."""
+    told = {"results": [asdict(each) for each in results], **beside}
+    path.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+
+
+def load(path: Path) -> list[Result]:
+    """Return the results that `save` wrote."""
+    told: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["results"]
+    return [Result(**{name: _tupled(value) for name, value in each.items()}) for each in told]
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 class FailedRunError(Exception):
     """A run that gave no figures, in one line."""
 
 
-def prices(out: Path, ranks: int) -> Path:
+class Bench(NamedTuple):
+    """On what layouts are tried, how many steps of a run count, and where it leaves its files."""
+
+    device: str
+    steps: int
+    out: Path
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Say whether ranks compute on something else than cores of the host."""
+        return self.device != "cpu"
+
+    @property
+    def common(self) -> list[str]:
+        """Return the settings of all layouts."""
+        threads = [] if self.is_accelerator else ["train.num_threads=1"]
+        return [f"train.device={self.device}", *threads, *_COMMON]
+
+    @property
+    def num_skipped(self) -> int:
+        """Return how many steps at the start do not count."""
+        return _SKIPPED_ON_ACCELERATOR if self.is_accelerator else _SKIPPED
+
+    def plan(self, words: Sequence[str]) -> Plan:
+        """Plan by these settings; a run has the device to itself afterwards."""
+        plan = make_plan(compose_config(list(words)))
+        if self.is_accelerator:
+            torch.accelerator.empty_cache()
+        return plan
+
+
+def prices(bench: Bench, ranks: int, precision: str) -> Path:
     """Measure what a step takes beside its layers on so many ranks; return the file."""
-    path = out / f"prices_{ranks}.yaml"
+    path = bench.out / f"prices_{ranks}_{precision}.yaml"
     words = ("preflight.steps=true", f"preflight.prices={path}", "preflight.out=null")
     model = ("model=mlp", "data=synthetic_vectors", f"pipeline.stages={ranks}")
-    _launch(ranks, "gpipe_hpc.preflight", [*model, *words, "train.device=cpu"])
+    kind = (f"train.device={bench.device}", f"train.precision={precision}")
+    _launch(ranks, "gpipe_hpc.preflight", [*model, *words, *kind])
     return path
 
 
@@ -130,40 +183,46 @@ class _Ran(NamedTuple):
     replayed_s: float
 
 
-def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, out: Path) -> Result:
+def try_layout(bench: Bench, layout: Planned, prices_file: Path, num_runs: int) -> Result:
     """Plan it and run it, so often, with the first plan's cut; what fails is told in the result.
 
     It is planned before and after each run: a machine that others use is not as fast all the time.
-    The first layout of a model on so many ranks leaves its calibration in `out` for the others
-    with as large micro-batches.
+    The first layout of a model on so many ranks leaves its calibration in `bench.out` for the
+    others with as large micro-batches.
     """
-    calibration = out / f"{layout.model}_{layout.ranks}r_x{layout.replicas}.yaml"
-    words = [*_COMMON, *layout.words]
+    name = f"{layout.model}_{layout.ranks}r_x{layout.replicas}_{layout.precision}.yaml"
+    calibration = bench.out / name
+    words = [*bench.common, *layout.words, *layout.beside]
     by = ["plan.costs=measured", f"plan.prices={prices_file}"]
     try:
-        plan = make_plan(compose_config([*words, *by]))
+        plan = bench.plan([*words, *by])
         counts = ",".join(map(str, plan.layout.partition.counts))
         words.append(f"pipeline.partition=[{counts}]")
         calibrated_s = _planned_by(calibration, words) if calibration.exists() else None
         plans, runs = [plan], []
         for _ in range(num_runs):
-            runs.append(_run(layout, words, steps, out / layout.name, calibration))
-            plans.append(make_plan(compose_config([*words, *by])))
-        frugal = [*words, "train.keep_freed_memory=false"]
-        least_bytes = _run(layout, frugal, _FEW_STEPS, out / layout.name, None, 2).most_bytes
+            runs.append(_run(bench, layout, words, calibration))
+            plans.append(bench.plan([*words, *by]))
+        kept_bytes = least_bytes = max(each.most_bytes for each in runs)
+        if not bench.is_accelerator:
+            frugal = [*words, "train.keep_freed_memory=false"]
+            few = bench._replace(steps=_FEW_STEPS)
+            least_bytes = _run(few, layout, frugal, None).most_bytes
     except (GpipeError, FailedRunError) as error:
         return Result(layout.name, failed=str(error).splitlines()[0])
     expected = [each.step for each in plans if each.step is not None]
     assert len(expected) == len(plans), "plan.costs=measured gives seconds"
     step = expected[0]
+    beside_bytes = plan.forecast.ranks[0].process_bytes
+    most_bytes = max(rank.total_bytes for rank in plan.forecast.ranks)
     return Result(
         layout.name,
         tuple(each.total_s for each in expected),
         tuple(each.step_s for each in runs),
-        max(rank.total_bytes for rank in plan.forecast.ranks),
-        plan.forecast.ranks[0].process_bytes,
+        most_bytes - beside_bytes * bench.is_accelerator,
+        beside_bytes * (not bench.is_accelerator),
         least_bytes,
-        max(each.most_bytes for each in runs),
+        kept_bytes,
         crowded=step.crowd is not None,
         parts=step.text().splitlines()[0].partition("(")[2].rstrip(")"),
         calibrated_s=calibrated_s,
@@ -177,20 +236,15 @@ def _planned_by(calibration: Path, words: list[str]) -> float:
     return step.total_s
 
 
-def _run(
-    layout: Planned,
-    words: list[str],
-    steps: int,
-    folder: Path,
-    calibration: Path | None,
-    num_skipped: int = _SKIPPED,
-) -> _Ran:
+def _run(bench: Bench, layout: Planned, words: list[str], calibration: Path | None) -> _Ran:
     """Run it. `calibration`: where what it measured is kept, unless something is there.
 
     Without that its memory alone counts.
     """
+    folder = bench.out / layout.name
+    num_skipped = 0 if calibration is None else bench.num_skipped
     shutil.rmtree(folder, ignore_errors=True)
-    asked = [*words, f"train.steps={steps + num_skipped}", f"run.dir={folder}"]
+    asked = [*words, f"train.steps={bench.steps + num_skipped}", f"run.dir={folder}"]
     _launch(layout.ranks, "gpipe_hpc.train", asked)
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     times = [line["step_time_s"] for line in map(json.loads, lines) if "step_time_s" in line]
@@ -203,7 +257,7 @@ def _run(
             shutil.copy(folder / "calibration.yaml", calibration)
     shutil.rmtree(folder, ignore_errors=True)
     if len(times) <= num_skipped:
-        raise FailedRunError(f"expected {steps + num_skipped} steps, got {len(times)}")
+        raise FailedRunError(f"expected {bench.steps + num_skipped} steps, got {len(times)}")
     return _Ran(median(times[num_skipped:]), max(taken), replayed_s)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.gpu import __main__ as command
-from experiments.gpu.running import Claim, Findings, Outcome, Part, run_part
+from experiments.gpu.running import LEFT, Claim, Findings, Outcome, Part, run_part
 from experiments.gpu.sizes import SIZES, size_for
 from experiments.gpu.trace import beside, lanes, united, work_of
 from tests.bare import bare
@@ -144,7 +144,7 @@ def test_claims_are_read_off_what_the_parts_wrote():
         ),
         "memory": Outcome(
             "done",
-            found={"size": "xl", "offload": {"over_plan": 1.2, "active_over_plan": 1.5}},
+            found={"size": "xl", LEFT: 0, "offload": {"over_plan": 1.2, "active_over_plan": 1.5}},
         ),
         "exactness": Outcome("failed", found={"failed": 3}),
     }
@@ -154,6 +154,7 @@ def test_claims_are_read_off_what_the_parts_wrote():
         "NOT FOUND, one rank: virtual stages over plain accumulation",
         "NOT FOUND, one rank: gradients of ours beside plain ones",
         "NOT FOUND, one rank: waits for the device in a step of ours",
+        "holds, memory: left by measuring layers, bytes",
         "DOES NOT HOLD, memory: peak over plan, offload",
         "holds, memory: peak over plan, offload",
         "DOES NOT HOLD, memory: peak with what waits for copies over plan, offload",

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.plan.figures import errors, named, noise, spearman, summary, table
 from experiments.plan.layouts import MODELS, layouts
-from experiments.plan.running import Result, try_layout
+from experiments.plan.running import Bench, Result, load, try_layout
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.schedule import schedule_names
 
@@ -44,7 +44,7 @@ def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
             *("c", (4.0,), (5.0,), 198, 100, 200, 250),
             **{"crowded": True, "calibrated_s": 4.5, "replays_s": (4.9,)},
         ),
-        try_layout(layouts("mlp_2r")[0], tmp_path / "none.yaml", 2, 1, tmp_path),
+        try_layout(Bench("cpu", 2, tmp_path), layouts("mlp_2r")[0], tmp_path / "none.yaml", 1),
     ]
     assert "none.yaml" in results[-1].failed
     told = errors(results)
@@ -75,11 +75,32 @@ def test_what_is_written_down_is_what_the_code_writes(repository):
     """A table stayed behind whose page explained a column that it did not have."""
     folder = repository / "experiments" / "plan"
     page = (folder / "README.md").read_text("utf-8")
-    told = json.loads((folder / "figures.json").read_text("utf-8"))["results"]
-    assert all(each.keys() == {field.name for field in fields(Result)} for each in told)
-    results = [
-        Result(**{name: tuple(v) if isinstance(v, list) else v for name, v in each.items()})
-        for each in told
-    ]
-    shown = page.partition("<!-- figures -->")[2].partition("<!-- end -->")[0]
-    assert shown.split() == f"```text {summary(results)} {table(results)} ```".split()
+    kept = sorted(folder.glob("*.json"))
+    assert folder / "cpu.json" in kept
+    for path in kept:
+        told = json.loads(path.read_text("utf-8"))["results"]
+        assert all(each.keys() == {field.name for field in fields(Result)} for each in told)
+        results = load(path)
+        assert len(results) == len(told)
+        shown = page.partition(f"<!-- {path.stem} -->")[2].partition("<!-- end of")[0]
+        assert shown.split() == f"```text {summary(results)} {table(results)} ```".split()
+
+
+def test_an_accelerator_has_layouts_of_one_rank():
+    found = layouts(device="cuda")
+    assert len({each.name for each in found}) == len(found) >= 10
+    assert {each.ranks for each in found} == {1}
+    assert {each.precision for each in found} == {"bfloat16", "float32"}
+    for each in found:
+        config = compose_config([*each.words, *each.beside])
+        check_config(config, each.ranks)
+        assert config.train.precision == each.precision
+        assert (config.plan.host_copy_bytes_per_s is not None) == config.pipeline.offload
+
+
+def test_memory_of_accelerators_is_that_of_tensors():
+    result = Result("a", (1.1,), (1.0,), 190, 0, 200, 200, replays_s=(1.0,))
+    told = summary([result])
+    assert (
+        "an accelerator each: 1 layouts" in told and "memory of all: error median 5.0 %\n" in told
+    )
