@@ -45,10 +45,14 @@ class Bench(NamedTuple):
     def built(self, visits: Sequence[Visit], loss: "Loss | None") -> Iterator["BuiltLayers"]:
         """Build layers that follow each other; the last one has the loss, if there is one.
 
-        Within the block they draw random numbers of their own.
+        Within the block they draw random numbers of their own. Behind it nothing of them is left:
+        autocast would hold each weight that it has cast, with its gradient.
         """
         key = init_key(self.seed, visits[0].index)
-        with seeded_generators(key), process_generators_kept():
+        with ExitStack() as stack:
+            stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(seeded_generators(key))
+            stack.enter_context(process_generators_kept())
             modules = [
                 build_layer(
                     _private(visit.layer, visit.index),
@@ -197,21 +201,24 @@ class BuiltLayers:
             return self._from_idle(forward)
 
     def kept_bytes(self) -> int:
-        """Return the bytes that a forward keeps for its backward, without parameters."""
+        """Return the bytes that a forward keeps for its backward, without parameters.
+
+        Of a forward that does not bear to be watched, as `torch.func` does not: 0.
+        """
         own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters()}
         kept: dict[int, UntypedStorage] = {}
 
-        def keep(tensor: Tensor) -> None:
-            # No backward comes. A node that holds its own output would hold itself for ever.
+        def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage  # held, so that no other one takes its place
+            return tensor.detach()  # a node that holds its own output would live for ever
 
         forward, _ = self._forward()
-        with (
-            self._failures_told(),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing),
-        ):
-            forward()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            try:
+                forward()
+            except Exception:  # what is wrong with it is told where it is timed
+                return 0
         return sum(each.nbytes() for place, each in kept.items() if place not in own)
 
     def num_bytes(self, results: list[Any]) -> int:

@@ -151,7 +151,8 @@ class Measured:
             )
         log.info("timing %d layers on one micro-batch ...", len(self.layers))
         began_s = time.perf_counter()
-        with casting(self.counted.precision, example.device):
+        shared = self.counted.shares_casts
+        with casting(self.counted.precision, example.device, shared=shared):
             measured = measure_layers(
                 self.layers,
                 example.inputs,

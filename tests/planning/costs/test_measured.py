@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.engine.layers.precision import casting
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_model, token_cross_entropy
 from gpipe_hpc.planning import LayerCost, measure_layers
@@ -69,6 +71,43 @@ def test_nothing_of_the_layers_lives_on():
     before = living_bytes()
     measure_layers(layers, tokens[:, :-1], tokens[:, 1:], token_cross_entropy, **FAST)
     assert living_bytes() == before
+
+
+def test_one_layer_lives_at_a_time_in_bfloat16():
+    """Autocast holds the weights that it has cast until its outermost block ends."""
+    before = living_bytes()
+    with casting("bfloat16", HostDevice()):
+        measure_layers([LayerSpec(nn.Linear, 4, 4)] * 3, torch.ones(2, 4), **FAST)
+        assert living_bytes() == before
+
+
+class Slope(nn.Module):
+    """Differentiates itself within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            y = self.linear(x).tanh().sum()
+            return torch.autograd.grad(y, x, create_graph=True)[0]
+
+
+class OfFunctions(nn.Linear):
+    """Does so by torch.func, which no hooks may watch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.func.grad(lambda y: y.tanh().sum())(x)
+
+
+@pytest.mark.parametrize("module", [Slope, OfFunctions])
+def test_a_layer_that_differentiates_itself_is_measured(module):
+    arguments = (4, 4) if module is OfFunctions else ()
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(module, *arguments), LayerSpec(nn.ReLU)]
+    costs = measure_layers(layers, torch.ones(2, 4), **FAST)
+    assert costs[1].forward_s > 0
 
 
 def test_one_layer_lives_at_a_time():
