@@ -97,7 +97,7 @@ def left_by_measuring(size: Size, batch: tuple[Tensor, Tensor], device: Device) 
             measure_layers(
                 size.layers(), inputs, targets, token_cross_entropy, device=device, rounds=1
             )
-        return device.memory_allocated()
+            return device.memory_allocated()  # autocast forgets nothing before its block ends
 
     first = left()  # libraries have their own by then
     return left() - first

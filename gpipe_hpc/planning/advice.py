@@ -39,17 +39,20 @@ class Advice(NamedTuple):
 
     `gain`: the share of the time in the pipeline that they save. `more_bytes`: how much more memory
     the fullest rank then needs, as planned; less than 0: less; None where not planned. `assumes`:
-    what the simulation takes for granted, if that is much.
+    what the simulation takes for granted, if that is much. `without`: settings of the run that are
+    to be left out.
     """
 
     settings: str
     gain: float
     more_bytes: int | None = None
     assumes: str = ""
+    without: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return it in one line: ``pipeline.schedule=one_f_one_b: -7 %``."""
-        return f"{self.settings}: {-100 * self.gain:.0f} % of the time in the pipeline"
+        left_out = f" (without {', '.join(self.without)})" if self.without else ""
+        return f"{self.settings}{left_out}: {-100 * self.gain:.0f} % of the time in the pipeline"
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def advise(
         more_bytes = None if assumes else max(after.held_bytes) - max(before.held_bytes)
         is_too_much = excess_bytes(after.held_bytes, limits) > 0
         if gain >= _LEAST_GAIN and not (is_too_much and more_bytes):
-            found.append(Advice(settings, gain, more_bytes, assumes))
+            left_out = _left_out(request, other)
+            found.append(Advice(settings, gain, more_bytes, assumes, left_out))
     # Of what saves as much to a hundredth, first what needs less memory.
     return sorted(found, key=lambda each: (-round(each.gain, 2), each.more_bytes or 0))
 
@@ -169,8 +173,6 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
             continue  # compiled layers make weight gradients together with those of inputs
         words = [f"pipeline.schedule={name}"]
         words += [f"pipeline.options.{key}={value}" for key, value in options.items()]
-        left_out = [f"pipeline.options.{key}" for key in request.options if key not in options]
-        words += [f"(without {', '.join(left_out)})"] if left_out else []
         fits = num_stages(
             name, ranks=layout.schedule.num_ranks, microbatches=request.microbatches, **options
         ) == len(kept.counts)
@@ -201,6 +203,13 @@ def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
         asked = {**kept, "order": order}
         other = replace(request, schedule="rerouted", schedule_options=asked)
         yield f"pipeline.schedule={order}", other, gauge, ""
+
+
+def _left_out(request: Request, other: Request) -> tuple[str, ...]:
+    """Return the options of the run's schedule that another one does not take."""
+    if other.schedule == request.schedule or other.schedule == "rerouted":
+        return ()
+    return tuple(f"pipeline.options.{key}" for key in request.options if key not in other.options)
 
 
 def _is_by_hand(request: Request) -> bool:

@@ -32,6 +32,11 @@ IDLE: Final = ("fill and drain", "imbalance", "transfers", "other replicas")
 """The parts that are idle time within the pipeline, beside what is read or waits there."""
 
 
+END_STALL: Final = "checkpoint_end_stall_s"
+"""Of a checkpoint that was written in the background: what its end holds up."""
+_STALLS: Final = ("checkpoint_stall_s", END_STALL, "neighbour_stall_s")
+
+
 class Share(NamedTuple):
     """What a rank did in the pipeline of the traced step, in seconds, by part; they sum to it."""
 
@@ -70,7 +75,7 @@ def account_of(record: Record) -> Account | None:
     def mean(name: str) -> float:
         return fmean(row.get(name) or 0.0 for row in rows)
 
-    stall_s = sum(sum(record.stall_s(n)) for n in ("checkpoint_stall_s", "neighbour_stall_s"))
+    stall_s = sum(sum(record.stall_s(name)) for name in _STALLS)
     pipeline_s, checkpoint_s = mean("pipeline_s"), stall_s / len(rows)
     step_s = mean("step_time_s") + checkpoint_s
     ranks = () if record.traced is None else shares(record.traced)
@@ -86,7 +91,10 @@ def account_of(record: Record) -> Account | None:
     tail_s = 0.0 if record.traced is None else _reduction_tail_s(record.traced.replicas)
     parts["reduction"] += min(edge_s, tail_s)
     parts["meeting"] += edge_s - min(edge_s, tail_s)
-    parts["reading data"] += mean("reading_s")
+    # What rank 0 read while others had begun is in the pipeline.
+    parts["reading data"] += fmean(
+        row.get("reading_ahead_s", row.get("reading_s")) or 0.0 for row in rows
+    )
     parts["checkpoint"] += checkpoint_s
     parts["optimizer"] += mean("optimizer_s") + mean("clipping_s")
     parts["host"] += step_s - sum(parts.values())

@@ -1,11 +1,11 @@
 """What would make a run faster, by what it gains: causes that were measured, settings to change."""
 
-from collections.abc import Iterator, Mapping
-from statistics import fmean
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.planning.telling.units import bytes_text
-from gpipe_hpc.report.accounting import Account
+from gpipe_hpc.report.accounting import END_STALL, Account
 from gpipe_hpc.report.pace import Slow, slow_ones, timed_layers, without
 from gpipe_hpc.report.record import Record
 from gpipe_hpc.report.words import percent, time_text
@@ -14,6 +14,8 @@ from gpipe_hpc.schedule.waits import DataFlow
 from gpipe_hpc.training.traces.files import ReadStep
 
 _LEAST_GAIN: Final = 0.02  # of a step; less is within what runs differ by
+_BRACKETS: Final = re.compile(r" \(without [^)]*\)")
+_AS_TOLD: Final = 1.15  # times the pace that the cut was made for: nothing new
 
 
 class Finding(NamedTuple):
@@ -71,14 +73,16 @@ def _checkpoint(record: Record, account: Account) -> Iterator[Finding]:
         ("neighbour_stall_s", "copy in memory", "checkpoint.neighbour_every"),
     ):
         stalls = [each for each in record.stall_s(name) if each > 0]
+        ends = record.stall_s(END_STALL) if name == "checkpoint_stall_s" else []
         if not stalls:
             continue
-        gain_s = sum(stalls) / account.num_steps
+        whole_s = sum(stalls) + sum(ends)
+        gain_s = whole_s / account.num_steps
         is_behind = name == "neighbour_stall_s" or record.settings.get("checkpoint.in_background")
         number = record.settings.get(every)
         rarer = f"{every}={2 * number}" if isinstance(number, int) and number else ""
         yield Finding(
-            f"Each {what} holds the run up for {time_text(fmean(stalls))}",
+            f"Each {what} holds the run up for {time_text(whole_s / len(stalls))}",
             f"{len(stalls)} of them in {account.num_steps} steps: {time_text(gain_s)} a step. "
             f"Write to a faster folder, more seldom, or in the background.",
             gain_s,
@@ -87,43 +91,61 @@ def _checkpoint(record: Record, account: Account) -> Iterator[Finding]:
 
 
 def _slow(record: Record, account: Account) -> Iterator[Finding]:
-    for slow in slow_ones(timed_layers(record)):
+    found = slow_ones(timed_layers(record))
+    for slow in found:
         share = without(record, slow)
         if share is None:
             continue
         gain_s = share * account.pipeline_s
         yield (
-            _slow_rank(record, slow, gain_s)
+            _slow_rank(record, slow, gain_s, _paces_words(record, found))
             if slow.layer is None
             else _slow_layer(record, slow, gain_s)
         )
 
 
-def _slow_rank(record: Record, slow: Slow, gain_s: float) -> Finding:
-    rank = next(e for e in record.summary["ranks"] if e["rank"] == slow.ranks[0])
+def _paces_words(record: Record, found: Sequence[Slow]) -> str:
+    """Return the setting by which slow ranks get less; empty where the cut knows, or is by hand."""
     layout = record.summary["layout"]
-    settings = ""
-    if layout["ranks"] // layout["replicas"] > 1:
-        size = layout["ranks"] // layout["replicas"]
-        paces = [1.0] * size
-        paces[rank["stage_rank"]] = round(slow.factor, 2)
-        settings = f"pipeline.paces=[{','.join(f'{pace:g}' for pace in paces)}]"
+    size = layout["ranks"] // layout["replicas"]
+    places = {each["rank"]: each["stage_rank"] for each in record.summary["ranks"]}
+    paces = [1.0] * size
+    for slow in found:
+        if slow.layer is None:
+            place = places[slow.ranks[0]]
+            paces[place] = max(paces[place], slow.factor)
+    known = layout.get("paces") or [1.0] * size
+    told = len(known) == size and all(
+        own <= _AS_TOLD * its / min(known) for own, its in zip(paces, known, strict=True)
+    )
+    by_hand = not isinstance(record.settings.get("pipeline.partition", "time"), str)
+    if size == 1 or told or by_hand:
+        return ""
+    return _pasteable(f"pipeline.paces=[{','.join(f'{pace:.3g}' for pace in paces)}]")
+
+
+def _slow_rank(record: Record, slow: Slow, gain_s: float, settings: str) -> Finding:
+    rank = next(e for e in record.summary["ranks"] if e["rank"] == slow.ranks[0])
     return Finding(
         f"Rank {rank['rank']} on {rank['host']} is slow: {slow.factor:.2f} times its share",
         "All its layers take longer than layers of the same kind elsewhere. The gain is what a "
         "step saves when the rank is as fast as the others: look at what else runs on the host, "
-        "its threads, its clock. Where it stays slow, give it less.",
+        "its threads, its clock. Where it stays slow, give it less, which saves less.",
         gain_s,
         settings,
     )
 
 
 def _slow_layer(record: Record, slow: Slow, gain_s: float) -> Finding:
-    told = record.summary["layers"][slow.layer]
+    told = [
+        each["kind"]
+        for index, each in enumerate(record.summary.get("layers") or ())
+        if index == slow.layer
+    ]
+    kind = f" ({told[0]})" if told else ""
     ranks = ", ".join(map(str, slow.ranks))
     return Finding(
-        f"Layer {slow.layer} ({told['kind']}) is slow: {slow.factor:.2f} times as long as its "
-        f"likes",
+        f"Layer {slow.layer}{kind} is slow: {slow.factor:.2f} times as long as its likes",
         f"On rank {ranks} its forward takes {time_text(slow.forward_s)} a micro-batch longer than "
         f"layers with as many FLOPs and parameters. The gain is what a step saves when it takes "
         f"as long as they do: look at what its forward does.",
@@ -142,15 +164,16 @@ def _links(record: Record, account: Account) -> Iterator[Finding]:
     (source, destination), (seconds, number) = max(waits.items(), key=lambda each: each[1][0])
     hosts = {each["rank"]: each["host"] for each in record.summary.get("ranks") or ()}
     ends = f"{source} to {destination}"
-    if hosts.get(source) != hosts.get(destination):
+    if len({hosts.get(source), hosts.get(destination)} - {None}) > 1:
         ends += f" ({hosts.get(source)} to {hosts.get(destination)})"
     often = "Once" if number == 1 else f"{number} times"
     yield Finding(
-        f"Waiting for transfers takes {time_text(gain_s)} of each step, most from rank {ends}",
+        f"Waiting for transfers takes {time_text(in_pipeline_s)} of each step, most from rank "
+        f"{ends}",
         f"{often} in the traced step rank {destination} had nothing to do and what it "
         f"needed was made: {time_text(seconds / number)} each until it went on. Where all meet "
-        f"behind the pipeline it takes {time_text(meeting_s)} more. A slow link, or more processes "
-        f"than processors.",
+        f"behind the pipeline, and divide the gradients, it takes {time_text(meeting_s)} more; the "
+        f"gain is that of both, at most. A slow link, or more processes than processors.",
         gain_s,
     )
 
@@ -183,25 +206,31 @@ def link_waits(traced: ReadStep) -> Mapping[tuple[int, int], tuple[float, int]]:
 
 def _weights(record: Record, account: Account) -> Iterator[Finding]:
     better = record.summary.get("balance")
-    if better:
+    if better and not record.is_overtaken:
         weights = ",".join(map(str, better["weights"]))
         yield Finding(
             "Replicas are unequally fast",
             "With these weights they would end together, if each micro-batch takes a replica as "
             "long as in this run.",
             better["gain"] * account.pipeline_s,
-            f"outer.weights=[{weights}]",
+            _pasteable(f"outer.weights=[{weights}]"),
         )
 
 
 def _settings(record: Record, account: Account) -> Iterator[Finding]:
-    for each in record.summary.get("advice") or ():
+    for each in record.summary.get("advice") or () if not record.is_overtaken else ():
         yield Finding(
             f"Another layout: {each['settings']}",
             _of_advice(each),
             each["gain"] * account.pipeline_s,
-            each["settings"].partition(" (")[0],
+            _pasteable(each["settings"]),
         )
+
+
+def _pasteable(settings: str) -> str:
+    """Return settings that any shell passes on as they are; older runs named others in brackets."""
+    words = _BRACKETS.sub("", settings).split()
+    return " ".join(f"'{word}'" if "[" in word else word for word in words)
 
 
 def _of_advice(each: Mapping[str, Any]) -> str:
@@ -209,6 +238,8 @@ def _of_advice(each: Mapping[str, Any]) -> str:
         f"Simulated with what this run's actions took: {percent(each['gain'])} less time in the "
         f"pipeline"
     )
+    if each.get("without"):
+        text += f"; leave out {', '.join(each['without'])}"
     if each["assumes"]:
         return f"{text}, assuming {each['assumes']}."
     more = each["more_bytes"]

@@ -32,6 +32,10 @@ from gpipe_hpc.training.traces.files import ReadStep
 
 _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560.0, 220.0, 58.0, 24.0, 8.0
+_OF_TRANSFERS: Final = (
+    "A pink bar is a transfer that its rank waited for with nothing else to do; others are not "
+    "recorded."
+)
 _NUM_COLOURS: Final = 5
 _HEADER: Final = 60  # pixels of the buttons above a timeline
 
@@ -81,6 +85,7 @@ def _block(block: Block) -> Iterator[str]:
                 )
             yield "</ol>"
         case Picture(step):
+            yield f"<p>{_OF_TRANSFERS}</p>"
             yield _timeline(step)
 
 

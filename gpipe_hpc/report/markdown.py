@@ -15,6 +15,7 @@ from gpipe_hpc.report.blocks import (
     Words,
 )
 from gpipe_hpc.report.words import number, percent, time_text
+from gpipe_hpc.schedule import Timeline
 
 _WIDTH = 96  # columns of a timeline
 _SHADES = " ▁▂▃▄▅▆▇█"
@@ -57,9 +58,19 @@ def _block(block: Block) -> Iterator[str]:
                     yield f"   `{each.settings}`"
         case Picture(step):
             yield "```text"
-            for timeline in step.replicas:
-                yield draw_text(timeline, _WIDTH, "s", None)
+            yield from _timelines(step.replicas)
             yield "```"
+
+
+def _timelines(replicas: Sequence[Timeline]) -> Iterator[str]:
+    """Draw each replica on one scale of time, and say when it begins."""
+    begin_s = min(each.start_s for each in replicas)
+    longest = max(each.makespan for each in replicas)
+    for place, timeline in enumerate(replicas):
+        if len(replicas) > 1:
+            yield f"replica {place}, from {time_text(timeline.start_s - begin_s)} on:"
+        share = timeline.makespan / longest if longest > 0 else 1.0
+        yield draw_text(timeline, max(1, round(_WIDTH * share)), "s", None)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

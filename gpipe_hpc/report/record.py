@@ -63,12 +63,19 @@ class Record:
         return self.folder.resolve().name
 
     @property
+    def is_overtaken(self) -> bool:
+        """Say whether a later start has gone on beyond what the summary tells of."""
+        if not self.summary or not self.steps or self.summary["outcome"] == "running":
+            return False
+        return bool(self.steps[-1]["step"] > self.summary["last_step"])
+
+    @property
     def counted_steps(self) -> tuple[Mapping[str, Any], ...]:
         """Return the steps of the newest start whose times are known, without its first one.
 
         That prepares what later ones find ready; it counts where it is the only one.
         """
-        first = self.summary.get("first_step") or 0
+        first = self.summary.get("last_step" if self.is_overtaken else "first_step") or 0
         timed = [row for row in self.steps if row.get("pipeline_s") is not None]
         newest = [row for row in timed if row["step"] > first] or timed
         return tuple(newest[1:] or newest)
@@ -79,7 +86,7 @@ class Record:
         Without that behind the last step of a run that has ended: no step waited for it.
         """
         counted = {row["step"] for row in self.counted_steps}
-        if self.summary.get("outcome") in ("done", "stopped"):
+        if self.summary.get("outcome") in ("done", "stopped") and not self.is_overtaken:
             counted.discard(self.summary["last_step"])
         return [
             float(row[name])
@@ -198,7 +205,7 @@ def _settings(path: Path, doubts: list[str]) -> Mapping[str, Any]:
 
 
 def _traced(folder: Path, summary: Mapping[str, Any], doubts: list[str]) -> ReadStep | None:
-    """Return the traced step, if it is whole and of this run's ranks."""
+    """Return the traced step, if it is whole, and of the layout that the summary tells of."""
     told = summary.get("traced_step")
     try:
         path = folder / told["file"] if told else typical_trace(folder)
@@ -212,9 +219,17 @@ def _traced(folder: Path, summary: Mapping[str, Any], doubts: list[str]) -> Read
         doubts.append(f"the traced step is left out: {error}")
         return None
     num_ranks = sum(timeline.num_ranks for timeline in traced.replicas)
-    size = summary["layout"]["ranks"] if summary else num_ranks
-    if num_ranks != size or len(traced.around) not in (0, num_ranks):
-        doubts.append(f"the traced step is left out: it is of {num_ranks} ranks, the run of {size}")
+    its = num_ranks, traced.replicas[0].num_stages, len(traced.replicas)
+    layout = summary.get("layout") or dict(zip(("ranks", "stages", "replicas"), its, strict=True))
+    own = layout["ranks"], layout["stages"], layout["replicas"]
+    names = "%d ranks, %d stages and %d replicas"
+    if its != own or len(traced.around) not in (0, num_ranks):
+        doubts.append(
+            f"the traced step is left out: it is of {names % its}, the run of {names % own}"
+        )
+        return None
+    if not told and traced.step is not None and traced.step <= (summary.get("first_step") or 0):
+        doubts.append(f"the traced step is left out: step {traced.step} is of an earlier start")
         return None
     return traced
 

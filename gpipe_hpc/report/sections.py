@@ -79,8 +79,7 @@ def _sections(record: Record, account: Account | None) -> Iterator[Section]:
         which = "" if record.traced.step is None else f"Step {record.traced.step}: "
         words = Words(
             f"{which}that of median time among those held in memory. All ranks of all replicas on "
-            f"one clock. A pink bar is a transfer that its rank waited for with nothing else to "
-            f"do; others are not recorded."
+            f"one clock."
         )
         yield Section("One step of all ranks", [words, Picture(record.traced)])
     yield Section("Over time", list(_curves([record], [""])))
@@ -100,7 +99,12 @@ def _outcome(record: Record) -> str:
         f"{summary['outcome'].capitalize()} after step {summary['last_step']} of "
         f"{summary['steps_asked']}; begun {summary['began']}, written {summary['written']}."
     )
-    if record.num_starts > 1:
+    if record.is_overtaken:
+        text += (
+            f" A newer start has come to step {record.steps[-1]['step']} and has not summed it up "
+            "yet: ranks, memory and layout are those of the earlier start."
+        )
+    elif record.num_starts > 1:
         text += f" It was started {record.num_starts} times; figures are those of the newest start."
     return f"{text} {summary['error']}" if summary.get("error") else text
 
@@ -109,7 +113,10 @@ def _figures(record: Record, account: Account | None) -> Iterator[tuple[str, str
     """Yield what stands out of a run; the same in the same order for each."""
     summary = record.summary
     loss, pace = summary.get("loss") or {}, summary.get("throughput") or {}
+    step = summary.get("step") or {}
     last = record.steps[-1] if record.steps else {}
+    if record.is_overtaken:
+        loss, pace, step = {}, last, {}
     layout = summary.get("layout") or {}
     ranks = summary.get("ranks") or ()
     yield "loss", number(loss.get("last", last.get("loss")))
@@ -120,7 +127,7 @@ def _figures(record: Record, account: Account | None) -> Iterator[tuple[str, str
     flops = pace.get("model_flops_per_s")
     yield "FLOPs a second", "-" if flops is None else flops_text(flops)
     yield "share of the devices' peak", percent(pace.get("share_of_peak"))
-    yield "bubble", percent((summary.get("step") or {}).get("bubble", last.get("bubble")))
+    yield "bubble", percent(step.get("bubble", last.get("bubble")))
     peaks = [each["peak_memory_bytes"] for each in ranks] or [last.get("peak_memory_bytes", 0)]
     yield "memory of the fullest rank", bytes_text(max(peaks)) if max(peaks) else "-"
     shape = ""

@@ -234,7 +234,7 @@ def _beside_s(ledger: Ledger, typical: Sequence[Timeline]) -> float:
     known = ledger.medians()
     if known["step_time_s"] is None:
         return 0.0
-    parts = ("pipeline_s", "reading_s", "clipping_s", "optimizer_s")
+    parts = ("pipeline_s", "reading_ahead_s", "clipping_s", "optimizer_s")
     end_s = max(each.end_of_compute for each in typical)
     tail_s = max(each.start_s + each.makespan for each in typical) - end_s
     return max(0.0, float(known["step_time_s"] - sum(known[name] for name in parts) - tail_s))

@@ -1,7 +1,6 @@
 """The training loop."""
 
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,7 +18,7 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.config.composing import written
 from gpipe_hpc.config.flat import flat
 from gpipe_hpc.config.ranks import on_ranks
-from gpipe_hpc.engine.recorder import StepTimes
+from gpipe_hpc.engine.recorder import Mark, StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import ConfigError, NonFiniteError
 from gpipe_hpc.planning.memory.by_rank import memory_limits
@@ -231,17 +230,17 @@ class _Loop:
     def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:
         pipe, session = self._pipe, self._session
         first = saved = pipe.steps_done
-        results = Results(session, self._reporter.ledger, metrics, progress, is_late=self._is_late)
+        ledger, is_late = self._reporter.ledger, self._is_late
+        results = Results(session, ledger, metrics, progress, is_late=is_late, rates=self._rates)
+        since: Mark | None = None
         self._ask()
         while pipe.steps_done < self._last and not self._is_stopped and not session.is_complete:
-            began_s = time.perf_counter()
             trained, timed, agreed, times = self._step()
             done = pipe.steps_done
             self._note_whether_stopped(agreed.is_stopped)
-            step_time_s = time.perf_counter() - began_s
-            known = self._scalars(trained, agreed, times, step_time_s) if self._leads else {}
-            line = Line(trained, timed, step_time_s, times, known)
-            self._known = results.add(line)
+            known = self._scalars(trained, agreed, times) if self._leads else {}
+            self._known = results.add(Line(trained, timed, since, times, known))
+            since = trained.laps.left
             if self._is_saved(done) or self._is_copied(done) or self._validates(done):
                 # Nothing is kept of a step that is not known to be good.
                 self._known = results.settle() or self._known
@@ -250,22 +249,27 @@ class _Loop:
             if agreed.is_written:
                 with self._stop.unhurried():
                     stall_s = self._session.finish_save()
-                self._say_stall(metrics, "checkpoint_stall_s", stall_s)
+                self._say_stall(metrics, "checkpoint_end_stall_s", stall_s)
+                since = None
             if self._is_saved(done) and not self._is_stopped:
                 self._say_stall(metrics, "checkpoint_stall_s", self._save())
-                saved = done
+                saved, since = done, None
                 self._ask()
             if self._is_copied(done) and not self._is_stopped:
                 self._say_stall(metrics, "neighbour_stall_s", self._session.copy())
+                since = None
             if self._validates(done) and not self._is_stopped:
                 self._validate(metrics, progress)
                 self._reporter.refresh()
+                since = None
         results.settle()
         pipe.say_what_is_left()
         self._stop.obey()  # no edge is to come
         if pipe.steps_done > first:
-            finish = self._session.save if pipe.steps_done > saved else self._session.finish_save
-            self._say_stall(metrics, "checkpoint_stall_s", finish())
+            if pipe.steps_done > saved:
+                self._say_stall(metrics, "checkpoint_stall_s", self._session.save())
+            else:
+                self._say_stall(metrics, "checkpoint_end_stall_s", self._session.finish_save())
         self._say_corrupt()
         if not self._is_stopped and self._validated != pipe.steps_done:
             self._validate(metrics, progress)
@@ -293,15 +297,11 @@ class _Loop:
             self._stop.obey()
 
     def _scalars(
-        self, trained: Trained, agreed: Agreed, times: Times | None, step_time_s: float
+        self, trained: Trained, agreed: Agreed, times: Times | None
     ) -> dict[str, float | None]:
         """Return what a line of metrics.jsonl says of a step besides its results."""
         pipe, batch = self._pipe, trained.batch
-        samples_per_s = batch.num_samples / step_time_s
         scalars: dict[str, float | None] = {
-            "step_time_s": step_time_s,
-            "samples_per_s": samples_per_s,
-            **self._rates(samples_per_s),
             **(Times.none() if times is None else times.scalars()),
             "peak_memory_bytes": agreed.peak_memory_bytes,
             "peak_memory_rank": agreed.peak_memory_rank,
@@ -329,10 +329,12 @@ class _Loop:
             scalars["skipped_steps"] = pipe.loss_scale.num_skipped
         return scalars
 
-    def _rates(self, samples_per_s: float) -> dict[str, float]:
-        """Return what else is done a second, of it what is known."""
+    def _rates(self, num_samples: int, seconds: float) -> dict[str, float]:
+        """Return what is done a second, of it what is known, by what a step did in its time."""
+        samples_per_s = num_samples / seconds
         tokens = tokens_per_sample(self._config.data)
         rates = {
+            "samples_per_s": samples_per_s,
             "tokens_per_s": None if tokens is None else samples_per_s * tokens,
             "model_flops_per_s": model_flops_per_s(self._session, samples_per_s),
             "share_of_peak": share_of_peak(self._session, samples_per_s),

@@ -20,18 +20,23 @@ from gpipe_hpc.training.traces.around import Around
 class Spent(NamedTuple):
     """Where the time of a step went on this rank, in seconds.
 
-    `edge_s`: what `Pipeline.step` took beyond the pipeline of all ranks: what they tell one
-    another, and dividing the gradients.
+    `reading_ahead_s`: of reading, what was over before the pipeline of all ranks began. `edge_s`:
+    what `Pipeline.step` took beyond that pipeline: what ranks tell one another, and dividing the
+    gradients.
     """
 
     reading_s: float
+    reading_ahead_s: float
     edge_s: float
     clipping_s: float
     optimizer_s: float
 
 
 class Laps(NamedTuple):
-    """Marks between the parts of a step; on an accelerator, reading them waits for it."""
+    """Marks between the parts of a step; on an accelerator, reading them waits for it.
+
+    `left`: behind the outer step, the end of all.
+    """
 
     began: Mark
     read: Mark
@@ -39,12 +44,16 @@ class Laps(NamedTuple):
     looked: Mark
     clipped: Mark
     stepped: Mark
+    left: Mark
 
     def spent(self, pipeline_s: float) -> Spent:
         """Return where the time went; `pipeline_s`: the time in the pipeline of all ranks."""
+        reading_s = seconds_between(self.began, self.read)
+        behind_s = seconds_between(self.read, self.piped) - pipeline_s
         return Spent(
-            seconds_between(self.began, self.read),
-            max(0.0, seconds_between(self.read, self.piped) - pipeline_s),
+            reading_s,
+            max(0.0, reading_s + min(0.0, behind_s)),  # others began while this rank read
+            max(0.0, behind_s),
             seconds_between(self.looked, self.clipped),
             seconds_between(self.clipped, self.stepped),
         )
@@ -112,10 +121,11 @@ def train_one_step(
     where = "the optimizer's step"
     with telling(pipe.world, where), pipe.telling_of_memory(where):
         session.optimizer.step()
-    laps = Laps(began, read, piped, looked, clipped, mark())
+    stepped = mark()
     pipe.outer_step()
     if pipe.steps_done == config.train.steps:
         pipe.unite_replicas()
+    laps = Laps(began, read, piped, looked, clipped, stepped, mark())
     session.position = batch.position
     return Trained(pipe.steps_done, batch, result, lr, norm, laps)
 

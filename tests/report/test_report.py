@@ -160,14 +160,114 @@ def test_a_slow_rank_is_named_first_with_what_it_costs(tmp_path):
     slow, usual = timeline(forward), timeline()
     found, _ = first_finding(leave(tmp_path, slow, usual, took=took))
     assert found.what.startswith("Rank 1 on <h&> is slow: 2.00 times")
-    assert found.settings == "pipeline.paces=[1,2,1,1]"
+    assert found.settings == "'pipeline.paces=[1,2,1,1]'"
     assert found.gain_s == pytest.approx(slow.makespan - usual.makespan, rel=0.01)
+
+
+def change_summary(folder, **changes):
+    path = folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_paces_are_advised_once_for_all_ranks_and_not_where_the_cut_knows_them(tmp_path):
+    took = [FORWARD / 2] * 8
+    took[2:4], took[6:8] = [FORWARD] * 2, [0.75 * FORWARD] * 2
+    slow = timeline([FORWARD, 2 * FORWARD, FORWARD, 1.5 * FORWARD])
+    folder = leave(tmp_path, slow, timeline(), took=took)
+    record = read_record(folder)
+    slow_ones = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
+    assert {each.settings for each in slow_ones} == {"'pipeline.paces=[1,2,1,1.5]'"}
+    layout = json.loads((folder / "summary.json").read_text())["layout"]
+    change_summary(folder, layout=layout | {"paces": [1.05, 2.0, 1.0, 1.4]})
+    record = read_record(folder)
+    slow_ones = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
+    assert slow_ones and not any(each.settings for each in slow_ones)
+    change_summary(folder, layout=layout)
+    with (folder / "config.yaml").open("a") as settings:
+        settings.write("pipeline:\n  partition: [2, 2, 2, 2]\n")
+    record = read_record(folder)
+    slow_ones = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
+    assert slow_ones and not any(each.settings for each in slow_ones)
+
+
+def test_a_slow_layer_is_named_where_layers_were_not_counted(tmp_path):
+    folder = leave(tmp_path, timeline(), took=[FORWARD / 2] * 5 + [FORWARD] + [FORWARD / 2] * 2)
+    summary = json.loads((folder / "summary.json").read_text())
+    for rank in summary["ranks"][4:]:
+        for layer in rank["layers"]:
+            layer["forward_s"] = FORWARD / 2
+    change_summary(folder, layers=None, ranks=summary["ranks"])
+    record = read_record(folder)
+    findings_of(record, account_of(record))  # ended in a TypeError
+
+
+def test_of_a_run_that_failed_is_told_what_rank_0_knew(tmp_path):
+    folder = leave(tmp_path, timeline())
+    ranks = json.loads((folder / "summary.json").read_text())["ranks"]
+    change_summary(folder, outcome="failed", error="PeerError: gone", ranks=ranks[:1])
+    record = read_record(folder)
+    assert not record.doubts
+    assert "Failed after step 10 of 10" in render_markdown(report_of(record))
+    for wrong in ([ranks[0], ranks[0]], [ranks[1], ranks[0]], [ranks[0] | {"rank": 8}]):
+        change_summary(folder, ranks=wrong)
+        assert "expected 8 ranks" in read_record(folder).doubts[0]
+
+
+def test_a_summary_of_an_earlier_start_is_called_so(tmp_path):
+    folder = leave(tmp_path, timeline())
+    change_summary(folder, outcome="stopped", last_step=6)
+    record = read_record(folder)
+    assert record.is_overtaken
+    assert [row["step"] for row in record.counted_steps] == [8, 9, 10]
+    text = render_markdown(report_of(record))
+    assert "A newer start has come to step 10 and has not summed it up yet" in text
+    assert "Another layout" not in text  # it was told of the earlier one
+    change_summary(folder, outcome="running")
+    assert not read_record(folder).is_overtaken
+
+
+def test_a_trace_of_an_earlier_start_is_left_out(tmp_path):
+    folder = leave(tmp_path, timeline())
+    change_summary(folder, outcome="running", traced_step=None, first_step=5)
+    record = read_record(folder)
+    assert record.traced is None
+    assert record.doubts == ("the traced step is left out: step 5 is of an earlier start",)
+    change_summary(folder, first_step=4)
+    assert read_record(folder).traced is not None
+
+
+def test_a_checkpoint_in_the_background_is_one_with_two_stalls(tmp_path):
+    folder = leave(tmp_path, timeline(), stalls=((3, 0.9), (6, 0.9), (9, 0.9)))
+    with (folder / "metrics.jsonl").open("a") as lines:
+        for step in (4, 7):
+            lines.write(json.dumps({"step": step, "checkpoint_end_stall_s": 0.15}) + "\n")
+    found, account = first_finding(folder)
+    assert found.what == "Each checkpoint holds the run up for 1 s"
+    assert found.gain_s == pytest.approx(3.0 / 9) == account.parts["checkpoint"]
+
+
+def test_replicas_in_markdown_have_one_scale_of_time(tmp_path):
+    quick, slow = timeline(), timeline([2 * FORWARD] * 4)
+    text = render_markdown(report_of(read_record(leave(tmp_path, quick, slow))))
+    assert "replica 0, from 0 s on:" in text and "replica 1, from 0 s on:" in text
+    rows = [line for line in text.splitlines() if line.startswith("rank ")]
+    assert len(rows) == 8
+    share = quick.makespan / slow.makespan
+    assert len(rows[0]) - 7 == pytest.approx(96 * share, abs=1) and len(rows[4]) - 7 == 96
+    assert "pink" not in text
 
 
 @pytest.mark.parametrize(
     ("more", "stalls", "what", "settings", "gain_s"),
     [
         ({"reading_s": 0.2}, (), "Reading data", "data.workers=2", 0.2),
+        (
+            {"reading_s": 0.5, "reading_ahead_s": 0.2},
+            (),
+            "Reading data holds each step up for 200 ms",
+            "data.workers=2",
+            0.2,
+        ),
         (
             {},
             ((3, 0.9), (6, 0.9), (9, 0.9), (10, 5.0)),  # no step waits for the last
@@ -406,7 +506,10 @@ def test_a_summary_of_other_ranks_than_the_trace_is_told(tmp_path):
     folder = leave(tmp_path, timeline())
     write_trace([timeline()], folder, 5)
     (doubt,) = read_record(folder).doubts
-    assert doubt == "the traced step is left out: it is of 4 ranks, the run of 8"
+    assert doubt == (
+        "the traced step is left out: it is of 4 ranks, 4 stages and 1 replicas, the run of 8 "
+        "ranks, 4 stages and 2 replicas"
+    )
     summary = json.loads((folder / "summary.json").read_text())
     del summary["ranks"][3]
     (folder / "summary.json").write_text(json.dumps(summary))

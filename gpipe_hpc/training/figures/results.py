@@ -4,10 +4,11 @@ On an accelerator that is when the next step has been handed to the device, whic
 work: the host waits once a step, for the end of the one before, and finds all its numbers there.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.engine.recorder import wait_for
+from gpipe_hpc.engine.recorder import Mark, seconds_between, wait_for
 from gpipe_hpc.training.figures.metrics import Metrics
 from gpipe_hpc.training.figures.progress import Progress
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite
@@ -17,19 +18,29 @@ from gpipe_hpc.training.summary.ledger import Ledger, Times
 
 
 class Line(NamedTuple):
-    """A step, and what its line says besides results. `times`: of the newest step that is known."""
+    """A step, and what its line says besides results.
+
+    `since`: the end of the step before it; None where something else came between: then the step
+    counts from its own beginning. `times`: of the newest step that is known.
+    """
 
     trained: Trained
     timed: TimedStep
-    step_time_s: float
+    since: Mark | None
     times: Times | None
     known: dict[str, Any]
+
+    def seconds(self) -> float:
+        """Return what the step took; on an accelerator this waits for its end."""
+        laps = self.trained.laps
+        return seconds_between(laps.began if self.since is None else self.since, laps.left)
 
 
 class Results:
     """Writes the lines of a run's steps, on rank 0; other ranks look at the numbers, too.
 
-    `is_late`: a step is done on the device after the host has left it.
+    `is_late`: a step is done on the device after the host has left it. `rates`: what a step did in
+    a second, by its samples and its seconds.
     """
 
     def __init__(
@@ -40,10 +51,11 @@ class Results:
         progress: Progress | None,
         *,
         is_late: bool,
+        rates: Callable[[int, float], Mapping[str, float]],
     ) -> None:
         self._session, self._ledger = session, ledger
         self._metrics, self._progress = metrics, progress
-        self._is_late = is_late
+        self._is_late, self._rates = is_late, rates
         self._waiting: Line | None = None
 
     def add(self, line: Line) -> TimedStep | None:
@@ -67,17 +79,19 @@ class Results:
         if self._is_late:
             # A sum that was cut off on the device may have ended with anything in memory.
             with together(self._session.pipe.world, f"step {trained.step}"):
-                wait_for(trained.laps.stepped)
+                wait_for(trained.laps.left)
             refuse_non_finite(self._session, trained)
         if self._metrics is not None and self._progress is not None:
+            num_samples, step_time_s = trained.batch.num_samples, line.seconds()
             scalars = {
                 **trained.result.scalars(),
                 "lr": trained.lr,
                 "grad_norm": trained.grad_norm,
+                "step_time_s": step_time_s,
+                **self._rates(num_samples, step_time_s),
                 **line.known,
             }
             self._metrics.write(trained.step, scalars)
             self._progress.update(trained.step, scalars)
-            num_samples, loss = trained.batch.num_samples, trained.result.loss
-            self._ledger.note(line.times, line.step_time_s, num_samples, loss)
+            self._ledger.note(line.times, step_time_s, num_samples, trained.result.loss)
         return line.timed

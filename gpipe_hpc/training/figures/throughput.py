@@ -25,7 +25,7 @@ def model_flops_per_s(session: Session, samples_per_s: float | None) -> float | 
     """
     if session.foreseen is None or samples_per_s is None:
         return None
-    return session.foreseen.model_flops * samples_per_s / session.config.train.batch_size
+    return session.foreseen.model_flops * samples_per_s / session.batch_size
 
 
 def share_of_peak(session: Session, samples_per_s: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""A step that is done late counts only where no rank has failed meanwhile."""
+"""A step that is done late: it counts where no rank has failed, for as long as the device took."""
 
 from types import SimpleNamespace
 
@@ -26,16 +26,16 @@ class _World:
 def _line(step):
     trained = SimpleNamespace(
         step=step,
-        laps=SimpleNamespace(stepped=0.0),
+        laps=SimpleNamespace(left=0.0),
         result=SimpleNamespace(loss=1.0),
         grad_norm=1.0,
     )
-    return Line(trained, timed=f"timed {step}", step_time_s=1.0, times=None, known={})
+    return Line(trained, timed=f"timed {step}", since=None, times=None, known={})
 
 
 def _results(world):
     session = SimpleNamespace(pipe=SimpleNamespace(world=world))
-    return Results(session, ledger=None, metrics=None, progress=None, is_late=True)
+    return Results(session, None, None, None, is_late=True, rates=lambda samples, seconds: {})
 
 
 def test_a_step_whose_sums_a_failed_rank_may_have_cut_off_does_not_count():
@@ -53,3 +53,47 @@ def test_a_step_counts_once_the_next_one_is_on_its_way():
     assert results.add(_line(2)) == "timed 1"
     assert results.settle() == "timed 2"
     assert results.settle() is None
+
+
+class _Mark:
+    """A mark that the device comes to at some moment."""
+
+    def __init__(self, at_s):
+        self.at_s = at_s
+
+    def query(self):
+        return True
+
+    def elapsed_ms(self, later):
+        return 1e3 * (later.at_s - self.at_s)
+
+
+@pytest.mark.parametrize("of", [_Mark, float])
+def test_a_step_takes_what_its_device_took_from_the_step_before(of):
+    """The host had handed a step out in a fifth of its time, and rates were five times too high."""
+    written = {}
+    told = SimpleNamespace(
+        write=lambda step, scalars: written.update({step: scalars}),
+        update=lambda step, scalars: None,
+        note=lambda times, step_time_s, num_samples, loss: None,
+    )
+    pipe = SimpleNamespace(world=_World(has_news=False))
+    results = Results(
+        *(SimpleNamespace(pipe=pipe), told, told, told),
+        **{"is_late": of is _Mark, "rates": lambda samples, seconds: {"rate": samples / seconds}},
+    )
+    since = None
+    for step, (began_s, left_s) in enumerate([(1.0, 2.0), (2.25, 4.0), (9.0, 9.5)], 1):
+        trained = SimpleNamespace(
+            step=step,
+            batch=SimpleNamespace(num_samples=4),
+            laps=SimpleNamespace(began=of(began_s), left=of(left_s)),
+            result=SimpleNamespace(loss=1.0, scalars=dict),
+            grad_norm=1.0,
+            lr=1.0,
+        )
+        results.add(Line(trained, "timed", since, None, {}))
+        since = None if step == 2 else trained.laps.left  # the second one is saved
+    results.settle()
+    assert [written[step]["step_time_s"] for step in (1, 2, 3)] == [1.0, 2.0, 0.5]
+    assert [written[step]["rate"] for step in (1, 2, 3)] == [4.0, 2.0, 8.0]

@@ -7,7 +7,7 @@ from gpipe_hpc.training.summary.ledger import Ledger, Times
 
 
 def note(ledger, step_time_s, pipeline_s, bubble=0.1, loss=1.0):
-    spent = Spent(0.0, 0.25 * step_time_s, 0.0, 1.0)
+    spent = Spent(0.0, 0.0, 0.25 * step_time_s, 0.0, 1.0)
     ledger.note(Times(pipeline_s, bubble, spent), step_time_s, 6, loss)
 
 
