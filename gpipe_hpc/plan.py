@@ -124,6 +124,7 @@ def make_plan(config: Config) -> Plan:
     is_fit = config.pipeline.stages == FIT
     doubts = check_planning(config, None if is_fit else config.pipeline.stages or DEFAULT_STAGES)
     all_ranks = ranks_to_come(config, DEFAULT_STAGES)
+    given_microbatches = config.pipeline.microbatches
     config = on_ranks(config, all_ranks)
     layers = normalise_layers(build_target("model", config.model))
     if isinstance(config.data, TokenDataConfig):
@@ -138,6 +139,7 @@ def make_plan(config: Config) -> Plan:
         request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
     request = with_process(request, process_bytes_of(config, device), device)
+    request = _heeding_slow_ranks(request, config, all_ranks)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
     gauge: Gauge = counted
@@ -161,9 +163,9 @@ def make_plan(config: Config) -> Plan:
         can_cut=samples_per_microbatch(config) > 1,
     )
     if limits is not None and _may_help(found, limits):
-        others = _others(config, request, counted)
+        others = _others(config, request, counted, given_microbatches)
         assumptions = replace(assumptions, others=others)
-    machine = _machine(config, device, layout)
+    machine = _machine(config, request, device, layout)
     doubts = [*doubts, *doubts_of_prices(config, device)]
     if machine is not None:
         priced = machine.priced(gauge)
@@ -218,14 +220,27 @@ def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, lis
     return Known(counted.layers, found.layers, count), doubts
 
 
-def _machine(config: Config, device: Device, layout: Layout) -> Machine | None:
+def _heeding_slow_ranks(request: Request, config: Config, num_ranks: int) -> Request:
+    """Return a request whose measured paces are those that plan.links knows."""
+    if not isinstance(request.paces, str) or config.plan.links is None:
+        return request
+    known = cluster_of(config, num_ranks).paces
+    paces = [known.get(rank, 1.0) for rank in range(num_ranks)] if known else None
+    return replace(request, paces=paces)
+
+
+def _machine(config: Config, request: Request, device: Device, layout: Layout) -> Machine | None:
     """Return what ranks are; None where nothing says how fast they compute."""
     plan = config.plan
     if plan.costs is None and plan.flops_per_s is None and plan.calibration is None:
         return None
     is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
     rates = Rates.alike(1.0) if is_measured else rates_of(config, device)
-    cluster = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
+    num_ranks = layout.replicas * layout.schedule.num_ranks
+    cluster = cluster_of(config, num_ranks)
+    if request.paces is not None and not isinstance(request.paces, str):
+        # The cut knows slow ranks, one compared with rank 0: what is left is how slow that is.
+        cluster = replace(cluster, paces=dict.fromkeys(range(num_ranks), float(request.paces[0])))
     return machine_of(config, device, cluster, rates, plan.host_copy_bytes_per_s)
 
 
@@ -291,8 +306,8 @@ def _may_help(found: Forecast, limits: Sequence[float]) -> bool:
     return excess_bytes(lasting, limits) == 0 < excess_bytes(held, limits)
 
 
-def _others(config: Config, request: Request, gauge: Counted) -> str:
-    """Try a few other settings, and say which of them fit."""
+def _others(config: Config, request: Request, gauge: Counted, given_microbatches: int) -> str:
+    """Try a few other settings, and say which of them fit; `given_microbatches`: as they stand."""
 
     def gauge_of(times: int) -> Gauge:
         if times == 1:
@@ -305,7 +320,7 @@ def _others(config: Config, request: Request, gauge: Counted) -> str:
         example = gauge.example._replace(inputs=sample.inputs, targets=sample.targets)
         return replace(gauge, example=example)
 
-    batch = Batch(config.train.batch_size, config.train.accumulation)
+    batch = Batch(config.train.batch_size, given_microbatches)
     tried = try_others(request, batch, gauge_of, _OTHERS_S)
     return alternatives_text(tried, config.plan.flops_per_s)
 

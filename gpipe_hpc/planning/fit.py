@@ -113,7 +113,7 @@ def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:
     limits = memory_limits(asked)
     if limits is None:
         return _Tried(stages, asked, time, None, 0.0)
-    held = _held(layout, request, gauge)
+    held = _held(layout, asked, gauge)
     return _Tried(stages, asked, time, max(held), excess_bytes(held, limits))
 
 
@@ -124,6 +124,7 @@ def _held(layout: Layout, request: Request, gauge: Gauge) -> list[int]:
         layout.schedule,
         request.kept_states,
         layout.recomputed,
+        layout.sharing,
     )
 
 

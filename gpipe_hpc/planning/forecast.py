@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from gpipe_hpc.planning.costs.counted import ModelCount
@@ -166,14 +167,14 @@ def held_bytes(
     schedule: Schedule,
     optimizer_states: int | OptimizerMemory,
     recomputed: Recomputed | None = None,
+    sharing: Sharing | None = None,
 ) -> list[int]:
     """Return what each rank holds at its fullest, as `forecast` does, without timing a step."""
     stages = count_stages(model, counts)
     peaks = peak_memory(schedule, activation_memory(stages, recomputed))
+    states = partial(rank_states, model, stages, schedule.placement)
     return [
-        rank_states(model, stages, schedule.placement, rank, optimizer_states).with_activations(
-            round(peak)
-        )
+        states(rank, optimizer_states, sharing).with_activations(round(peak))
         for rank, peak in enumerate(peaks)
     ]
 
@@ -275,6 +276,7 @@ def lasting_bytes(
     held = sum(weight.nbytes + weight.cast_bytes for weight in weights)
     gradients = sum(weight.nbytes for weight in weights if weight.is_trained)
     memory = OptimizerMemory.of(optimizer_states)
+    memory = memory.among(memory.replicas)
     states = memory.of_weights(weights)
     saving = 0 if memory.is_on_device else memory.saving_of(weights, memory.replicas, states)
     return held + gradients + states + memory.process_bytes + saving
@@ -297,6 +299,7 @@ def rank_states(
     copies = min((len(placement.holders(stage)) for stage in held), default=1)
     trained = sum(weight.nbytes for weight in weights if weight.is_trained)
     memory = OptimizerMemory.of(optimizer_states)
+    memory = memory.among(copies * memory.replicas)
     shared = Shared(memory.of_weights(weights), 0)
     if sharing is not None:
         shared = sharing.of_rank(model, stages, placement, rank, memory)

@@ -471,7 +471,12 @@ def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, ea
     recomputed = None if found.budget is None else found.budget.recomputed
     try:
         held = held_bytes(
-            gauge.count, partition.counts, whole.table, request.kept_states, recomputed
+            gauge.count,
+            partition.counts,
+            whole.table,
+            request.kept_states,
+            recomputed,
+            sharing_of(request, partition.counts, whole.table.placement, gauge.layers),
         )
     except GpipeError:
         return _Tried(found, _time_of(whole, gauge), None)

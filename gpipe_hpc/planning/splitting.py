@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Final
 
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.forecast import held_bytes
 from gpipe_hpc.planning.layout import Layout, lay_out_compute
@@ -58,5 +59,7 @@ def _fits(request: Request, found: Order, gauge: Gauge) -> bool:
     if limits is None:
         return True
     again = found.budget.recomputed if found.budget else None
-    held = held_bytes(gauge.count, found.partition.counts, found.table, request.kept_states, again)
+    counts, table = found.partition.counts, found.table
+    sharing = sharing_of(request, counts, table.placement, gauge.layers)
+    held = held_bytes(gauge.count, counts, table, request.kept_states, again, sharing)
     return not excess_bytes(held, limits)

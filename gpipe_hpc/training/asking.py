@@ -18,7 +18,7 @@ def request_of(config: Config) -> Request:
         microbatches=config.pipeline.microbatches * config.train.accumulation,
         schedule_options=config.pipeline.options,
         optimizer_states=optimizer_memory(config.optimizer)._replace(
-            outer_states=outer.num_states if config.pipeline.num_replicas > 1 else 0,
+            outer_states=outer.num_states,
             saves_in_background=config.checkpoint.in_background and config.checkpoint.every > 0,
             copies_to_neighbours=config.checkpoint.neighbour_every > 0,
         ),

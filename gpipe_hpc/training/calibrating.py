@@ -36,7 +36,7 @@ from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.step_time import held_by_ranks
 from gpipe_hpc.schedule import Action, Link, Timeline, arrival, counterpart
 from gpipe_hpc.schedule.costs import shares_of_each
-from gpipe_hpc.training.foresight import Foresight
+from gpipe_hpc.training.foresight import Foresight, shares_of
 from gpipe_hpc.training.machines import optimizer_kind
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.summary.figures import RankFigures
@@ -56,6 +56,13 @@ def measured_times(
     cut = pipe.partition
     basis = by_forwards(foreseen.known.times, forwards_s, cut.counts)
     return layer_times(measured, cut.counts, basis, cut.stage_paces)
+
+
+def _of_the_largest(times: Sequence[LayerTimes], shares: Sequence[float]) -> tuple[LayerTimes, ...]:
+    """Return what layers take for the largest micro-batch, by the mean of those that ran."""
+    present = [share for share in shares if share]
+    mean = sum(present) / len(present) if present else 1.0
+    return tuple(LayerTimes(*(part / mean for part in each)) for each in times)
 
 
 def calibrate(
@@ -91,7 +98,10 @@ def calibrate(
         versions={"gpipe_hpc": __version__, "torch": str(torch.__version__)},
         input_bytes=sum(count.inputs.tensors),
         model=shape_of(count),
-        layers=measured_times(pipe, foreseen, typical[fullest], forwards_s),
+        layers=_of_the_largest(
+            measured_times(pipe, foreseen, typical[fullest], forwards_s),
+            shares_of(pipe, session.batch_size),
+        ),
         prices=Prices(
             gap,
             within.link if within else Link(),

@@ -7,7 +7,7 @@ finds little of its own there. Times are usual ones, as those of layers are.
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -224,16 +224,33 @@ class _Bench:
         return update_s / self.slowed, norm_s / self.slowed
 
     def summing(self) -> Link:
-        """Return what a message of a ring takes that sums over all ranks; free for one rank."""
-        size = self.world.size
+        """Return what a message of a ring takes that sums over the ranks of a host.
+
+        Free where that of rank 0 has no other.
+        """
+        hosts = self._ranks_of_hosts()
+        size = len(hosts[0])
         if size == 1:
             return Link()
         with together(self.world, "timing sums"):
-            group = self.world.group([range(size)])
+            group = self.world.group(hosts)
             small_s, large_s = (self._sum_s(group.all_reduce, number) for number in _SUMMED)
         messages = 2 * (size - 1)
         more_bytes = 4 * (_SUMMED[1] - _SUMMED[0]) * messages / size
         return Link(small_s / messages, more_bytes / max(1e-9, large_s - small_s))
+
+    def _ranks_of_hosts(self) -> Sequence[Sequence[int]]:
+        """Return the ranks of each host, the same on every rank."""
+        world = self.world
+        with together(world, "counting hosts"):
+            told = world.everybody.gather_object(kernel_identity(), root=0)
+            found: dict[str, list[int]] = {}
+            for rank, host in enumerate(told or ()):
+                found.setdefault(host, []).append(rank)
+            hosts: Sequence[Sequence[int]] = world.everybody.broadcast_object(
+                list(found.values()), root=0
+            )
+        return hosts
 
     def _sum_s(self, all_reduce: Callable[[Tensor], object], number: int) -> float:
         tensor = self.world.device.bring(torch.zeros(number))

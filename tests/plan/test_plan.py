@@ -278,6 +278,46 @@ def test_a_plan_that_does_not_fit_says_which_other_settings_do():
     assert "other settings" not in hopeless
 
 
+def test_what_fits_with_holes_is_told_in_the_numbers_of_the_settings():
+    """Of three rows `twice as many` was told three times too large."""
+    size = ("data=synthetic", "pipeline.ranks=4", "pipeline.stages=3", "train.batch_size=256")
+    size = (*size, "pipeline.recompute=never", "pipeline.microbatches=8")
+    text = planned(*size, "pipeline.memory_bytes=40MB").text
+    fitting = [line.removeprefix("fits: ") for line in text.splitlines() if "fits: " in line]
+    assert any("microbatches=16" in line for line in fitting)
+    for line in fitting:
+        *overrides, number, unit = line.partition(" as long")[0].split()
+        found = planned(*size, "pipeline.memory_bytes=40MB", *overrides)
+        assert found.fits and f" {number} {unit} " in found.text
+
+
+@pytest.mark.parametrize("words", [["pipeline.schedule=chimera"], ["pipeline.replicas=2"]])
+def test_compression_keeps_residuals_wherever_a_stage_has_copies(words):
+    size = (*MLP, "pipeline.recompute=never", *words)
+    plain, compressed = planned(*size), planned(*size, "outer.compress=topk")
+    for less, more in zip(plain.forecast.ranks, compressed.forecast.ranks, strict=True):
+        assert more.optimizer_bytes - less.optimizer_bytes == 4 * less.parameters
+    alone = planned(*MLP, "outer.compress=topk").forecast.ranks
+    assert [e.total_bytes for e in alone] == [e.total_bytes for e in planned(*MLP).forecast.ranks]
+
+
+def test_stages_fit_knows_states_that_are_divided():
+    size = ("model=mlp", "data=synthetic_vectors", "pipeline.stages=fit", "pipeline.ranks=4")
+    alone = planned(
+        "model=mlp",
+        "data=synthetic_vectors",
+        "pipeline.stages=1",
+        "outer.shard=flat",
+        "pipeline.replicas=4",
+    )
+    limit = 1.01 * max(rank.total_bytes for rank in alone.forecast.ranks)
+    whole = planned("model=mlp", "data=synthetic_vectors", "pipeline.stages=1")
+    assert max(rank.total_bytes for rank in whole.forecast.ranks) > limit
+    found = planned(*size, "outer.shard=flat", f"pipeline.memory_bytes={limit:.0f}")
+    assert found.fits
+    assert "this one needs least" not in found.text
+
+
 def test_no_order_is_searched_where_one_micro_batch_does_not_fit(capsys):
     """A search of 54 s ended with an order that did not fit; none could have."""
     size = ("data=synthetic", "pipeline.stages=2", "pipeline.microbatches=4")

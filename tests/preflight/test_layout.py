@@ -19,6 +19,15 @@ def test_the_memory_is_that_of_plan():
     assert found.layout.digest() == planned.layout.digest()
 
 
+def test_the_memory_of_accelerators_is_theirs():
+    """What waits on the host to be saved counted as memory of the device: the run was not fit."""
+    words = [*TINY, "pipeline.stages=2", "train.device=cuda"]
+    plain = plan_layout(compose_config(words), 2).ranks
+    saving = plan_layout(compose_config([*words, "checkpoint.in_background=true"]), 2).ranks
+    assert all(each.lies_apart and each.saving_bytes for each in saving)
+    assert [e.total_bytes for e in saving] == [e.total_bytes for e in plain]
+
+
 @pytest.mark.parametrize(
     ("words", "ranks", "mesh"),
     [

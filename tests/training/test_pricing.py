@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.training import pricing
+
+current_rank: ContextVar[int] = ContextVar("current_rank")
 
 
 @pytest.mark.parametrize("num_read", [0, 1000])
@@ -78,3 +82,24 @@ print("gpipe_hpc.training.loop" in sys.modules, "torch.utils.tensorboard" in sys
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["True", str(bool(to))]
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(4, 2), (2, 2), (2, 1)])
+def test_sums_are_timed_among_the_ranks_of_a_host(monkeypatch, ranks, hosts):
+    """Over two hosts they went at the pace of the network, and were used as those of one."""
+    formed = []
+
+    def body(world):
+        found = pricing._Bench(None, world, SimpleNamespace(stages=ranks), 1.0)
+        monkeypatch.setattr(
+            pricing, "kernel_identity", lambda: f"host {int(current_rank.get()) * hosts // ranks}"
+        )
+        current_rank.set(world.rank)
+        groups = found._ranks_of_hosts()
+        if world.rank == 0:
+            formed.append(groups)
+        return found.summing()
+
+    run_on_threads(ranks, body)
+    each = ranks // hosts
+    assert formed == [[list(range(h * each, (h + 1) * each)) for h in range(hosts)]]

@@ -6,6 +6,7 @@ from functools import cache, partial
 import numpy as np
 
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.budget.fitting import Moment, moments_of
 from gpipe_hpc.planning.budget.one_stage import stage_choices
 from gpipe_hpc.planning.costs.counted import ModelCount
@@ -28,7 +29,10 @@ def lacks_memory(request: Request, partition: Partition, table: Schedule, gauge:
     limits = memory_limits(request)
     whole = dressed(table, request.recompute, request.offload)
     try:
-        held = held_bytes(gauge.count, partition.counts, whole, request.kept_states)
+        sharing = sharing_of(request, partition.counts, whole.placement, gauge.layers)
+        held = held_bytes(
+            gauge.count, partition.counts, whole, request.kept_states, sharing=sharing
+        )
     except GpipeError:
         return False
     return excess_bytes(held, limits) > 0

@@ -14,7 +14,8 @@ class OptimizerMemory(NamedTuple):
 
     `masters`: parameters smaller than float32 have one, of float32, and their states are so too.
     `gradient_copies`: of each trained parameter's gradient. `outer_states`: numbers of a trained
-    parameter, of float32 or wider, for combining replicas: residuals, anchors, outer momenta.
+    parameter, of float32 or wider, for combining copies, if there are some (`among`): residuals,
+    anchors, outer momenta.
     `process_bytes`: of a rank, whatever it trains, of the memory that its tensors lie in: on the
     host interpreter, libraries and communicators, on a device its contexts; 0 where nobody measured
     them.
@@ -43,6 +44,10 @@ class OptimizerMemory(NamedTuple):
     def of(cls, given: "int | OptimizerMemory") -> "OptimizerMemory":
         """Take a number of states without masters, as torch's optimizers keep them."""
         return given if isinstance(given, OptimizerMemory) else cls(given)
+
+    def among(self, copies: int) -> "OptimizerMemory":
+        """Return the same for so many copies of a weight: one alone is combined with none."""
+        return self if copies > 1 else self._replace(outer_states=0)
 
     def of_weights(self, weights: Iterable[Weight]) -> int:
         """Return the bytes for these weights; frozen ones need none."""

@@ -43,9 +43,11 @@ def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bo
     """
     states = base.kept_states
     samples = candidate.samples(ground.batch_size)
-    partition = ground.partition(samples, candidate.num_stages, shared_by=candidate.shared_by)
+    partition = ground.partition(
+        samples, candidate.num_stages, shared_by=candidate.shared_by, offloads=candidate.offload
+    )
     placement = ground.placement(candidate)
-    stages = ground.stages(samples, partition.counts)
+    stages = ground.stages(samples, partition.counts, offloads=candidate.offload)
     times = _StageTimes.of(partition)
     if candidate.rows > 1:
         seconds = _least_in_rows_s(candidate, ground, _copies(candidate, partition, ground), times)
@@ -219,18 +221,21 @@ def _least_bytes(
     placement = ground.placement(candidate)
     holders = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
     copies = candidate.replicas * max(holders) if ways.divided else 1
-    whole, largest = least_bytes(ground, states, copies)
+    states = states.among(candidate.replicas * min(holders))
+    whole, largest = least_bytes(ground, states, copies, offloads=candidate.offload)
     return max(whole * min(holders) / candidate.stages, largest)
 
 
-def least_bytes(ground: Ground, states: OptimizerMemory, copies: int) -> tuple[float, float]:
+def least_bytes(
+    ground: Ground, states: OptimizerMemory, copies: int, *, offloads: bool = False
+) -> tuple[float, float]:
     """Return the weights, gradients and optimizer of the model, and of its largest layer; bytes.
 
     The optimizer's state is divided over so many copies.
     """
     everything = tuple(range(len(ground.layers)))
-    each = (_lasting(ground.weights((i,)), states, copies) for i in everything)
-    return _lasting(ground.weights(everything), states, copies), max(each)
+    each = (_lasting(ground.weights((i,), offloads), states, copies) for i in everything)
+    return _lasting(ground.weights(everything, offloads), states, copies), max(each)
 
 
 def _lasting(weights: Sequence[Weight], states: OptimizerMemory, copies: int) -> float:

@@ -105,9 +105,6 @@ class Candidate:
 
     def of(self, base: Request) -> Request:
         """Return the request for it; what it says nothing of is as in `base`."""
-        states = base.kept_states
-        if self.replicas == 1:
-            states = states._replace(outer_states=0)
         return replace(
             base,
             stages=self.stages,
@@ -117,7 +114,7 @@ class Candidate:
             schedule_options=dict(self.options),
             recompute="never" if self.recompute == LEAST else self.recompute,
             offload=self.offload,
-            optimizer_states=states._replace(gradient_copies=0),
+            optimizer_states=base.kept_states._replace(gradient_copies=0),
             outer=replace(base.combining, weights=None),
             partition=SIMULATED if self.simulates_cut else base.partition,
         )

@@ -86,7 +86,9 @@ def _first(space: Space, ground: Ground, limit: float) -> int:
     samples = space.batch_size
     ground.gauge(1)
     ways = Ways(by_host=False, divided="flat" in Choices.of(space.base, space.fixed, 1).shards)
-    mean, largest = least_bytes(ground, space.base.kept_states, samples if ways.divided else 1)
+    mean, largest = least_bytes(
+        ground, space.base.kept_states.among(1), samples if ways.divided else 1
+    )
     if largest > limit:
         raise ConfigError(
             f"pipeline.memory_bytes: one layer alone, with its gradient and optimizer, needs "

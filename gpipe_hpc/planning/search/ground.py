@@ -9,6 +9,7 @@ from typing import Any, Final
 from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
 from gpipe_hpc.models import Layer, find_ties, sizes_of_layers
 from gpipe_hpc.planning.advice import Known
+from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.costs.trial import Weight
 from gpipe_hpc.planning.cutting.partition import (
@@ -31,7 +32,8 @@ _FEW: Final = 4  # micro-batches of a table that only shows its placement
 class Ground:
     """Finds out each thing once, when it is first asked for.
 
-    `gauge_of`: the counts, or measured times, of a micro-batch of so many samples.
+    `gauge_of`: the counts, or measured times, of a micro-batch of so many samples. `alone`: the
+    counts where it shares no casts of weights with others, as with offload; None: the same.
     """
 
     def __init__(
@@ -42,16 +44,17 @@ class Ground:
         batch_size: int,
         policy: Any = BY_TIME,
         pins: Pins = (),
+        alone: Callable[[int], ModelCount] | None = None,
     ) -> None:
         """Keep what is known; `policy`, `pins`: how the model is cut, as in a `Request`."""
         self.machine, self.layers, self.batch_size = machine, layers, batch_size
-        self._gauge_of, self._policy, self._pins = gauge_of, policy, pins
+        self._gauge_of, self._alone, self._policy, self._pins = gauge_of, alone, policy, pins
         self._leaves_cuts_open = False
-        self._gauges: dict[int, Known] = {}
-        self._cuts: dict[tuple[int, int, Paces, int | None], Partition] = {}
-        self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
+        self._gauges: dict[tuple[int, bool], Known] = {}
+        self._cuts: dict[tuple[int, bool, int, Paces, int | None], Partition] = {}
+        self._stages: dict[tuple[int, bool, tuple[int, ...]], tuple[StageCount, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
-        self._weights: dict[tuple[int, ...], tuple[Weight, ...]] = {}
+        self._weights: dict[tuple[bool, tuple[int, ...]], tuple[Weight, ...]] = {}
         self._buckets: dict[tuple[range, float], Buckets] = {}
         self._bucket_sizes: dict[tuple[range, float], tuple[int, ...]] = {}
 
@@ -77,11 +80,16 @@ class Ground:
         other._leaves_cuts_open = self.cuts_by_time
         return other
 
-    def gauge(self, samples: int) -> Known:
+    def gauge(self, samples: int, *, offloads: bool = False) -> Known:
         """Return what layers take on the machine for a micro-batch of so many samples."""
-        if samples not in self._gauges:
-            self._gauges[samples] = self.machine.priced(self._gauge_of(samples))
-        return self._gauges[samples]
+        key = samples, offloads and self._alone is not None
+        if key not in self._gauges:
+            if key[1]:
+                assert self._alone is not None, "else it is the same"
+                self._gauges[key] = replace(self.gauge(samples), count=self._alone(samples))
+            else:
+                self._gauges[key] = self.machine.priced(self._gauge_of(samples))
+        return self._gauges[key]
 
     def check_pins(self, num_stages: int) -> None:
         """Raise PartitionError unless some cut into so many stages has all pinned layers on theirs.
@@ -97,24 +105,29 @@ class Ground:
         num_stages: int,
         paces: Paces = ALIKE,
         shared_by: int | None = None,
+        *,
+        offloads: bool = False,
     ) -> Partition:
         """Return the cut into so many stages, on ranks of such paces.
 
         `shared_by`: how many ranks hold the stages, where some are on one less than others. Raises
         PartitionError where there is none.
         """
-        key = samples, num_stages, paces, shared_by
+        key = samples, offloads, num_stages, paces, shared_by
         if key not in self._cuts:
-            gauge = self.gauge(samples)
+            gauge = self.gauge(samples, offloads=offloads)
             found = choose_partition(self._policy, num_stages, gauge, shared_by, paces, self._pins)
             self._cuts[key] = found._replace(times=gauge.times)
         return self._cuts[key]._replace(is_open=self._leaves_cuts_open)
 
-    def stages(self, samples: int, counts: tuple[int, ...]) -> tuple[StageCount, ...]:
+    def stages(
+        self, samples: int, counts: tuple[int, ...], *, offloads: bool = False
+    ) -> tuple[StageCount, ...]:
         """Return what the stages of a cut cost, keep and exchange."""
-        key = samples, counts
+        key = samples, offloads, counts
         if key not in self._stages:
-            self._stages[key] = count_stages(self.gauge(samples).count, counts)
+            gauge = self.gauge(samples, offloads=offloads)
+            self._stages[key] = count_stages(gauge.count, counts)
         return self._stages[key]
 
     def placement(self, candidate: Candidate) -> Placement:
@@ -131,12 +144,14 @@ class Ground:
             self._placements[key] = table.placement
         return self._placements[key]
 
-    def weights(self, layers: tuple[int, ...]) -> tuple[Weight, ...]:
+    def weights(self, layers: tuple[int, ...], offloads: bool = False) -> tuple[Weight, ...]:
         """Return the parameters of some layers, those tied among them once."""
-        if layers not in self._weights:
-            any_gauge = next(iter(self._gauges.values()))
-            self._weights[layers] = tuple(any_gauge.count.weights(layers))
-        return self._weights[layers]
+        key = offloads, layers
+        if key not in self._weights:
+            samples = next(iter(self._gauges))[0]  # any will do
+            count = self.gauge(samples, offloads=offloads).count
+            self._weights[key] = tuple(count.weights(layers))
+        return self._weights[key]
 
     def buckets(self, span: range, bucket_bytes: float) -> Buckets:
         """Return the buckets of a stage's gradients, those that leave first ahead."""

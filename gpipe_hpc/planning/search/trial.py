@@ -228,15 +228,19 @@ class Laid:
         """Lay it out."""
         self.candidate, self.ground, self.asked = candidate, ground, asked
         samples = candidate.samples(ground.batch_size)
-        gauge = ground.gauge(samples)
+        gauge = ground.gauge(samples, offloads=candidate.offload)
         partition = ground.partition(
-            samples, candidate.num_stages, paces_of(asked), shared_by(asked)
+            samples,
+            candidate.num_stages,
+            paces_of(asked),
+            shared_by(asked),
+            offloads=candidate.offload,
         )
         found = lay_out_compute(replace(asked, partition=partition), gauge)
         self.model, self.partition = gauge.count, found.partition
         self.table: Schedule = found.table
         self.recomputed = found.budget.recomputed if found.budget else None
-        self.stages = ground.stages(samples, found.partition.counts)
+        self.stages = ground.stages(samples, found.partition.counts, offloads=candidate.offload)
         self.shares = microbatch_shares(
             ground.batch_size,
             candidate.replicas * candidate.microbatches,

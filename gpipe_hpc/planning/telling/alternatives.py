@@ -20,10 +20,10 @@ _MOST_SHOWN: Final = 5
 
 
 class Batch(NamedTuple):
-    """The samples of a step, and in how many batches of `microbatches` one replica's are cut."""
+    """The samples of a step, and pipeline.microbatches as it was given."""
 
     num_samples: int
-    accumulation: int = 1
+    given_microbatches: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def _overrides(request: Request, asked: Request, batch: Batch) -> str:
     """Return what changes, as it is written on a command line."""
     changed = []
     if asked.microbatches != request.microbatches:
-        changed.append(f"pipeline.microbatches={asked.microbatches // batch.accumulation}")
+        times = asked.microbatches // request.microbatches
+        changed.append(f"pipeline.microbatches={times * batch.given_microbatches}")
     if asked.schedule != request.schedule:
         changed.append(f"pipeline.schedule={asked.schedule}")
     if asked.recompute != request.recompute:

@@ -164,6 +164,8 @@ def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: in
         return f"no layout can be built: {ranking.refusal}"
     if ranking.nearest is not None:
         lines.append(f"no layout fits: {_missing(ranking.nearest)}")
+    elif ranking.refusal and not ranking.num_too_much:
+        return f"no layout can be built: {ranking.refusal}"
     else:
         lines.append("no layout fits: the weights, gradients and optimizer alone are too much")
     least, each = limit, bytes_text(limit) if not isinstance(limit, list) else ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +17,7 @@ from gpipe_hpc.planning import Counted, Example, Gauge, Measured
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.cluster_file import read_cluster
 from gpipe_hpc.planning.costs.calibration import check_calibration, read_calibration
+from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.cutting.pins import read_pins
@@ -129,7 +131,10 @@ class Searching:
             gauge_of = _measuring(config, counted, came)
         policy = config.pipeline.partition
         pins = read_pins(config.pipeline.pins, model)
-        ground = Ground(machine, model, gauge_of, config.train.batch_size, policy, pins)
+        alone: Callable[[int], ModelCount] | None = None
+        if config.train.precision != "float32" and not config.pipeline.offload:
+            alone = partial(_without_shared_casts, counted)
+        ground = Ground(machine, model, gauge_of, config.train.batch_size, policy, pins, alone)
         doubts = [*doubts, *doubts_of_prices(config, device)]
         notes = () if scaling is None else (scaling.text(), *notes_of_calibration(config))
         return cls(config, fixed, ground, came, doubts, notes)
@@ -273,6 +278,10 @@ def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callab
         )
 
     return counted
+
+
+def _without_shared_casts(counted: Callable[[int], Counted], num_samples: int) -> ModelCount:
+    return replace(counted(num_samples), shares_casts=False).count
 
 
 def seconds_of_layers(config: Config, device: Device, num_samples: int) -> tuple[LayerTimes, ...]:

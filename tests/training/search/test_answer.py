@@ -13,6 +13,7 @@ from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices, write_prices
 from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.planning.search.trial import Choices, try_out
 from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.search.answer import compared
@@ -278,6 +279,69 @@ def test_a_slow_rank_is_slow_once_wherever_it_is_told_of(tmp_path):
     path.write_text(LINKS)
     assert step_s("pipeline.paces=[2,1,1,1]") == measured
     assert step_s("pipeline.paces=measured") == step_s() < measured
+
+
+def test_a_slow_rank_is_as_slow_in_a_plan_of_one_layout(tmp_path):
+    """One in the file and in paces was four times as slow, and a slow rank 0 was the measure."""
+    path = tmp_path / "links.yaml"
+    layout = ["pipeline.stages=4", "pipeline.microbatches=8", "pipeline.recompute=never"]
+    alone = [*MLP, *layout, "model.widths=[64,64,64,64,64,64,64,64,10]", "train.batch_size=256"]
+    alone += ["plan.layer_s=0", "pipeline.schedule=gpipe", "pipeline.replicas=1"]
+
+    def both_s(*words):
+        words = (*alone, f"plan.links={path}", *words)
+        searched = compared(compose_config(words), words).chosen.step_s
+        return searched, make_plan(compose_config([*words, "plan.search=false"])).step.total_s
+
+    found = {}
+    for slow in ("{0: 2.0}", "{1: 2.0}"):
+        path.write_text(f"{LINKS}slow_ranks: {slow}\n")
+        for paces in ("measured", "[2,1,1,1]", "[1,2,1,1]"):
+            searched_s, planned_s = both_s(f"pipeline.paces={paces}")
+            assert planned_s == pytest.approx(searched_s, rel=0.02), (slow, paces)
+            found[slow, paces] = planned_s
+    assert found["{1: 2.0}", "measured"] == found["{1: 2.0}", "[1,2,1,1]"]
+
+
+def test_layouts_with_offload_count_casts_that_are_their_own():
+    """As a run has them: 2 bytes a weight and micro-batch were missing."""
+    given = ["plan.ranks=2", "train.precision=bfloat16", "plan.host_copy_bytes_per_s=1e9"]
+    given += ["pipeline.stages=2", "pipeline.replicas=1", "pipeline.microbatches=8"]
+    given += ["pipeline.schedule=gpipe", "pipeline.recompute=never", "plan.layer_s=0"]
+    for offload in ("true", "false"):
+        words = (*MLP, *given, "pipeline.memory_bytes=1GB")
+        searching = Searching.of(compose_config(words), words)
+        space, ground = searching.space(2), searching.on(2)
+        own = [each for each in space if str(each.offload).lower() == offload]
+        (candidate,) = (each for each in own if each.microbatches == 8 and each.stages == 2)
+        trial = try_out(candidate, ground, space.base, Choices.of(space.base, space.fixed, 1))
+        planned = make_plan(
+            compose_config([*words, "plan.search=false", f"pipeline.offload={offload}"])
+        )
+        assert trial.nbytes == max(rank.total_bytes for rank in planned.forecast.ranks)
+
+
+def test_a_search_counts_what_compression_keeps_where_there_are_copies():
+    words = ("plan.ranks=2", "outer.compress=topk", "pipeline.memory_bytes=1GB", "plan.layer_s=0")
+    found = answer(*words, "plan.shown=40")
+    lines = settings_in(found.text)
+    held = re.findall(r"([\d.]+ \w+) \(rank \d+\)", found.text)
+    assert {f"pipeline.replicas={n}" for n in (1, 2)} <= {word for line in lines for word in line}
+    for line, nbytes in zip(lines, held, strict=True):
+        planned = make_plan(compose_config([*MLP, *words, "plan.search=false", *line]))
+        most = max(rank.total_bytes for rank in planned.forecast.ranks)
+        assert bytes_text(most) == nbytes, line
+
+
+def test_why_no_layout_can_be_built_is_said():
+    """It was said that weights did not fit, and to allow more memory."""
+    found = answer("plan.ranks=4", "pipeline.stages=4", "pipeline.schedule=zb_v", "plan.layer_s=0")
+    limited = answer(
+        "plan.ranks=4", "pipeline.stages=4", "pipeline.schedule=zb_v", "pipeline.memory_bytes=8GB"
+    )
+    assert found.chosen is None and limited.chosen is None
+    assert limited.text.splitlines()[-1].startswith("no layout can be built: ")
+    assert "at most 5 stages, got 8" in limited.text
 
 
 def test_all_ranks_that_lack_memory_are_named():
