@@ -24,7 +24,8 @@ class Contents(NamedTuple):
     """What to write.
 
     `tensors`: those that this rank writes, by their names in the checkpoint; each tensor is one
-    rank's. They are the model's own, not copies, except for states put together of several ranks'.
+    rank's. They are the model's own, not copies, except for states put together of several ranks',
+    which lie on the host.
     `facts`: the manifest except for files and tensors, on the first rank alone. `num_bytes`: of all
     ranks' tensors.
     """

@@ -1,5 +1,8 @@
 """States of an optimizer that lie on several ranks: each is put together on the one that writes it.
 
+That is one that has most of it; of several the names of states choose, so that all write as much,
+and none has to hold what was divided. What is whole lies on the host.
+
 The others send what they hold of it, one tensor after the other, by way of ranks 1, 2, 4, 8, ...
 places away: of a tensor that lies on thousands of ranks, each talks to few. Who holds what follows
 from how rows of parameters are divided, so no rank is told of it. A rank needs memory for those
@@ -9,6 +12,7 @@ that it writes or hands on: of the parameters that lie across the ends of shards
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
+from zlib import crc32
 
 from torch import Tensor
 
@@ -34,7 +38,7 @@ class Part(NamedTuple):
 
 
 def put_together(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Return the whole tensors of which this rank has the largest part; all ranks call it.
+    """Return the whole tensors that this rank writes, on the host; all ranks call it.
 
     `own`: this rank's parts, by their names in the checkpoint. Raises CheckpointError on all ranks
     where ranks that hold parts of one parameter have other states of it.
@@ -48,18 +52,19 @@ def put_together(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tensor]
 
 
 def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Return the whole tensors of a stage of which this rank has the largest part."""
+    """Return the whole tensors of a stage that this rank writes."""
     found: dict[str, Tensor] = {}
     for name, part in sorted(own.items()):
         shares = part.held.shares
-        writer = max(shares, key=lambda share: (share.stop - share.start, -share.position))
+        writer = _writer(name, shares)
         mine, whole = part.state.detach(), part.held.whole
         if group.position == writer.position:
             row = mine.new_empty(whole.numel())
             row[writer.start : writer.stop] = mine
             for side in _sides(shares, writer):
                 _hand_on(group, side, 0, row)
-            found[name] = row.view(whole.shape)
+            # A device has no room for what it shares with others.
+            found[name] = row.view(whole.shape).cpu()
             continue
         side, place = _place(shares, writer, group.position)
         start, stop = _span(side, place, place + (place & -place))
@@ -67,6 +72,13 @@ def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
         row[part.held.start - start : part.held.stop - start] = mine
         _hand_on(group, side, place, row, start)
     return found
+
+
+def _writer(name: str, shares: Sequence[Share]) -> Share:
+    """Return one of the largest shares of a state, another one for another name."""
+    most = max(share.stop - share.start for share in shares)
+    largest = [share for share in shares if share.stop - share.start == most]
+    return largest[crc32(name.encode()) % len(largest)]
 
 
 def _sides(shares: Sequence[Share], writer: Share) -> tuple[list[Share], list[Share]]:

@@ -175,7 +175,11 @@ def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Writt
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     plan = planner.create_local_plan()
+    # Where there is a GPU torch copies ahead on its stream, and waits for all that this has to do.
+    is_here = all(tensor.device.type == "cpu" for tensor in tensors.values())
     writer = FileSystemWriter(folder)
+    if is_here:
+        writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     # Torch names files by the place of a plan among those of all ranks.
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
     stored: dict[str, StoredTensor] = {}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
 from gpipe_hpc.comm.cores.machine import node_of_pci
+from gpipe_hpc.comm.host.allocator import trim_freed_memory
 from gpipe_hpc.comm.host.host_memory import free_bytes, peak_bytes, reset_peak, used_bytes
 from gpipe_hpc.comm.host.machine import kernel_identity, processor_name, shared_identity
 from gpipe_hpc.comm.setting import setting
@@ -186,6 +187,9 @@ class Device(Protocol):
     def reset_peak(self) -> None:
         """Begin a new peak of `memory_peak`."""
 
+    def trim(self) -> None:
+        """Give back to the system, and so to other processes, what this one has freed."""
+
     def deterministic(self) -> AbstractContextManager[None]:
         """Return a block within which operators give the same bits each time, or raise.
 
@@ -296,6 +300,10 @@ class HostDevice:
     def reset_peak(self) -> None:
         """Begin a new peak of the process, where the system allows it."""
         reset_peak()
+
+    def trim(self) -> None:
+        """Give freed memory back to the system."""
+        trim_freed_memory()
 
     def deterministic(self) -> AbstractContextManager[None]:
         """Return a block within which operators give the same bits each time, or raise."""
@@ -511,6 +519,10 @@ class Accelerator:
     def reset_peak(self) -> None:
         """Begin a new peak of `memory_peak`."""
         torch.accelerator.reset_peak_memory_stats(self.torch)
+
+    def trim(self) -> None:
+        """Give back what torch's allocator holds of the device unused."""
+        torch.accelerator.empty_cache()
 
     def deterministic(self) -> AbstractContextManager[None]:
         """Return a block within which operators give the same bits each time, or raise."""
@@ -744,6 +756,7 @@ NEEDED: Final = (
     "accelerator.current_device_index",
     "accelerator.current_stream",
     "accelerator.device_count",
+    "accelerator.empty_cache",
     "accelerator.get_memory_info",
     "accelerator.max_memory_allocated",
     "accelerator.memory_allocated",

@@ -6,7 +6,6 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.host.allocator import (
     give_back_freed_memory,
     keep_freed_memory,
-    trim_freed_memory,
 )
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import World
@@ -27,8 +26,7 @@ def keep_memory(config: Config) -> None:
 def settle_memory(device: Device) -> None:
     """Give back what the start has used and freed, and begin a new peak: training starts here."""
     gc.collect()
-    if not device.is_accelerator:
-        trim_freed_memory()
+    device.trim()
     device.reset_peak()
 
 

@@ -102,13 +102,14 @@ def run_training(
             run = told
             if config.preflight.before_run:
                 await_run(run, world.rank)
+        if config.train.deterministic:
+            # Ahead of the first product: cuBLAS takes its workspace then, once and for all.
+            stack.enter_context(world.device.deterministic())
         asked, chosen = config, with_layout(config, world, run, words)
         if chosen is not None:
             config, doubts = chosen.config, chosen.doubts
         train = config.train
         cores = stack.enter_context(bound(world, train.bind, train.num_threads))
-        if config.train.deterministic:
-            stack.enter_context(world.device.deterministic())
         pipeline = on_ranks(config, world.size).pipeline
         stages = world.size if pipeline.stages == "fit" else pipeline.stages
         replicas = 1 if pipeline.stages == "fit" else pipeline.num_replicas

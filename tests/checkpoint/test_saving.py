@@ -186,3 +186,11 @@ def test_a_view_is_stored_without_what_it_is_a_view_of(tmp_path):
 
     path = Pipeline([Slice()], nn.MSELoss()).save(tmp_path / "kept")
     assert (path / "__0_0.distcp").stat().st_size < 10_000
+
+
+def test_what_lies_on_the_host_is_written_without_a_word_to_a_gpu(tmp_path, monkeypatch):
+    """Where there is one, torch waited for all that its stream had to do, each 10 MB anew."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    tensors = {"a": torch.arange(6.0), "b": torch.ones(2, 3)}
+    written = saving.write_files(tensors, tmp_path, 0)
+    assert set(written.tensors) == {"a", "b"}

@@ -8,6 +8,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import BackgroundSaver, read_facts
+from gpipe_hpc.checkpoint.contents import collect
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
@@ -317,3 +318,28 @@ def test_numbers_of_holders_add_up_to_none_where_all_have_the_same():
     assert total(["m, v"] * 6) == 0
     assert all(total(["m, v"] * i + ["m"] + ["m, v"] * (5 - i)) for i in range(6))
     assert total(["m", "m, v", "m, v", "m, v", "m, v", "m"])
+
+
+def test_all_copies_write_as_much_of_what_is_divided():
+    """The first of equal ones put all of it together, on its device."""
+
+    def body(world):
+        wide = [LayerSpec(nn.Linear, 16, 16, dtype=torch.float64) for _ in range(12)]
+        # Each matrix is a bucket, of which all copies have as much.
+        pipe = Pipeline(
+            wide, mean_square, stages=1, replicas=4, microbatches=1, world=world,
+            outer={"shard": "flat", "bucket_bytes": 1000},
+        )  # fmt: skip
+        optimizer = pipe.optimizer(adamw)
+        inputs, targets = torch.ones(2, 8, 16, dtype=torch.float64)
+        part = pipe.share(8)
+        pipe.step(inputs[part], targets[part])
+        optimizer.step()
+        found = collect(pipe, optimizer, {})
+        return sum(
+            tensor.nbytes for name, tensor in found.tensors.items() if name.startswith("optimizer")
+        )
+
+    written = run_on_threads(4, body)
+    assert sum(written) >= 12 * 2 * 16 * 16 * 8
+    assert max(written) < sum(written) / 2

@@ -162,6 +162,9 @@ class PlayedDevice:
     def memory_free(self) -> int | None:
         return 2**40 - self.memory_allocated()
 
+    def trim(self) -> None:
+        pass
+
     def reset_peak(self) -> None:
         self.tracker.peak = self.tracker.allocated
 
