@@ -17,6 +17,7 @@ from gpipe_hpc.schedule import (
     Placement,
     Schedule,
     Timeline,
+    peak_copies,
     peak_memory,
     simulate,
 )
@@ -75,10 +76,14 @@ class RankStates:
 
 @dataclass(frozen=True)
 class RankForecast(RankStates):
-    """What one rank holds at its fullest, and sends to other ranks in a step; bytes."""
+    """What one rank holds at its fullest, and sends to other ranks in a step; bytes.
+
+    `offloaded_bytes`: what an accelerator has copied to the host at most, which is no part of it.
+    """
 
     activation_bytes: int
     sent_bytes: int
+    offloaded_bytes: int = field(default=0, kw_only=True)
 
     @property
     def total_bytes(self) -> int:
@@ -151,13 +156,15 @@ def rank_forecasts(
     """
     memory = replace(activation_memory(stages, recomputed), shares=shares)
     each = shares_of_each(shares, schedule.num_microbatches)
+    peaks = zip(peak_memory(schedule, memory), peak_copies(schedule, memory), strict=True)
     return tuple(
         RankForecast(
             **vars(rank_states(model, stages, schedule.placement, rank, optimizer_states, sharing)),
             activation_bytes=round(peak),
             sent_bytes=_sum_sent(schedule.ranks[rank], stages, each),
+            offloaded_bytes=round(copied),
         )
-        for rank, peak in enumerate(peak_memory(schedule, memory))
+        for rank, (peak, copied) in enumerate(peaks)
     )
 
 

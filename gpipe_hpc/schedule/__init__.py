@@ -33,7 +33,13 @@ from gpipe_hpc.schedule.measured import (
     recompute_of,
     schedule_of,
 )
-from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memory
+from gpipe_hpc.schedule.memory import (
+    Held,
+    Memory,
+    memory_over_time,
+    peak_copies,
+    peak_memory,
+)
 from gpipe_hpc.schedule.passes.averaging import with_averages, without_reductions
 from gpipe_hpc.schedule.passes.lowering import forward_only, lower
 from gpipe_hpc.schedule.passes.offload import add_offload
@@ -129,6 +135,7 @@ __all__ = [
     "one_f_one_b",
     "one_table",
     "parse_action",
+    "peak_copies",
     "peak_memory",
     "place",
     "provides",

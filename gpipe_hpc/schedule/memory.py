@@ -80,6 +80,15 @@ def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
     )
 
 
+def peak_copies(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
+    """Return for each rank the most that is copied to the host at once, in the order of its list.
+
+    A copy is there from its ``OFFLOAD`` to the end of its ``FETCH``.
+    """
+    keeper = _Keeper(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
+    return tuple(map(keeper.peak_of_copies, schedule.ranks))
+
+
 def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held]:
     """Return what a rank holds, weights left out: added as an action starts, freed as it ends.
 
@@ -156,6 +165,21 @@ class _Keeper:
             total += added
             most = max(most, total)
             total -= freed
+        return most
+
+    def peak_of_copies(self, row: Sequence[Action]) -> float:
+        """Return the most that a rank has on the host at once."""
+        again = {action[1:3] for action in row if action.op is Op.R}
+        added, freed = [0.0] * len(row), [0.0] * len(row)
+        for life in kept(row, {Thing.COPY}):
+            nbytes = self.moved(life, recomputes=life.place in again)
+            added[life.first] += nbytes
+            freed[life.last] += nbytes
+        total = most = 0.0
+        for more, less in zip(added, freed, strict=True):
+            total += more
+            most = max(most, total)
+            total -= less
         return most
 
     def changes(self, row: Sequence[Action]) -> tuple[list[float], list[float]]:

@@ -382,6 +382,21 @@ def test_offload_leaves_little_on_the_device():
     assert most("true") < 0.7 * most("false")
 
 
+def test_what_an_accelerator_offloads_is_told_of_its_host():
+    words = ("data=synthetic", "pipeline.recompute=never", "pipeline.schedule=gpipe")
+    words = (*words, "pipeline.stages=1", "pipeline.microbatches=8")
+    device = planned(*words, "pipeline.offload=true", "train.device=cuda")
+    kept = planned(*words, "train.device=cuda").forecast.ranks[0].activation_bytes
+    (rank,) = device.forecast.ranks
+    # The last micro-batch stays, and what came back first is gone before the last one leaves.
+    assert 0.7 * kept < rank.offloaded_bytes < kept
+    assert "offloaded to host  sent a step" in device.text
+    assert "Offloaded: activations in pinned memory of the host" in device.text
+    on_host = planned(*words, "pipeline.offload=true").text
+    assert "offloaded to host" not in on_host
+    assert planned(*words).forecast.ranks[0].offloaded_bytes == 0
+
+
 def rank_lines(text):
     return re.split(r"sent a step.*\n", text)[1].split("\n\n")[0].splitlines()
 

@@ -38,6 +38,10 @@ _UPDATE: Final = (
 _SAVING: Final = (
     "Saving: buffers on the host for checkpoints in the background and for neighbours. "
 )
+_OFFLOADED: Final = (
+    "Offloaded: activations in pinned memory of the host, which torch may round up to the next "
+    "power of two. "
+)
 _NEIGHBOURS: Final = (
     "Neighbours: four states in files in the host's memory, its own and another rank's, two on one "
     "host; the sum is without them. "
@@ -149,11 +153,13 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
     saves = any(rank.saving_bytes and not rank.lies_apart for rank in ranks)
     saves_apart = any(rank.saving_bytes and rank.lies_apart for rank in ranks)
     neighbours = any(rank.neighbour_bytes for rank in ranks)
+    offloads = any(rank.offloaded_bytes and rank.lies_apart for rank in ranks)
     head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
     verdicts = _verdicts(ranks, assumptions)
     held = ["optimizer", "activations", "workspace", *["update"] * updates]
     held += [*["saving"] * saves, *[process] * processes, "sum"]
-    beside = [*["saving on host"] * saves_apart, *["neighbours on host"] * neighbours]
+    beside = [*["offloaded to host"] * offloads, *["saving on host"] * saves_apart]
+    beside += ["neighbours on host"] * neighbours
     rows = [[*head, *held, *beside, "sent a step", *verdicts[0]]]
     for index, rank in enumerate(ranks):
         parts = (
@@ -167,6 +173,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
             *[rank.saving_bytes] * saves,
             *[rank.process_bytes] * processes,
             rank.total_bytes,
+            *[rank.offloaded_bytes] * offloads,
             *[rank.saving_bytes] * saves_apart,
             *[rank.neighbour_bytes] * neighbours,
             rank.sent_bytes,
@@ -290,6 +297,7 @@ def _beside(ranks: Sequence[RankForecast]) -> str:
     """Return what columns mean that not every plan has."""
     told = (
         (_UPDATE, any(rank.update_bytes for rank in ranks)),
+        (_OFFLOADED, any(rank.offloaded_bytes and rank.lies_apart for rank in ranks)),
         (_SAVING, any(rank.saving_bytes for rank in ranks)),
         (_NEIGHBOURS, any(rank.neighbour_bytes for rank in ranks)),
     )

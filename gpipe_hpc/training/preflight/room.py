@@ -128,7 +128,7 @@ def own_rooms(
     if device.is_accelerator:
         free = device.memory_free()
         rooms = [Room(device.identity, f"{device.name}", host, ranks, needed_bytes, free)]
-        host_bytes = in_memory_bytes + planned.saving_bytes
+        host_bytes = in_memory_bytes + planned.saving_bytes + planned.offloaded_bytes
     else:
         rooms, host_bytes = [], needed_bytes + in_memory_bytes
     if host_bytes:
