@@ -176,7 +176,7 @@ def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Writt
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     plan = planner.create_local_plan()
     # Where there is a GPU torch copies ahead on its stream, and waits for all that this has to do.
-    is_here = all(tensor.device.type == "cpu" for tensor in tensors.values())
+    is_here = all(map(on_host, tensors.values()))
     writer = FileSystemWriter(folder)
     if is_here:
         writer = FileSystemWriter(folder, per_thread_copy_ahead=0)

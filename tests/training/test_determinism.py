@@ -9,7 +9,7 @@ from tests.support import train_here
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_search_ahead_of_the_run_is_deterministic_already(tiny, tmp_path, monkeypatch, asked):
-    """cuBLAS takes its workspace with the first product: a later one was refused in the first step."""
+    """cuBLAS takes its workspace with the first product; later it is refused, in the first step."""
     found = []
 
     def with_layout(config, world, run, words):

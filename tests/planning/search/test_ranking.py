@@ -16,6 +16,7 @@ from gpipe_hpc.models import normalise_layers, stage_layers
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
 from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.forecast import flop_costs, forecast
+from gpipe_hpc.planning.search import ranking
 from gpipe_hpc.planning.search.bounds import Ways, bound
 from gpipe_hpc.planning.search.candidates import Candidate, Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
@@ -375,6 +376,48 @@ def test_what_was_not_tried_on_simulated_cuts_is_said(policy, fixed, says):
     assert found.trials
     assert ("on cuts with even stages, no" in counts_text(found, 1)) == says
     assert counts_text(merged([found, found]), 1).count("even stages") == says
+
+
+@pytest.fixture
+def searched_whole(monkeypatch):
+    """Search two ranks whose cuts are simulated, each layout tried; that of so many tried anew."""
+    ground = ground_of(2, 1, 8, policy="simulated")
+    space = space_of(ground, partition="simulated")
+    monkeypatch.setattr(ranking, "_ENOUGH", 10**6)
+
+    def searched(cut_again):
+        monkeypatch.setattr(ranking, "_CUT_AGAIN", cut_again)
+        return search(space, ground)
+
+    shared = [c for c in space if c.num_stages > c.stages]
+    bounds = {c: bound(c, ground, space.base, Ways(by_host=False, divided=False)) for c in shared}
+    return searched, {candidate: each.seconds for candidate, each in bounds.items()}
+
+
+def test_the_bound_is_of_layouts_that_were_not_cut_anew(searched_whole):
+    """They were tried on cuts with even stages, and counted as if none were faster."""
+    searched, least_s = searched_whole
+    assert searched(10**6).least_s is None  # nothing is left to be faster
+    found = searched(1)
+    best_s = found.trials[0].step_s
+    behind = [s for c, s in least_s.items() if c != found.trials[0].candidate and s < best_s]
+    assert behind and found.least_s == pytest.approx(min(behind))
+
+
+def test_the_bound_is_of_no_layout_that_cannot_be_built(searched_whole, monkeypatch):
+    searched, least_s = searched_whole
+    hopeful = min(least_s, key=least_s.get)
+    tried = ranking.try_out
+
+    def refusing(candidate, *others):
+        if replace(candidate, simulates_cut=False) == hopeful:
+            raise GpipeError("planted")
+        return tried(candidate, *others)
+
+    monkeypatch.setattr(ranking, "try_out", refusing)
+    found = searched(10**6)
+    assert found.num_refused > 0 and least_s[hopeful] < found.trials[0].step_s
+    assert found.least_s is None
 
 
 def test_why_a_layout_is_worse_names_what_grows_most():
