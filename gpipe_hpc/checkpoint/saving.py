@@ -28,6 +28,7 @@ from gpipe_hpc.checkpoint.contents import Contents, collect
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, room_at, said, sync
 from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts, manifest_text
 from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, write_metadata
+from gpipe_hpc.comm.device import on_host
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
 if TYPE_CHECKING:
