@@ -66,6 +66,7 @@ from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
+    heeding,
     machine_of,
     notes_of_calibration,
     process_bytes_of,
@@ -236,11 +237,11 @@ def _machine(config: Config, request: Request, device: Device, layout: Layout) -
         return None
     is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
     rates = Rates.alike(1.0) if is_measured else rates_of(config, device)
-    num_ranks = layout.replicas * layout.schedule.num_ranks
-    cluster = cluster_of(config, num_ranks)
+    paces: Sequence[float] = ()
     if request.paces is not None and not isinstance(request.paces, str):
-        # The cut knows slow ranks, one compared with rank 0: what is left is how slow that is.
-        cluster = replace(cluster, paces=dict.fromkeys(range(num_ranks), float(request.paces[0])))
+        paces = [float(pace) for pace in request.paces]
+    known = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
+    cluster = heeding(known, paces, 1.0 if is_measured or not paces else paces[0])
     return machine_of(config, device, cluster, rates, plan.host_copy_bytes_per_s)
 
 

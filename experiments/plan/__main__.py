@@ -53,18 +53,19 @@ def measured(bench: Bench, only: str, num_noise: int) -> list[Result]:
         num_runs = num_noise if layout.name == repeated[layout.model] else 1
         results.append(try_layout(bench, layout, file, num_runs))
         print(table(results[-1:]).splitlines()[-1], results[-1].parts, flush=True)
-        save(bench.out / "results.json", results)
+        save(bench.out / "results.json", bench.device, results)
     return results
 
 
-def write(results: list[Result], stem: str) -> None:
-    """Write the figures, as `stem` with an ending, their picture, and the table of README.md."""
+def write(results: list[Result], device: str, folder: Path = _HERE) -> None:
+    """Write the figures of CPUs or of an accelerator, their picture, and the table of README.md."""
+    stem = "cpu" if device == "cpu" else "accelerator"
     found, floor = errors([each for each in results if not each.crowded]), noise(results)
     told = {"not_crowded": found and named(found), "noise": floor and named(floor)}
-    save(_HERE / f"{stem}.json", results, **told)
+    save(folder / f"{stem}.json", device, results, **told)
     if done(results):
-        (_HERE / f"{stem}.svg").write_text(draw(results), "utf-8")
-    page = _HERE / "README.md"
+        (folder / f"{stem}.svg").write_text(draw(results), "utf-8")
+    page = folder / "README.md"
     begin, end = f"<!-- {stem} -->", f"<!-- end of {stem} -->"
     before, _, rest = page.read_text("utf-8").partition(begin)
     behind = rest.partition(end)[2]
@@ -86,10 +87,14 @@ def main() -> None:
         out = (args.out or Path(folder)).absolute()
         bench = Bench(args.device, args.steps, out)
         torch.set_num_threads(1)
-        results = load(args.read) if args.read else measured(bench, args.only, max(1, args.noise))
+        device = args.device
+        if args.read:
+            device, results = load(args.read)
+        else:
+            results = measured(bench, args.only, max(1, args.noise))
     print(f"\n{table(results)}\n\n{summary(results)}")
     if args.write:
-        write(results, "cpu" if args.device == "cpu" else "accelerator")
+        write(results, device)
 
 
 if __name__ == "__main__":

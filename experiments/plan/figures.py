@@ -147,9 +147,8 @@ def summary(results: Sequence[Result]) -> str:
 
     Ranks on accelerators have these to themselves.
     """
-    own = "a core for each rank" if any(e.process_bytes for e in results) else "an accelerator each"
     groups = {
-        own: [e for e in results if not e.crowded],
+        _not_crowded(results): [e for e in results if not e.crowded],
         "more ranks than cores (*)": [e for e in done(results) if e.crowded],
     }
     lines = []
@@ -188,6 +187,11 @@ def summary(results: Sequence[Result]) -> str:
     return "\n".join([*lines, f"failed: {failed} of {len(results)} layouts"])
 
 
+def _not_crowded(results: Sequence[Result]) -> str:
+    """Say what ranks have to themselves. Of accelerators no process counts."""
+    return "a core for each rank" if any(e.process_bytes for e in results) else "a device for each"
+
+
 def _order_text(correlation: float | None) -> str:
     return "too few" if correlation is None else f"{correlation:.3f}"
 
@@ -200,7 +204,8 @@ def draw(results: Sequence[Result]) -> str:
     with rc_context({"svg.hashsalt": "gpipe_hpc", "svg.fonttype": "none", "font.size": 9}):
         figure: Any = Figure(figsize=(5.6, 5.2), layout="constrained")
         axes = figure.subplots()
-        for crowded, label in ((False, "a core for each rank"), (True, "more ranks than cores")):
+        alone = _not_crowded(results)
+        for crowded, label in ((False, alone), (True, "more ranks than cores")):
             own = [each for each in done(results) if each.crowded == crowded]
             if not own:
                 continue

@@ -111,16 +111,18 @@ class Result:
         return self.kept_bytes / self.measured_bytes - 1
 
 
-def save(path: Path, results: Sequence[Result], **beside: object) -> None:
-    """Write results, and what else is to stand there, as JSON."""
-    told = {"results": [asdict(each) for each in results], **beside}
+def save(path: Path, device: str, results: Sequence[Result], **beside: object) -> None:
+    """Write results, on what they came, and what else is to stand there, as JSON."""
+    told = {"device": device, "results": [asdict(each) for each in results], **beside}
     path.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
 
 
-def load(path: Path) -> list[Result]:
-    """Return the results that `save` wrote."""
-    told: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["results"]
-    return [Result(**{name: _tupled(value) for name, value in each.items()}) for each in told]
+def load(path: Path) -> tuple[str, list[Result]]:
+    """Return the device and the results that `save` wrote."""
+    told = json.loads(path.read_text("utf-8"))
+    rows: list[dict[str, Any]] = told["results"]
+    results = [Result(**{name: _tupled(value) for name, value in row.items()}) for row in rows]
+    return str(told["device"]), results
 
 
 def _tupled(value: Any) -> Any:

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
+
+
+_COPIED_AHEAD: Final = 10_000_000  # bytes, of tensors on a device: as torch does
 
 
 class Written(NamedTuple):
@@ -178,9 +181,8 @@ def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Writt
     plan = planner.create_local_plan()
     # Where there is a GPU torch copies ahead on its stream, and waits for all that this has to do.
     is_here = all(map(on_host, tensors.values()))
-    writer = FileSystemWriter(folder)
-    if is_here:
-        writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    ahead = 0 if is_here else _COPIED_AHEAD
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=ahead)
     # Torch names files by the place of a plan among those of all ranks.
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
     stored: dict[str, StoredTensor] = {}

@@ -16,7 +16,7 @@ from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
-from gpipe_hpc.training.machines import process_bytes_of, with_process
+from gpipe_hpc.training.machines import with_process
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def plan_layout(config: Config, num_ranks: int) -> Planned:
             bind_loss(config.loss) if config.loss else loss_function(sample.loss)
         )
         device = device_to_come(config.train.device)
-        request = with_process(request, process_bytes_of(config, device), device)
+        # What processes take beside tensors they have by now.
+        request = with_process(request, 0, device)
         example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
         gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
         if request.stages == FIT:

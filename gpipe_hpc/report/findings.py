@@ -126,11 +126,12 @@ def _paces_words(record: Record, found: Sequence[Slow]) -> str:
 
 def _slow_rank(record: Record, slow: Slow, gain_s: float, settings: str) -> Finding:
     rank = next(e for e in record.summary["ranks"] if e["rank"] == slow.ranks[0])
+    more = " Where it stays slow, give it less, which saves less." if settings else ""
     return Finding(
         f"Rank {rank['rank']} on {rank['host']} is slow: {slow.factor:.2f} times its share",
         "All its layers take longer than layers of the same kind elsewhere. The gain is what a "
         "step saves when the rank is as fast as the others: look at what else runs on the host, "
-        "its threads, its clock. Where it stays slow, give it less, which saves less.",
+        f"its threads, its clock.{more}",
         gain_s,
         settings,
     )

@@ -21,6 +21,7 @@ _LINE: Final = re.compile(
     r"stage \S+ \S+: (?P<text>.*)"
 )
 _TOLD: Final = ("run folder ", "resumed from ", "saved ")
+_UNWRITTEN: Final = 2  # steps of a run that fails, whose lines wait for an accelerator
 _MOST_ALIKE: Final = 3  # events that differ in numbers alone, and are shown one by one
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
@@ -64,10 +65,14 @@ class Record:
 
     @property
     def is_overtaken(self) -> bool:
-        """Say whether a later start has gone on beyond what the summary tells of."""
+        """Say whether a later start has gone on since the one that the summary tells of.
+
+        It is beyond that one's last step, or far behind: it began at a checkpoint.
+        """
         if not self.summary or not self.steps or self.summary["outcome"] == "running":
             return False
-        return bool(self.steps[-1]["step"] > self.summary["last_step"])
+        beyond = self.steps[-1]["step"] - self.summary["last_step"]
+        return bool(beyond > 0 or beyond < -_UNWRITTEN)
 
     @property
     def counted_steps(self) -> tuple[Mapping[str, Any], ...]:
@@ -75,7 +80,9 @@ class Record:
 
         That prepares what later ones find ready; it counts where it is the only one.
         """
-        first = self.summary.get("last_step" if self.is_overtaken else "first_step") or 0
+        first = self.summary.get("first_step") or 0
+        if self.is_overtaken and self.steps[-1]["step"] > self.summary["last_step"]:
+            first = self.summary["last_step"]
         timed = [row for row in self.steps if row.get("pipeline_s") is not None]
         newest = [row for row in timed if row["step"] > first] or timed
         return tuple(newest[1:] or newest)
@@ -118,7 +125,7 @@ def read_record(folder: Path) -> Record:
         tuple(line for line in lines if "loss" in line),
         tuple(line for line in lines if "loss" not in line),
         _settings(folder / CONFIG_FILE, doubts),
-        _traced(folder, summary, doubts),
+        _traced(folder, summary, lines, doubts),
         happened,
         num_starts,
         tuple(doubts),
@@ -204,7 +211,12 @@ def _settings(path: Path, doubts: list[str]) -> Mapping[str, Any]:
         return {}
 
 
-def _traced(folder: Path, summary: Mapping[str, Any], doubts: list[str]) -> ReadStep | None:
+def _traced(
+    folder: Path,
+    summary: Mapping[str, Any],
+    lines: Sequence[Mapping[str, Any]],
+    doubts: list[str],
+) -> ReadStep | None:
     """Return the traced step, if it is whole, and of the layout that the summary tells of."""
     told = summary.get("traced_step")
     try:
@@ -228,7 +240,8 @@ def _traced(folder: Path, summary: Mapping[str, Any], doubts: list[str]) -> Read
             f"the traced step is left out: it is of {names % its}, the run of {names % own}"
         )
         return None
-    if not told and traced.step is not None and traced.step <= (summary.get("first_step") or 0):
+    first, last = summary.get("first_step") or 0, max((row["step"] for row in lines), default=0)
+    if not told and traced.step is not None and not first < traced.step <= last:
         doubts.append(f"the traced step is left out: step {traced.step} is of an earlier start")
         return None
     return traced

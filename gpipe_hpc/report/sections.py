@@ -101,8 +101,8 @@ def _outcome(record: Record) -> str:
     )
     if record.is_overtaken:
         text += (
-            f" A newer start has come to step {record.steps[-1]['step']} and has not summed it up "
-            "yet: ranks, memory and layout are those of the earlier start."
+            f" A newer start has come to step {record.steps[-1]['step']} and has summed up nothing "
+            "yet: ranks, memory and layout are those of the earlier one."
         )
     elif record.num_starts > 1:
         text += f" It was started {record.num_starts} times; figures are those of the newest start."

@@ -22,6 +22,7 @@ class Number(NamedTuple):
 _COUNT: Final = Number(0, is_whole=True)
 _POSITIVE: Final = Number(1, is_whole=True)
 _SECONDS: Final = Number(0)
+_LEAST_PACE: Final = 1e-9
 _ANY_SECONDS: Final = OrNull(_SECONDS)
 
 SUMMARY: Final[Mapping[str, Any]] = MappingProxyType(
@@ -42,7 +43,7 @@ SUMMARY: Final[Mapping[str, Any]] = MappingProxyType(
             "recompute": str,
             "partition": str,
             "layers_of_stages": [_COUNT],
-            "paces": OrNull([Number(0)]),
+            "paces": OrNull([Number(_LEAST_PACE)]),
         },
         "loss": OrNull({"last": OrNull(Number()), "validation": OrNull(Number())}),
         "throughput": OrNull(

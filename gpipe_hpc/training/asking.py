@@ -18,7 +18,8 @@ def request_of(config: Config) -> Request:
         microbatches=config.pipeline.microbatches * config.train.accumulation,
         schedule_options=config.pipeline.options,
         optimizer_states=optimizer_memory(config.optimizer)._replace(
-            outer_states=outer.num_states,
+            outer_states=outer.num_residuals,
+            apart_states=outer.num_apart,
             saves_in_background=config.checkpoint.in_background and config.checkpoint.every > 0,
             copies_to_neighbours=config.checkpoint.neighbour_every > 0,
         ),

@@ -247,6 +247,7 @@ class _Loop:
                 self._known = results.settle() or self._known
             if done - first == self._config.trace.review_after and not self._is_stopped:
                 self._reporter.review()
+                since = None
             if agreed.is_written:
                 with self._stop.unhurried():
                     stall_s = self._session.finish_save()

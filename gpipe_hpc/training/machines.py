@@ -1,5 +1,6 @@
 """From the settings to what ranks are: their links, their speed, and what else a step costs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,17 @@ def prices_of(config: Config, device: Device) -> Prices:
 def process_bytes_of(config: Config, device: Device) -> int:
     """Return what a process takes beside tensors, as plan.prices or plan.calibration say."""
     return prices_of(config, device).process_bytes
+
+
+def heeding(cluster: Cluster, paces: Sequence[float], own: float = 1.0) -> Cluster:
+    """Return the ranks where a cut knows their `paces`, if it does: then they are slow once.
+
+    The cut compares ranks with rank 0; `own`: how many times as long that takes as is told of
+    layers. Where these ran on rank 0 that is 1.
+    """
+    if not paces:
+        return cluster
+    return replace(cluster, paces=dict.fromkeys(range(sum(cluster.hosts)), own))
 
 
 def with_process(request: Request, process_bytes: int, device: Device) -> Request:

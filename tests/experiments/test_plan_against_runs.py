@@ -5,9 +5,10 @@ from dataclasses import fields
 
 import pytest
 
+from experiments.plan.__main__ import write
 from experiments.plan.figures import errors, named, noise, spearman, summary, table
 from experiments.plan.layouts import MODELS, layouts
-from experiments.plan.running import Bench, Result, load, try_layout
+from experiments.plan.running import Bench, Result, load, save, try_layout
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.schedule import schedule_names
 
@@ -80,7 +81,8 @@ def test_what_is_written_down_is_what_the_code_writes(repository):
     for path in kept:
         told = json.loads(path.read_text("utf-8"))["results"]
         assert all(each.keys() == {field.name for field in fields(Result)} for each in told)
-        results = load(path)
+        device, results = load(path)
+        assert (device == "cpu") == (path.stem == "cpu")
         assert len(results) == len(told)
         shown = page.partition(f"<!-- {path.stem} -->")[2].partition("<!-- end of")[0]
         assert shown.split() == f"```text {summary(results)} {table(results)} ```".split()
@@ -101,6 +103,22 @@ def test_an_accelerator_has_layouts_of_one_rank():
 def test_memory_of_accelerators_is_that_of_tensors():
     result = Result("a", (1.1,), (1.0,), 190, 0, 200, 200, replays_s=(1.0,))
     told = summary([result])
-    assert (
-        "an accelerator each: 1 layouts" in told and "memory of all: error median 5.0 %\n" in told
+    assert "a device for each: 1 layouts" in told and "memory of all: error median 5.0 %\n" in told
+
+
+def test_each_device_has_files_and_a_table_of_its_own(tmp_path):
+    """What was read of an accelerator would have taken the place of the CPUs'."""
+    page = tmp_path / "README.md"
+    page.write_text(
+        "<!-- cpu -->old<!-- end of cpu -->\n<!-- accelerator --><!-- end of accelerator -->"
     )
+    result = Result("a", (1.1,), (1.0,), 190, 0, 200, 200, replays_s=(1.0,))
+    save(tmp_path / "kept.json", "cuda", [result])
+    device, results = load(tmp_path / "kept.json")
+    assert results == [result]
+    write(results, device, tmp_path)
+    text = page.read_text("utf-8")
+    assert "<!-- cpu -->old<!-- end of cpu -->" in text and "a device for each" in text
+    assert {each.name for each in tmp_path.iterdir()} == {
+        *("README.md", "kept.json", "accelerator.json", "accelerator.svg")
+    }

@@ -297,6 +297,10 @@ def test_compression_keeps_residuals_wherever_a_stage_has_copies(words):
     plain, compressed = planned(*size), planned(*size, "outer.compress=topk")
     for less, more in zip(plain.forecast.ranks, compressed.forecast.ranks, strict=True):
         assert more.optimizer_bytes - less.optimizer_bytes == 4 * less.parameters
+    apart = planned(*size, "outer=diloco")
+    states = 2 if "pipeline.replicas=2" in words else 0  # one replica has none to go apart from
+    for less, more in zip(plain.forecast.ranks, apart.forecast.ranks, strict=True):
+        assert more.optimizer_bytes - less.optimizer_bytes == 4 * states * less.parameters
     alone = planned(*MLP, "outer.compress=topk").forecast.ranks
     assert [e.total_bytes for e in alone] == [e.total_bytes for e in planned(*MLP).forecast.ranks]
 

@@ -56,7 +56,8 @@ def leave(folder, measured, second=None, *, took=None, more=None, stalls=(), log
         **{"outcome": "done", "error": None, "began": "then", "written": "now"},
         **{"first_step": 0, "last_step": 10, "steps_asked": 10},
         "layout": {"ranks": 8, "stages": 4, "replicas": 2, "schedule": "gpipe", "microbatches": 4}
-        | {"recompute": "never", "layers_of_stages": [2] * 4, "partition": "parameters"},
+        | {"recompute": "never", "layers_of_stages": [2] * 4, "partition": "parameters"}
+        | {"paces": []},
         "loss": {"first": 2.0, "last": 0.2, "validation": 0.4},
         "throughput": {"samples_per_s": 10.0, "tokens_per_s": None, "model_flops_per_s": 5e9}
         | {"share_of_peak": 0.4, "device_flops_per_s": 1e12},
@@ -223,10 +224,14 @@ def test_a_summary_of_an_earlier_start_is_called_so(tmp_path):
     assert record.is_overtaken
     assert [row["step"] for row in record.counted_steps] == [8, 9, 10]
     text = render_markdown(report_of(record))
-    assert "A newer start has come to step 10 and has not summed it up yet" in text
+    assert "A newer start has come to step 10 and has summed up nothing yet" in text
     assert "Another layout" not in text  # it was told of the earlier one
     change_summary(folder, outcome="running")
     assert not read_record(folder).is_overtaken
+    for last_step, is_overtaken in ((11, False), (12, False), (37, True)):
+        # It failed, and a newer one began at a checkpoint of step 9.
+        change_summary(folder, outcome="failed", last_step=last_step)
+        assert read_record(folder).is_overtaken == is_overtaken
 
 
 def test_a_trace_of_an_earlier_start_is_left_out(tmp_path):
@@ -237,6 +242,9 @@ def test_a_trace_of_an_earlier_start_is_left_out(tmp_path):
     assert record.doubts == ("the traced step is left out: step 5 is of an earlier start",)
     change_summary(folder, first_step=4)
     assert read_record(folder).traced is not None
+    write_trace([timeline()] * 2, folder, 11)  # of one that had come further
+    (folder / "trace" / "step_00000005.json").unlink()
+    assert "step 11 is of an earlier start" in read_record(folder).doubts[0]
 
 
 def test_a_checkpoint_in_the_background_is_one_with_two_stalls(tmp_path):

@@ -169,9 +169,9 @@ def test_real_digits_are_learnt_nearly_as_well(words, least, tmp_path):
 def test_a_plan_counts_what_is_kept_between_steps(words, states):
     """Residual, anchor, momentum: a float32 of each parameter, as the run's own state says."""
     request = request_of(compose_config([*SMALL, *words]))
-    memory = request.optimizer_states.among(request.replicas)
-    assert memory.outer_states == states
+    memory = request.kept_states.among(request.replicas)
+    assert memory.outer_states + memory.apart_states == states
     weight = Weight("weight", 10, 20, is_trained=True)
-    assert memory.of_weights([weight]) == memory._replace(outer_states=0).of_weights([weight]) + (
-        40 * states
-    )
+    assert memory.of_weights([weight]) == memory._replace(
+        outer_states=0, apart_states=0
+    ).of_weights([weight]) + (40 * states)

@@ -92,10 +92,14 @@ class Outer:
         return self.every > 0
 
     @property
-    def num_states(self) -> int:
-        """Return how many numbers of each parameter a copy keeps: residual, anchor, momentum."""
-        kept = self.compress != "none", self.is_apart, self.is_apart and self.momentum > 0
-        return sum(kept)
+    def num_residuals(self) -> int:
+        """Return how many numbers of each parameter a copy keeps of what was compressed."""
+        return int(self.compress != "none")
+
+    @property
+    def num_apart(self) -> int:
+        """Return how many a replica keeps that trains apart from others: anchor, momentum."""
+        return sum((self.is_apart, self.is_apart and self.momentum > 0))
 
     def __post_init__(self) -> None:
         """Refuse what cannot be; raises ConfigError."""

@@ -13,9 +13,9 @@ class OptimizerMemory(NamedTuple):
     """`states`: numbers of a trained parameter, of its own size unless it has a master.
 
     `masters`: parameters smaller than float32 have one, of float32, and their states are so too.
-    `gradient_copies`: of each trained parameter's gradient. `outer_states`: numbers of a trained
-    parameter, of float32 or wider, for combining copies, if there are some (`among`): residuals,
-    anchors, outer momenta.
+    `gradient_copies`: of each trained parameter's gradient. `outer_states`, `apart_states`: numbers
+    of a trained parameter, of float32 or wider: residuals for combining copies, anchors and outer
+    momenta of replicas that train apart, where there are several (`among`).
     `process_bytes`: of a rank, whatever it trains, of the memory that its tensors lie in: on the
     host interpreter, libraries and communicators, on a device its contexts; 0 where nobody measured
     them.
@@ -32,6 +32,7 @@ class OptimizerMemory(NamedTuple):
     masters: bool = False
     gradient_copies: int = 0
     outer_states: int = 0
+    apart_states: int = 0
     process_bytes: int = 0
     temporaries: int = 0
     of_all_on_device: int | None = None
@@ -47,7 +48,10 @@ class OptimizerMemory(NamedTuple):
 
     def among(self, copies: int) -> "OptimizerMemory":
         """Return the same for so many copies of a weight: one alone is combined with none."""
-        return self if copies > 1 else self._replace(outer_states=0)
+        return self._replace(
+            outer_states=self.outer_states if copies > 1 else 0,
+            apart_states=self.apart_states if self.replicas > 1 else 0,
+        )
 
     def of_weights(self, weights: Iterable[Weight]) -> int:
         """Return the bytes for these weights; frozen ones need none."""
@@ -59,7 +63,8 @@ class OptimizerMemory(NamedTuple):
         """Return the bytes of what is whole on each copy: gradients, and what combining keeps."""
         trained = [weight for weight in weights if weight.is_trained]
         wide = sum(max(w.nbytes, _WIDE * w.num_elements) for w in trained)
-        return self.gradient_copies * sum(w.nbytes for w in trained) + self.outer_states * wide
+        gradients = self.gradient_copies * sum(w.nbytes for w in trained)
+        return gradients + (self.outer_states + self.apart_states) * wide
 
     def of_elements(self, count: int, size: int) -> int:
         """Return the bytes of the states, and masters, of so many trained numbers of a size."""
@@ -105,7 +110,8 @@ class OptimizerMemory(NamedTuple):
         for weight in trained:
             num = self.states + self._has_master(weight)
             sizes += num * [weight.num_elements * self._width(weight)]
-        sizes += [max(w.nbytes, _WIDE * w.num_elements) for w in trained] * self.outer_states
+        kept = self.outer_states + self.apart_states
+        sizes += [max(w.nbytes, _WIDE * w.num_elements) for w in trained] * kept
         load = [0] * copies
         for size in sizes:
             load[load.index(min(load))] += size

@@ -221,6 +221,7 @@ def _least_bytes(
     placement = ground.placement(candidate)
     holders = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
     copies = candidate.replicas * max(holders) if ways.divided else 1
+    states = states._replace(replicas=candidate.replicas)
     states = states.among(candidate.replicas * min(holders))
     whole, largest = least_bytes(ground, states, copies, offloads=candidate.offload)
     return max(whole * min(holders) / candidate.stages, largest)

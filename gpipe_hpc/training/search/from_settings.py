@@ -33,6 +33,7 @@ from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
+    heeding,
     machine_of,
     notes_of_calibration,
     rates_of,
@@ -174,11 +175,14 @@ class Searching:
 
     def on(self, num_ranks: int) -> Ground:
         """Return what is known of so many ranks, as the settings say how they are linked."""
-        cluster, paces = self._cluster(num_ranks), self.space(num_ranks).base.paces
-        if paces is not None:
-            # The cut knows slow ranks, one compared with rank 0: what is left is how slow that is.
-            cluster = replace(cluster, paces=dict.fromkeys(range(num_ranks), float(paces[0])))
-        return self.ground.on(cluster)
+        cluster, given = self._cluster(num_ranks), self.space(num_ranks).base.paces
+        paces = [float(pace) for pace in given or ()]
+        # Where ranks came, times are those of the fastest.
+        plan = self.config.plan
+        is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
+        of_rank_0 = self.came is None and is_measured
+        own = 1.0 if of_rank_0 or not paces else paces[0]
+        return self.ground.on(heeding(cluster, paces, own))
 
     def _cluster(self, num_ranks: int) -> Cluster:
         """Return the ranks; what is known of slow ones was measured, or stands in plan.links."""

@@ -8,7 +8,7 @@ from gpipe_hpc.planning.telling.units import bytes_text, flops_text
 
 _MAX_RANKS: Final = 16  # lines of a table; of more ranks those at the ends are shown
 _AROUND: Final = {
-    "reading_s": "reading",
+    "reading_ahead_s": "reading",
     "edge_s": "summing up",
     "clipping_s": "clipping",
     "optimizer_s": "optimizer",

@@ -221,6 +221,23 @@ def test_a_plan_by_a_calibration_has_its_transfers_and_all_else(run):
     assert step.pipeline_s > free.pipeline_s + 2 * 0.5, "a setting of the links goes first"
 
 
+def test_layers_of_a_calibration_are_those_of_rank_0_however_slow_it_is(run, tmp_path):
+    """They were twice as slow where rank 0 has a pace of 2, and it is they that told so."""
+    words, path, _ = run
+    links = tmp_path / "links.yaml"
+    links.write_text(
+        "hosts: [2]\nslow_ranks: {0: 2.0}\nlinks:\n"
+        "  within: {latency_s: 1.0e-6, bandwidth_bytes_per_s: 1.0e9}\n"
+        "  between: {latency_s: 1.0e-6, bandwidth_bytes_per_s: 1.0e9}\n"
+    )
+    given = [*words, "pipeline.stages=2", f"plan.calibration={path}"]
+    slow = step_of_plan(*given, "pipeline.paces=[2,1]")
+    assert slow.total_s == step_of_plan(*given, "pipeline.paces=[1,0.5]").total_s
+    assert slow.total_s < step_of_plan(*given, "pipeline.paces=[1,1]").total_s
+    with_file = [*given, "pipeline.paces=[2,1]", f"plan.links={links}"]
+    assert step_of_plan(*with_file).timeline.busy == slow.timeline.busy
+
+
 def held_tensors(given):
     """Return the tensors that two ranks of an even cut hold: a weight and a bias each layer."""
     linear = [number for number, _ in given.model if number]
