@@ -360,6 +360,7 @@ def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
         request.kept_states,
         [each.forward for each in found.partition.times] if found.partition.is_measured else (),
         sharing_of(request, found.partition.counts, table.placement, gauge.layers),
+        request.offload,
     )
     return found._replace(table=budget.schedule, budget=budget)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.config import (
@@ -18,18 +19,27 @@ from gpipe_hpc.config import (
     LARSConfig,
     RMSPropConfig,
     SGDConfig,
+    build_target,
     check_config,
     compose_config,
 )
 from gpipe_hpc.errors import ConfigError, PartitionError
-from gpipe_hpc.models import build_model, long_skips, skip_routes, token_cross_entropy
+from gpipe_hpc.models import (
+    build_model,
+    long_skips,
+    normalise_layers,
+    skip_routes,
+    token_cross_entropy,
+)
 from gpipe_hpc.models.losses import segmentation
 from gpipe_hpc.plan import make_plan
+from gpipe_hpc.planning import Counted, Example, lay_out
 from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.telling.sums import ring_bytes
 from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import build, lower
+from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.training.data.text import TextConfig
@@ -399,6 +409,34 @@ def test_what_an_accelerator_offloads_is_told_of_its_host():
     on_host = planned(*words, "pipeline.offload=true").text
     assert "offloaded to host" not in on_host
     assert planned(*words).forecast.ranks[0].offloaded_bytes == 0
+
+
+def test_a_budget_knows_what_is_offloaded():
+    """It recomputed as if nothing left the device, or said that nothing fits."""
+    words = ("data=synthetic", "pipeline.stages=2", "pipeline.microbatches=32")
+    words = (*words, "pipeline.schedule=gpipe", "pipeline.offload=true")
+    most = {
+        way: max(e.total_bytes for e in planned(*words, f"pipeline.recompute={way}").forecast.ranks)
+        for way in ("never", "always")
+    }
+    assert most["always"] < most["never"]
+    budget = (*words, "pipeline.recompute=budget")
+    for share in (1.0, 0.7, 0.4, 0.1):
+        limit = round(most["always"] + share * (most["never"] - most["always"]))
+        found = planned(*budget, f"pipeline.memory_bytes={limit}")
+        assert found.fits, share
+        again = [layers for layers in found.layout.recomputed or () if layers]
+        assert bool(again) == (share < 1)
+    with pytest.raises(PartitionError, match="nothing fits"):
+        lay_out_of(*budget, f"pipeline.memory_bytes={round(0.5 * most['always'])}")
+
+
+def lay_out_of(*words):
+    config = compose_config(list(words))
+    layers = build_target("model", config.model)
+    sample = microbatch(config.data, samples_per_microbatch(config))
+    example = Example(sample.inputs, sample.targets, token_cross_entropy, 0, HostDevice())
+    return lay_out(request_of(config), Counted(normalise_layers(layers), example))
 
 
 def rank_lines(text):

@@ -16,17 +16,26 @@ from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.planning.budget.many_stages import Limit, select
 from gpipe_hpc.planning.budget.one_stage import Choices, Weights, stage_choices
 from gpipe_hpc.planning.costs.counted import ModelCount
-from gpipe_hpc.planning.forecast import RankStates, rank_states
+from gpipe_hpc.planning.forecast import RankStates, activation_memory, rank_states
 from gpipe_hpc.planning.memory.by_rank import limits_text
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.memory.sharing import Sharing
 from gpipe_hpc.planning.memory.storages import StageStorages
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.planning.telling.units import bytes_text, flops_text, ranges_text
-from gpipe_hpc.schedule import Action, Op, Placement, Schedule, add_recompute
+from gpipe_hpc.schedule import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    add_offload,
+    add_recompute,
+    peak_memory,
+)
 from gpipe_hpc.schedule.table.dependencies import Thing
-from gpipe_hpc.schedule.table.lifetimes import kept
+from gpipe_hpc.schedule.table.lifetimes import away, kept
 
+_TRIES: Final = 5
 _PER_SECOND: Final = 10**12  # measured seconds as integers, so that sums are exact
 
 
@@ -47,16 +56,20 @@ def choose_recompute(
     optimizer_states: int | OptimizerMemory,
     seconds: Sequence[float] = (),
     sharing: Sharing | None = None,
+    offload: bool = False,
 ) -> Budget:
     """Choose the layers to recompute, so that no rank's weights and activations exceed a limit.
 
     `limit_bytes`: one for all ranks, or one for each.
     `schedule` is bare, without R; `optimizer_states` is how many numbers the optimizer keeps for
     each parameter; `seconds` are those of the forward of each layer, where they were measured;
-    `sharing` says how the optimizer's state is divided over copies.
+    `sharing` says how the optimizer's state is divided over copies. `offload`: the table will get
+    copies to the host; what they take away from the device is no part of what is held.
     Chosen is the least sum over all R of a step: of the seconds, or of the FLOPs and one more for
     each byte that a layer gives, so that what has no FLOPs is not for nothing. It is exact for the
-    memory that `forecast` foresees, except for a stage or rank with thousands of choices.
+    memory that `forecast` foresees, except for a stage or rank with thousands of choices, and with
+    offload, where a stage that recomputes nothing copies other micro-batches than one that does:
+    what then does not fit is chosen again with as much less room.
 
     Raises PartitionError, naming the ranks and what they lack, where nothing fits; ConfigError for
     a limit that is none.
@@ -71,14 +84,42 @@ def choose_recompute(
             f"0, got {limit_bytes}; set pipeline.memory_bytes to the bytes of a device, as 16e9"
         )
     stages = count_stages(model, counts)
-    table = add_recompute(schedule, "except_last")
     states = [
-        rank_states(model, stages, table.placement, rank, optimizer_states, sharing)
-        for rank in range(table.num_ranks)
+        rank_states(model, stages, schedule.placement, rank, optimizer_states, sharing)
+        for rank in range(schedule.num_ranks)
     ]
     _check_updates(states, each)
-    limits = _limits(stages, table, each, states)
-    choices = _choices_of(stages, _layer_costs(model, stages, seconds), limits)
+    costs = _layer_costs(model, stages, seconds)
+    less = [0.0] * schedule.num_ranks
+    for _ in range(_TRIES):
+        rooms = [limit - taken for limit, taken in zip(each, less, strict=True)]
+        chosen = _chosen(stages, costs, schedule, rooms, each, states, offload)
+        busy = {stage for stage, own in enumerate(chosen) if own}
+        found = add_recompute(schedule, "except_last", busy)
+        if not offload:
+            break
+        excess = _excess(stages, chosen, add_offload(found), each, states)
+        if not any(excess):
+            break
+        less = [taken + more for taken, more in zip(less, excess, strict=True)]
+    else:
+        raise _nothing_fits(_lacks_text({r: more for r, more in enumerate(excess) if more}), each)
+    return Budget(tuple(chosen), found, _text(stages, chosen, seconds))
+
+
+def _chosen(
+    stages: Sequence[StageCount],
+    costs: Sequence[tuple[int, ...]],
+    schedule: Schedule,
+    rooms: Sequence[float],
+    limits_bytes: Sequence[float],
+    states: Sequence[RankStates],
+    offload: bool,
+) -> list[frozenset[int]]:
+    """Return the layers that each stage recomputes, so that ranks stay within their `rooms`."""
+    table = add_recompute(schedule, "except_last")
+    limits = _limits(stages, add_offload(table) if offload else table, rooms, states)
+    choices = _choices_of(stages, costs, limits)
     runs = [0] * len(stages)
     for row in table.ranks:
         for action in row:
@@ -92,13 +133,24 @@ def choose_recompute(
         picked = select(shared, times, own)
         if picked is None:
             lacking = _lacking(limits, choices) or _lacking_together(shared, times, own)
-            raise _nothing_fits(lacking, each)
+            raise _nothing_fits(lacking, limits_bytes)
         for stage, choice in picked.items():
             places = choices[stage].recomputed(choice)
             chosen[stage] = frozenset(stages[stage].layers[place] for place in places)
-    text = _text(stages, chosen, seconds)
-    busy = {stage for stage, own in enumerate(chosen) if own}
-    return Budget(tuple(chosen), add_recompute(schedule, "except_last", busy), text)
+    return chosen
+
+
+def _excess(
+    stages: Sequence[StageCount],
+    chosen: Sequence[frozenset[int]],
+    table: Schedule,
+    limits_bytes: Sequence[float],
+    states: Sequence[RankStates],
+) -> list[float]:
+    """Return by how much each rank of a whole table exceeds what it may hold."""
+    peaks = peak_memory(table, activation_memory(stages, chosen))
+    pairs = zip(states, peaks, limits_bytes, strict=True)
+    return [max(0.0, own.with_activations(round(peak)) - limit) for own, peak, limit in pairs]
 
 
 def _layer_costs(
@@ -202,6 +254,10 @@ def moments_of(row: Sequence[Action]) -> list[Moment]:
         else:
             starts[first].append((now.whole, stage, 1))
             ends[last].append((now.whole, stage, -1))
+    for life in away(row):
+        part = now.kept if life.place in again else now.whole
+        ends[life.first].append((part, life.stage, -1))
+        starts[life.last].append((part, life.stage, 1))
     seen: dict[tuple[int, ...], Moment] = {}
     for at in range(len(row)):
         for part, stage, more in starts[at]:
