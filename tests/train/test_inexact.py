@@ -160,6 +160,8 @@ def test_real_digits_are_learnt_nearly_as_well(words, least, tmp_path):
         (["outer.compress=topk"], 1),
         (["outer=local_sgd"], 1),
         (["outer=diloco"], 2),
+        (["outer=diloco", "outer.behind=2"], 3),
+        (["outer=diloco", "outer.behind=2", "outer.parts=4"], 2.25),
         (["outer=diloco", "outer.compress=qsgd"], 3),
         (["outer=diloco", "pipeline.replicas=1"], 0),
         (["outer.compress=topk", "pipeline.replicas=1"], 0),

@@ -97,9 +97,14 @@ class Outer:
         return int(self.compress != "none")
 
     @property
-    def num_apart(self) -> int:
-        """Return how many a replica keeps that trains apart from others: anchor, momentum."""
-        return sum((self.is_apart, self.is_apart and self.momentum > 0))
+    def num_apart(self) -> float:
+        """Return how many a replica keeps that trains apart from others: anchor, momentum.
+
+        And of the part whose average is under way beside the next steps, that.
+        """
+        if not self.is_apart:
+            return 0
+        return 1 + (self.momentum > 0) + (1 / self.parts if self.behind else 0)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be; raises ConfigError."""

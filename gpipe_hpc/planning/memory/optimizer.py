@@ -1,5 +1,6 @@
 """What an optimizer keeps beside the weights, and a process beside all tensors."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -14,8 +15,8 @@ class OptimizerMemory(NamedTuple):
 
     `masters`: parameters smaller than float32 have one, of float32, and their states are so too.
     `gradient_copies`: of each trained parameter's gradient. `outer_states`, `apart_states`: numbers
-    of a trained parameter, of float32 or wider: residuals for combining copies, anchors and outer
-    momenta of replicas that train apart, where there are several (`among`).
+    of a trained parameter, of float32 or wider: residuals for combining copies; anchors, outer
+    momenta and averages under way of replicas that train apart; where there are several (`among`).
     `process_bytes`: of a rank, whatever it trains, of the memory that its tensors lie in: on the
     host interpreter, libraries and communicators, on a device its contexts; 0 where nobody measured
     them.
@@ -32,7 +33,7 @@ class OptimizerMemory(NamedTuple):
     masters: bool = False
     gradient_copies: int = 0
     outer_states: int = 0
-    apart_states: int = 0
+    apart_states: float = 0
     process_bytes: int = 0
     temporaries: int = 0
     of_all_on_device: int | None = None
@@ -64,7 +65,7 @@ class OptimizerMemory(NamedTuple):
         trained = [weight for weight in weights if weight.is_trained]
         wide = sum(max(w.nbytes, _WIDE * w.num_elements) for w in trained)
         gradients = self.gradient_copies * sum(w.nbytes for w in trained)
-        return gradients + (self.outer_states + self.apart_states) * wide
+        return gradients + round((self.outer_states + self.apart_states) * wide)
 
     def of_elements(self, count: int, size: int) -> int:
         """Return the bytes of the states, and masters, of so many trained numbers of a size."""
@@ -110,7 +111,7 @@ class OptimizerMemory(NamedTuple):
         for weight in trained:
             num = self.states + self._has_master(weight)
             sizes += num * [weight.num_elements * self._width(weight)]
-        kept = self.outer_states + self.apart_states
+        kept = math.ceil(self.outer_states + self.apart_states)
         sizes += [max(w.nbytes, _WIDE * w.num_elements) for w in trained] * kept
         load = [0] * copies
         for size in sizes:
