@@ -1,7 +1,9 @@
 """The whole trainer on played devices: nothing out of order, and the bits of a CPU."""
 
+from collections import Counter
+
 import pytest
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, guard_failures
 
 from gpipe_hpc import run_on_threads
 from tests.played.scenarios import (
@@ -23,11 +25,16 @@ SLOW |= {"direct skips", "staged uneven", "no overlap", "by a ring", "qsgd", "v_
 SLOW |= {"by doubling", "by what is fastest", "by one host", "by weights"}
 
 
+def compiled_anew() -> dict[str, Counter[str]]:
+    """Return why torch compiled layers again, by their names, if it did; of many it gives up."""
+    return {code.co_name: Counter(map(str, why)) for code, why in guard_failures.items()}
+
+
 def assert_bits_of_a_cpu(scenario: Scenario) -> None:
     """Train on both; what the host waits for is counted from the second step on."""
     there = played(scenario)
     for own, cpu in zip(there.results, on_cpu(scenario), strict=True):
-        assert own.unlike(cpu) == []
+        assert own.unlike(cpu) == [], compiled_anew()
         for in_step, in_clipping in own.waits[1:]:
             assert [str(wait) for wait in in_clipping] == []
             # Whether float16 overflowed is asked behind the pipeline, and nothing besides.
