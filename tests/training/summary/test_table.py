@@ -121,7 +121,7 @@ def test_what_would_balance_replicas_is_said():
 
 def test_the_time_around_the_pipeline_is_said():
     step = {"step_time_s": 2.5, "pipeline_s": 2.0, "outside_pipeline_s": 0.5, "bubble": 0.25}
-    around = {"reading_s": 0.1, "edge_s": 0.02, "clipping_s": 0.003, "optimizer_s": 0.3}
+    around = {"reading_ahead_s": 0.1, "edge_s": 0.02, "clipping_s": 0.003, "optimizer_s": 0.3}
     pace = dict.fromkeys(("tokens_per_s", "share_of_peak", "device_flops_per_s"))
     text = summary_text(summary([], step=step | around, throughput=pace | {"samples_per_s": 10.0}))
     assert (
