@@ -66,11 +66,11 @@ from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
-    heeding,
     machine_of,
     notes_of_calibration,
     process_bytes_of,
     rates_of,
+    slow_once,
     with_process,
     with_values,
 )
@@ -140,7 +140,7 @@ def make_plan(config: Config) -> Plan:
         request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
     request = with_process(request, process_bytes_of(config, device), device)
-    request = _heeding_slow_ranks(request, config, all_ranks)
+    request = _with_known_paces(request, config, all_ranks)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
     gauge: Gauge = counted
@@ -221,7 +221,7 @@ def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, lis
     return Known(counted.layers, found.layers, count), doubts
 
 
-def _heeding_slow_ranks(request: Request, config: Config, num_ranks: int) -> Request:
+def _with_known_paces(request: Request, config: Config, num_ranks: int) -> Request:
     """Return a request whose measured paces are those that plan.links knows."""
     if not isinstance(request.paces, str) or config.plan.links is None:
         return request
@@ -241,7 +241,7 @@ def _machine(config: Config, request: Request, device: Device, layout: Layout) -
     if request.paces is not None and not isinstance(request.paces, str):
         paces = [float(pace) for pace in request.paces]
     known = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
-    cluster = heeding(known, paces, 1.0 if is_measured or not paces else paces[0])
+    cluster = slow_once(known, paces, 1.0 if is_measured or not paces else paces[0])
     return machine_of(config, device, cluster, rates, plan.host_copy_bytes_per_s)
 
 

@@ -1,7 +1,7 @@
 """States of an optimizer that lie on several ranks: each is put together on the one that writes it.
 
-That is one that has most of it; of several the names of states choose, so that all write as much,
-and none has to hold what was divided. What is whole lies on the host.
+The rank with the largest part writes. Where several have as much, the name of the state picks one,
+so that all write about as much. A whole tensor lies on the host: a device may have no room for it.
 
 The others send what they hold of it, one tensor after the other, by way of ranks 1, 2, 4, 8, ...
 places away: of a tensor that lies on thousands of ranks, each talks to few. Who holds what follows
@@ -63,7 +63,6 @@ def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
             row[writer.start : writer.stop] = mine
             for side in _sides(shares, writer):
                 _hand_on(group, side, 0, row)
-            # A device has no room for what it shares with others.
             found[name] = row.view(whole.shape).cpu()
             continue
         side, place = _place(shares, writer, group.position)
@@ -75,7 +74,7 @@ def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
 
 
 def _writer(name: str, shares: Sequence[Share]) -> Share:
-    """Return one of the largest shares of a state, another one for another name."""
+    """Return one of the largest shares of a state; which one, its name decides."""
     most = max(share.stop - share.start for share in shares)
     largest = [share for share in shares if share.stop - share.start == most]
     return largest[crc32(name.encode()) % len(largest)]

@@ -134,6 +134,16 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
     return steps
 
 
+def _most(added: Sequence[float], freed: Sequence[float]) -> float:
+    """Return the most that is there at once; each action adds as it starts, frees as it ends."""
+    total = most = 0.0
+    for more, less in zip(added, freed, strict=True):
+        total += more
+        most = max(most, total)
+        total -= less
+    return most
+
+
 class _Keeper:
     """What each stage keeps, resolved."""
 
@@ -160,12 +170,7 @@ class _Keeper:
 
     def peak(self, row: Sequence[Action]) -> float:
         """Return the most that is held at once during the actions of a rank."""
-        total = most = 0.0
-        for added, freed in zip(*self.changes(row), strict=True):
-            total += added
-            most = max(most, total)
-            total -= freed
-        return most
+        return _most(*self.changes(row))
 
     def peak_of_copies(self, row: Sequence[Action]) -> float:
         """Return the most that a rank has on the host at once."""
@@ -175,12 +180,7 @@ class _Keeper:
             nbytes = self.moved(life, recomputes=life.place in again)
             added[life.first] += nbytes
             freed[life.last] += nbytes
-        total = most = 0.0
-        for more, less in zip(added, freed, strict=True):
-            total += more
-            most = max(most, total)
-            total -= less
-        return most
+        return _most(added, freed)
 
     def changes(self, row: Sequence[Action]) -> tuple[list[float], list[float]]:
         """Return what each action of a rank adds as it starts, and what it frees as it ends."""

@@ -80,15 +80,16 @@ def process_bytes_of(config: Config, device: Device) -> int:
     return prices_of(config, device).process_bytes
 
 
-def heeding(cluster: Cluster, paces: Sequence[float], own: float = 1.0) -> Cluster:
-    """Return the ranks where a cut knows their `paces`, if it does: then they are slow once.
+def slow_once(cluster: Cluster, paces: Sequence[float], rank_0: float = 1.0) -> Cluster:
+    """Return the cluster for a cut that knows `paces`, so that no slow rank counts twice.
 
-    The cut compares ranks with rank 0; `own`: how many times as long that takes as is told of
-    layers. Where these ran on rank 0 that is 1.
+    Such a cut has each rank's pace over that of rank 0. What is left to the cluster is how slow
+    rank 0 is, compared with the times of layers: `rank_0`, 1 where these were measured there. A cut
+    that knows no paces leaves the cluster as it is.
     """
     if not paces:
         return cluster
-    return replace(cluster, paces=dict.fromkeys(range(sum(cluster.hosts)), own))
+    return replace(cluster, paces=dict.fromkeys(range(sum(cluster.hosts)), rank_0))
 
 
 def with_process(request: Request, process_bytes: int, device: Device) -> Request:

@@ -93,14 +93,15 @@ class Outer:
 
     @property
     def num_residuals(self) -> int:
-        """Return how many numbers of each parameter a copy keeps of what was compressed."""
+        """Return how many numbers of each parameter a copy keeps as what compression left out."""
         return int(self.compress != "none")
 
     @property
     def num_apart(self) -> float:
-        """Return how many a replica keeps that trains apart from others: anchor, momentum.
+        """Return how many numbers of each parameter a replica keeps that trains apart from others.
 
-        And of the part whose average is under way beside the next steps, that.
+        They are the anchor, the momentum, and the average that is under way beside the next steps.
+        Parameters take turns in `parts`, so the average is of a part of them.
         """
         if not self.is_apart:
             return 0

@@ -33,10 +33,10 @@ from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
-    heeding,
     machine_of,
     notes_of_calibration,
     rates_of,
+    slow_once,
     with_process,
     with_values,
 )
@@ -182,7 +182,7 @@ class Searching:
         is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
         of_rank_0 = self.came is None and is_measured
         own = 1.0 if of_rank_0 or not paces else paces[0]
-        return self.ground.on(heeding(cluster, paces, own))
+        return self.ground.on(slow_once(cluster, paces, own))
 
     def _cluster(self, num_ranks: int) -> Cluster:
         """Return the ranks; what is known of slow ones was measured, or stands in plan.links."""

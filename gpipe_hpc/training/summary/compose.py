@@ -30,7 +30,7 @@ from gpipe_hpc.training.figures.throughput import (
 )
 from gpipe_hpc.training.foresight import shares_of
 from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.machines import cluster_of, heeding, machine_of
+from gpipe_hpc.training.machines import cluster_of, machine_of, slow_once
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.summary.balance import balance
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
@@ -182,7 +182,7 @@ def expected_step(session: Session) -> StepTime | None:
             machine = machine_of(
                 session.config,
                 pipe.world.device,
-                heeding(cluster_of(session.config, pipe.world.size), pipe.partition.rank_paces),
+                slow_once(cluster_of(session.config, pipe.world.size), pipe.partition.rank_paces),
                 Rates.alike(1.0),
                 session.config.plan.host_copy_bytes_per_s,
             )

@@ -1,7 +1,9 @@
 """Whether memory has room for what its ranks are planned to hold."""
 
 import threading
+from dataclasses import replace
 from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -161,3 +163,14 @@ def test_copies_of_states_need_memory_backed_room(tmp_path):
     assert (memory.what, memory.needed_bytes) == ("memory", 360 + 600)
     assert (copies.what, copies.needed_bytes) == (str(folder), 600)
     assert copies.free_bytes > 0
+
+
+def test_what_is_offloaded_needs_room_on_the_host():
+    """Nobody looked whether the host has it."""
+    device = SimpleNamespace(
+        is_accelerator=True, identity="gpu", name="some GPU", memory_free=lambda: 10**12
+    )
+    planned = replace(PLANNED, offloaded_bytes=3000, lies_apart=True)
+    on_device, on_host = own_rooms(compose_config([]), device, 0, planned, is_built=False)
+    assert on_device.needed_bytes == planned.total_bytes == PLANNED.total_bytes
+    assert on_host.needed_bytes == planned.saving_bytes + 3000
