@@ -62,7 +62,6 @@ from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
-from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
@@ -72,7 +71,11 @@ from gpipe_hpc.training.machines import (
     rates_of,
     slow_once,
     with_process,
-    with_values,
+)
+from gpipe_hpc.training.measuring.as_a_rank import (
+    measured_as_a_rank,
+    on_threads,
+    share_of_rank,
 )
 from gpipe_hpc.training.search.answer import compared
 
@@ -148,8 +151,8 @@ def make_plan(config: Config) -> Plan:
         gauge, more = _calibrated(config.plan.calibration, counted, device)
         doubts = [*doubts, *more]
     elif config.plan.costs == MEASURED_COSTS:
-        keep_memory(config)
-        gauge = Measured(replace(counted, example=with_values(example, config)))
+        share = share_of_rank(config, device, cluster_of(config, all_ranks).hosts[0])
+        gauge = measured_as_a_rank(config, counted, samples_per_microbatch(config), share)
     fit = fit_stages(request, all_ranks, gauge) if is_fit else None
     if fit is not None:
         request = fit.request
@@ -171,7 +174,7 @@ def make_plan(config: Config) -> Plan:
     if machine is not None:
         priced = machine.priced(gauge)
         step = step_of(layout, priced, machine, request.combining, config.train.batch_size)
-        assumptions = replace(assumptions, step=step, measured=_layers_as(config, gauge))
+        assumptions = replace(assumptions, step=step, measured=_layers_as(gauge))
     sections = Sections(
         heading="\n".join(
             [
@@ -236,11 +239,12 @@ def _machine(config: Config, request: Request, device: Device, layout: Layout) -
     if plan.costs is None and plan.flops_per_s is None and plan.calibration is None:
         return None
     is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
-    rates = Rates.alike(1.0) if is_measured else rates_of(config, device)
+    known = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
+    with on_threads(share_of_rank(config, device, known.hosts[0])):
+        rates = Rates.alike(1.0) if is_measured else rates_of(config, device)
     paces: Sequence[float] = ()
     if request.paces is not None and not isinstance(request.paces, str):
         paces = [float(pace) for pace in request.paces]
-    known = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
     cluster = slow_once(known, paces, 1.0 if is_measured or not paces else paces[0])
     return machine_of(config, device, cluster, rates, plan.host_copy_bytes_per_s)
 
@@ -326,12 +330,13 @@ def _others(config: Config, request: Request, gauge: Counted, given_microbatches
     return alternatives_text(tried, config.plan.flops_per_s)
 
 
-def _layers_as(config: Config, gauge: Gauge) -> str:
+def _layers_as(gauge: Gauge) -> str:
     """Say where the times of layers are from; empty where they are counted."""
     if gauge.measure != MEASURED:
         return ""
-    by_run = config.plan.calibration is not None
-    return "layers as a run measured them" if by_run else "layers measured here"
+    if not isinstance(gauge, Measured):
+        return "layers as a run measured them"
+    return ", ".join(filter(None, ["layers measured here", gauge.how]))
 
 
 def _cut_by(config: Config, partition: Partition) -> str:

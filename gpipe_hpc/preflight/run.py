@@ -1,8 +1,10 @@
 """From the settings to a report: the ranks meet, say what they are, connect, and time the links."""
 
+import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,11 +28,11 @@ from gpipe_hpc.preflight.layout import Planned, plan_layout
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure
 from gpipe_hpc.preflight.report import Report, host_number, slow_texts
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.training.measuring.pricing import measure_prices
 from gpipe_hpc.training.preflight.before import skew_text
 from gpipe_hpc.training.preflight.folder import check_folder
 from gpipe_hpc.training.preflight.room import Room, own_rooms, probe_copies
 from gpipe_hpc.training.preflight.settings import check_settings
-from gpipe_hpc.training.pricing import measure_prices
 from gpipe_hpc.training.run.folder import default_run_folder
 
 _SLOW_PACE: Final = 1.5  # from which a rank is named; less is told to the planner alone
@@ -79,7 +81,7 @@ def _look(config: Config, world: World) -> Report | None:
     assert isinstance(config.preflight.bytes, int | float), "the settings were read"
     layout = None if planned is None else planned.layout
     measured = measure(world, mesh, layout, int(config.preflight.bytes))
-    prices = _prices(config, world, mesh, measured) if config.preflight.steps else None
+    prices = _prices(config, world, mesh, measured, folder) if config.preflight.steps else None
     with together(world, "gathering what was found"):
         work_s = seconds_of_work(world.device, config.train.precision)
         attended = attend(world.everybody, world.rank, socket.gethostname())
@@ -94,16 +96,28 @@ def _look(config: Config, world: World) -> Report | None:
     return report
 
 
-def _prices(config: Config, world: World, mesh: Mesh, measured: Measured) -> Prices | None:
-    """Return, on rank 0, what a step takes beside its layers, and what a send takes."""
+def _prices(
+    config: Config, world: World, mesh: Mesh, measured: Measured, folder: Path
+) -> Prices | None:
+    """Return, on rank 0, what a step takes beside its layers, and what a send takes.
+
+    `folder`: of the run to come; one within it is taken, which goes again, and both if it was new.
+    """
     with together(world, "gathering links"):
         told = world.everybody.gather_object((kernel_identity(), measured.ways), root=0)
+        word: str = world.everybody.broadcast_object(secrets.token_hex(4), root=0)
     send = Link()
     if told is not None:
         links = Links([host for host, _ in told], [way for _, ways in told for way in ways])
         kinds = [kind for key, kind in links.kinds().items() if key[0] == WITHIN]
         send = kinds[0].link if kinds else send
-    return measure_prices(config, world, mesh, send)
+    is_new = world.rank == 0 and not folder.exists()
+    try:
+        return measure_prices(config, world, mesh, send, folder / f"prices_{word}")
+    finally:
+        if is_new:
+            with suppress(OSError):  # others have put something there, or it was not made
+                folder.rmdir()
 
 
 def _plain(planned: Planned) -> tuple[tuple[int, int], list[dict[str, Any]] | None]:

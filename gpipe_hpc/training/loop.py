@@ -105,11 +105,11 @@ def run_training(
         if config.train.deterministic:
             # Ahead of the first product: cuBLAS takes its workspace then, once and for all.
             stack.enter_context(world.device.deterministic())
+        # Ahead of a search for a layout, which measures how fast ranks are.
+        cores = stack.enter_context(bound(world, config.train.bind, config.train.num_threads))
         asked, chosen = config, with_layout(config, world, run, words)
         if chosen is not None:
             config, doubts = chosen.config, chosen.doubts
-        train = config.train
-        cores = stack.enter_context(bound(world, train.bind, train.num_threads))
         pipeline = on_ranks(config, world.size).pipeline
         stages = world.size if pipeline.stages == "fit" else pipeline.stages
         replicas = 1 if pipeline.stages == "fit" else pipeline.num_replicas

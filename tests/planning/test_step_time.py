@@ -1,5 +1,6 @@
 """A step's seconds: one function for a plan, a search and a run; its parts."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from gpipe_hpc.planning.search.trial import Choices, try_out
 from gpipe_hpc.planning.search.whole_step import step_of
 from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.schedule import Cluster, Link
+from gpipe_hpc.training.measuring import as_a_rank
 from tests.support import mean_square
 
 SOME = Prices(
@@ -101,7 +103,8 @@ def test_plan_tells_the_parts_of_a_step(tmp_path):
     assert "pipeline" in line and "optimizer" in line and "beside 0.0005" in line
 
 
-def test_plan_measures_layers_where_asked():
+def test_plan_measures_layers_where_asked(monkeypatch):
+    monkeypatch.setattr(as_a_rank, "companions", lambda *_: nullcontext())
     words = ["model=mlp", "data=synthetic_vectors", "pipeline.stages=2", "plan.costs=measured"]
     text = make_plan(compose_config(words)).text
     assert "at layers measured here" in text and "by time, measured here" in text

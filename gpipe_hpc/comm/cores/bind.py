@@ -11,6 +11,7 @@ import torch
 from gpipe_hpc.comm.cores.choice import Asked, Lot, lots_text, share_out
 from gpipe_hpc.comm.cores.given import given_cpus, keep_on, user_chose_threads
 from gpipe_hpc.comm.cores.machine import cores_with, tightest_quota
+from gpipe_hpc.comm.cores.to_come import wished_threads
 from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError
@@ -96,9 +97,7 @@ def _agree(world: World, how: str, num_threads: str | int | None, undo: ExitStac
         own, text = torch.get_num_threads(), "this system binds nothing, Linux does"
         number = 0 if world.rank == 0 else 1
     else:
-        wish = num_threads if isinstance(num_threads, int) else None
-        if num_threads != "auto" or why == _BY_USER:
-            wish = wish or torch.get_num_threads()
+        wish = wished_threads(num_threads)
         asked = Asked(given, world.device.numa_node, tightest_quota(), wish)
         machine = _met(world, asked)
         cores = cores_with(frozenset().union(*(rank.allowed for rank in machine.ranks)))

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -125,9 +126,14 @@ def work_of(count: ModelCount) -> tuple[Passes, ...]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs the layers of what it counts, here and now, and takes their seconds."""
+    """Runs the layers of what it counts, here and now, and takes their seconds.
+
+    `around`: what is to be so while they run, and `how`, in words.
+    """
 
     counted: Counted
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    how: str = ""
     measure: str = MEASURED
 
     @property
@@ -152,7 +158,8 @@ class Measured:
         log.info("timing %d layers on one micro-batch ...", len(self.layers))
         began_s = time.perf_counter()
         shared = self.counted.shares_casts
-        with casting(self.counted.precision, example.device, shared=shared):
+        casts = casting(self.counted.precision, example.device, shared=shared)
+        with self.around(), casts:
             measured = measure_layers(
                 self.layers,
                 example.inputs,

@@ -6,6 +6,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from gpipe_hpc.comm.cores.to_come import Share, share_of_bound
 from gpipe_hpc.comm.device import Device, device_to_come, name_here
 from gpipe_hpc.config import Config, bind_loss, build_target
 from gpipe_hpc.config.outer import outer_of
@@ -29,7 +30,6 @@ from gpipe_hpc.planning.search.scaling import Scaling
 from gpipe_hpc.schedule import Cluster
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch
-from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
@@ -38,7 +38,11 @@ from gpipe_hpc.training.machines import (
     rates_of,
     slow_once,
     with_process,
-    with_values,
+)
+from gpipe_hpc.training.measuring.as_a_rank import (
+    measured_as_a_rank,
+    on_threads,
+    share_of_rank,
 )
 
 PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -122,7 +126,8 @@ class Searching:
         elif scaling is not None and config.plan.flops_per_s is None and device.is_accelerator:
             rates = scaling.rates  # of an accelerator that may not be here
         else:
-            rates = rates_of(config, device)
+            with on_threads(_share(config, device, None)):
+                rates = rates_of(config, device)
         copies = _host_copies(config, came)
         machine = machine_of(config, device, cluster_of(config, 1), rates, copies)
         gauge_of: Callable[[int], Gauge] = counted
@@ -193,12 +198,9 @@ class Searching:
 
     def num_ranks(self) -> int | None:
         """Return on how many ranks; None: on as few as the memory allows."""
-        plan = self.config.plan
         if self.came is not None:
             return sum(self.came.hosts)
-        found = plan.ranks or self.config.pipeline.ranks
-        if found is None and plan.links is not None:
-            found = read_cluster(plan.links).num_ranks
+        found = _ranks_asked(self.config)
         if found is None and self.config.pipeline.memory_bytes is None:
             raise refuse(
                 "plan.ranks",
@@ -288,16 +290,33 @@ def _without_shared_casts(counted: Callable[[int], Counted], num_samples: int) -
     return replace(counted(num_samples), shares_casts=False).count
 
 
-def seconds_of_layers(config: Config, device: Device, num_samples: int) -> tuple[LayerTimes, ...]:
-    """Run each layer of the model here, on a micro-batch of so many samples."""
+def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measured:
+    """Return what runs each layer of the model here, on a micro-batch of so many samples.
+
+    It does so as this process is: on its threads, and no matter who else computes.
+    """
     layers = normalise_layers(build_target("model", config.model))
-    return _measured(config, _counting(config, layers, device)(num_samples)).times
+    return measured_as_a_rank(
+        config, _counting(config, layers, device)(num_samples), num_samples, None
+    )
 
 
-def _measured(config: Config, counts: Counted) -> Gauge:
-    assert counts.example is not None, "a search makes one"
-    keep_memory(config)
-    return Measured(replace(counts, example=with_values(counts.example, config)))
+def _share(config: Config, device: Device, came: Came | None) -> Share | None:
+    """Return what a rank of the first host computes with; None where nobody knows."""
+    if came is not None:
+        return None if device.is_accelerator else share_of_bound(came.hosts[0])
+    num_ranks = _ranks_asked(config)
+    if num_ranks is None:
+        return None
+    return share_of_rank(config, device, cluster_of(config, num_ranks).hosts[0])
+
+
+def _ranks_asked(config: Config) -> int | None:
+    """Return how many ranks the settings name, or the file of plan.links does."""
+    found = config.plan.ranks or config.pipeline.ranks
+    if found is None and config.plan.links is not None:
+        found = read_cluster(config.plan.links).num_ranks
+    return found
 
 
 def _scaling(
@@ -342,10 +361,11 @@ def _measuring(
     Where ranks came, this is rank 0: times are those of the fastest.
     """
     pace = came.paces[0] if came is not None and came.paces else 1.0
+    share = _share(config, device_to_come(config.train.device), came)
 
     def measured(num_samples: int) -> Gauge:
         counts = counted(num_samples)
-        of_here = _measured(config, counts).times
+        of_here = measured_as_a_rank(config, counts, num_samples, share).times
         times = tuple(LayerTimes(*(part / pace for part in each)) for each in of_here)
         return Known(counts.layers, times, counts.count, MEASURED)
 

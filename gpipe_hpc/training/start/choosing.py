@@ -28,7 +28,7 @@ from gpipe_hpc.training.machines import rates_of
 from gpipe_hpc.training.run.changed_settings import settings_of
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.search.answer import compared_on
-from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by, seconds_of_layers
+from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by, gauge_of_layers
 
 LAYOUT_FILE: Final = "layout.json"
 _SHOWN: Final = 3  # layouts that the log tells of
@@ -175,7 +175,7 @@ def _layers_s(config: Config, world: World) -> float:
     All ranks run the same: a micro-batch of as many samples as the settings give without a search.
     """
     num_samples = samples_per_microbatch(config)
-    times = seconds_of_layers(config, world.device, num_samples)
+    times = gauge_of_layers(config, world.device, num_samples).times
     return sum(each.forward + each.backward for each in times)
 
 

@@ -1,14 +1,14 @@
 """Measure what a step takes beside its layers, with the engine and the optimizer of a run.
 
-Pipelines of layers with hardly any work take as long as all else does. On a CPU these layers read
-more than a core has caches of its own, as layers with work do, and what a step takes beside them
-finds little of its own there. Times are usual ones, as those of layers are.
+Times are medians. On a CPU what is timed finds nothing of its own in the caches, as in a step.
 """
 
-import importlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from gpipe_hpc.comm.cores.machine import allowed_cpus
 from gpipe_hpc.comm.device import maker_name
+from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planning import measure_layers
-from gpipe_hpc.planning.costs.built_layers import usual
 from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices
@@ -31,41 +30,41 @@ from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.joining import settle_memory
 from gpipe_hpc.training.machines import optimizer_kind
+from gpipe_hpc.training.measuring.short_run import prices_of_short_run
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 
 _WIDTH: Final = 8
-_READ: Final = 2**20  # float32: more than the caches of a core that are its own
-_IN_A_ROW: Final = 8  # layers
-_MICROBATCHES: Final = (4, 20)
-_REPEATS: Final = 8
+_REPEATS: Final = 21
 _SMALL: Final = 64  # numbers of a tensor that takes no time but that of being one
 _MANY: Final = 65  # tensors
 _LARGE: Final = 2**21  # numbers: more than caches hold, with their gradient and states
 _SUMMED: Final = (64, 2**20)  # numbers of messages
 
 
-def measure_prices(config: Config, world: World, mesh: Mesh, send: Link) -> Prices | None:
+def measure_prices(
+    config: Config, world: World, mesh: Mesh, send: Link, folder: Path
+) -> Prices | None:
     """Return, on rank 0, what a step takes beside its layers on ranks laid out so.
 
-    Every rank calls it. `send`: what links two ranks of a host, as timed before.
+    Every rank calls it. `send`: what links two ranks of a host, as timed before. `folder`: for a
+    short run, in a place that all ranks see; it is new, and gone afterwards.
     """
     crowd = _crowd(world)
     slowed = 1.0 if world.device.is_accelerator else max(1.0, crowd.ranks / crowd.cores)
     own = _Bench(config, world, mesh, slowed)
-    action_s, step_s = own.overheads()
     update, norm = own.passes()
     summing = own.summing()
-    load_as_a_run(config)
+    beside = prices_of_short_run(config, world, mesh, folder)
     process_bytes = _process_bytes(world)
-    if world.rank:
+    if beside is None:
         return None
     return Prices(
-        action_s,
+        beside.action_s,  # too short for another rank to get its core meanwhile
         send,
         summing,
         update,
         norm,
-        step_s,
+        beside.step_s / slowed,
         Measured(
             world.device.type,
             maker_name(world.device),
@@ -75,13 +74,6 @@ def measure_prices(config: Config, world: World, mesh: Mesh, send: Link) -> Pric
         ),
         process_bytes,
     )
-
-
-def load_as_a_run(config: Config) -> None:
-    """Load the libraries of a run that a preflight does without; they take some 13 MB."""
-    importlib.import_module("gpipe_hpc.training.command")
-    if "tensorboard" in config.metrics.to:
-        importlib.import_module("torch.utils.tensorboard")
 
 
 def _process_bytes(world: World) -> int:
@@ -116,26 +108,6 @@ def _crowd(world: World) -> Crowd:
     return crowd
 
 
-class _Reading(nn.Linear):
-    """A small layer that reads so many numbers on its way, in its forward and in its backward."""
-
-    def __init__(self, width: int, num_read: int) -> None:
-        super().__init__(width, width)
-        self._read = torch.ones(num_read)  # no parameter and no buffer: nobody sums or sends it
-
-    def forward(self, value: Tensor) -> Tensor:
-        """Return what a linear layer does."""
-        output = super().forward(value)
-        self._read.sum()
-        register: Any = output.register_hook  # torch has left it without types
-        if output.requires_grad:
-            register(self._read_again)
-        return output
-
-    def _read_again(self, _: Tensor) -> None:
-        self._read.sum()
-
-
 class _Bag(nn.Module):
     """So many tensors of so many numbers, all of which get a gradient."""
 
@@ -162,43 +134,19 @@ class _Bench:
     mesh: Mesh
     slowed: float
 
-    def overheads(self) -> tuple[float, float]:
-        """Return the seconds of an action of compute, and of a step with none.
-
-        What a micro-batch more takes is its forward and backward on each rank, of which the layers'
-        own seconds are known. What is left of a step without them is beside.
-        """
-        read = 0 if self.world.device.is_accelerator else _READ
-        layers = [LayerSpec(_Reading, _WIDTH, read) for _ in range(self.mesh.stages)]
-        given = torch.ones(1, _WIDTH, requires_grad=True)
-        # Of several in a row: what a backward takes to begin is of the action, not of the layer.
-        stage = layers[:1] * _IN_A_ROW
-        layer_s = measure_layers(stage, given, None, device=self.world.device)[-1].total_s
-        few, many = _MICROBATCHES
-        few_s, many_s = (self._step_s(layers, number) for number in _MICROBATCHES)
-        each_s = max(0.0, many_s - few_s) / (many - few)
-        fill = self.mesh.stages - 1
-        step_s = max(0.0, few_s - (few + fill) * each_s)
-        return max(0.0, each_s / self.slowed - layer_s) / 2, step_s / self.slowed
-
-    def _pipeline(self, layers: list[LayerSpec], microbatches: int) -> Pipeline:
+    def _pipeline(self, layers: list[LayerSpec]) -> Pipeline:
         return Pipeline(
             layers,
             _loss,
             stages=self.mesh.stages,
             replicas=self.mesh.replicas,
-            microbatches=microbatches,
+            microbatches=1,
             partition="uniform",
             recompute="never",
             precision=self.config.train.precision,
             timeout_s=self.config.comm.timeout_s,
             world=self.world,
         )
-
-    def _step_s(self, layers: list[LayerSpec], microbatches: int) -> float:
-        pipe = self._pipeline(layers, microbatches)
-        inputs = torch.ones(microbatches, _WIDTH)
-        return self._usual(lambda: pipe.step(inputs, inputs))
 
     def passes(self) -> tuple[Pass, Pass]:
         """Return what the optimizer and the norm for clipping take over parameters."""
@@ -215,7 +163,7 @@ class _Bench:
     def _pass(self, num: int, size: int) -> tuple[float, float]:
         """Return the seconds of an optimizer's step, and of clipping, for tensors on each rank."""
         layers = [LayerSpec(_Bag, num, size) for _ in range(self.mesh.stages)]
-        pipe = self._pipeline(layers, 1)
+        pipe = self._pipeline(layers)
         optimizer = build_optimizer(pipe.named_parameters(), self.config.optimizer)
         inputs = torch.ones(1, _WIDTH)
         pipe.step(inputs, inputs)
@@ -257,14 +205,27 @@ class _Bench:
         return self._usual(lambda: all_reduce(tensor))
 
     def _usual(self, work: Callable[[], object]) -> float:
-        """Return the usual seconds of some work, all of which every rank does."""
+        """Return the median seconds of some work, all of which every rank does.
+
+        Ranks meet ahead of it: they are not done at once with filling their caches, and who waits
+        for another would count that as the work's. On CPUs all that passes counts: a rank that
+        waits for its core waits for a thread of its own that sends or sums. Sums of two ranks of
+        Gloo take from a fifth to twice their median.
+        """
         clock, device = Clock(), self.world.device
         caches = Caches(is_host=not device.is_accelerator)
         times = []
         for _ in range(_REPEATS + 2):
             caches.fill()
-            times.append(clock.timed(work, device)[1])
-        return usual(times[2:])
+            with together(self.world, "timing what a step takes beside its layers"):
+                meet(self.world.everybody)
+            if device.is_accelerator:
+                times.append(clock.timed(work, device)[1])
+                continue
+            began_s = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began_s)
+        return median(times[2:])
 
 
 def _fitted(one_s: float, many_s: float, large_s: float) -> Pass:

@@ -1,0 +1,55 @@
+"""What a step takes beside its layers is timed among ranks that meet ahead of it."""
+
+import time
+from contextvars import ContextVar
+from types import SimpleNamespace
+
+import pytest
+
+from gpipe_hpc import run_on_threads
+from gpipe_hpc.training.measuring import pricing
+
+current_rank: ContextVar[int] = ContextVar("current_rank")
+
+
+def test_who_waits_for_another_rank_does_not_count_that_as_the_works(monkeypatch):
+    """Sums of four bytes took milliseconds: one rank had filled its caches before the other."""
+    late_s = 0.05
+
+    class Uneven:
+        def __init__(self, is_host):
+            assert is_host
+
+        def fill(self):
+            time.sleep(late_s * current_rank.get())
+
+    monkeypatch.setattr(pricing, "Caches", Uneven)
+    monkeypatch.setattr(pricing, "_REPEATS", 3)
+
+    def body(world):
+        current_rank.set(world.rank)
+        bench = pricing._Bench(None, world, SimpleNamespace(stages=2), 1.0)
+        return bench.summing().latency
+
+    assert max(run_on_threads(2, body)) < late_s / 4
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(4, 2), (2, 2), (2, 1)])
+def test_sums_are_timed_among_the_ranks_of_a_host(monkeypatch, ranks, hosts):
+    """Over two hosts they went at the pace of the network, and were used as those of one."""
+    formed = []
+
+    def body(world):
+        found = pricing._Bench(None, world, SimpleNamespace(stages=ranks), 1.0)
+        monkeypatch.setattr(
+            pricing, "kernel_identity", lambda: f"host {int(current_rank.get()) * hosts // ranks}"
+        )
+        current_rank.set(world.rank)
+        groups = found._ranks_of_hosts()
+        if world.rank == 0:
+            formed.append(groups)
+        return found.summing()
+
+    run_on_threads(ranks, body)
+    each = ranks // hosts
+    assert formed == [[list(range(h * each, (h + 1) * each)) for h in range(hosts)]]
