@@ -36,18 +36,22 @@ _HEAD: Final = (
 )
 
 
-def machine_text(ground: Ground, space: Space) -> str:
-    """Say what ranks and links are taken to be, and what is not tried for want of that."""
+def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
+    """Say what ranks and links are taken to be, and what is not tried for want of that.
+
+    `measured`: how layers are measured, where their FLOPs are not counted.
+    """
     machine = ground.machine
     cluster = machine.cluster
     hosts = sorted(set(cluster.hosts))
     each = f"{hosts[0]}" if len(hosts) == 1 else f"{hosts[0]} to {hosts[-1]}"
     many = f"{len(cluster.hosts)} hosts of {each}" if len(cluster.hosts) > 1 else "one host"
     ranks = f"{cluster.num_ranks} ranks" if cluster.num_ranks > 1 else "1 rank"
-    lines = [
-        f"{ranks} on {many}, {machine.rates.text()}; {machine.layer_s:.2g} s a layer and pass "
-        f"beside that (plan.flops_per_s, plan.memory_bytes_per_s, plan.layer_s)"
-    ]
+    layers = measured or (
+        f"{machine.rates.text()}; {machine.layer_s:.2g} s a layer and pass beside that "
+        f"(plan.flops_per_s, plan.memory_bytes_per_s, plan.layer_s)"
+    )
+    lines = [f"{ranks} on {many}, {layers}"]
     if machine.has_free_links:
         lines.append(
             "links: not known, so transfers and sums of gradients take no time; give plan.links, a "
@@ -72,9 +76,12 @@ def machine_text(ground: Ground, space: Space) -> str:
     return "\n".join(lines)
 
 
-def precisions_text(searched: Iterable[tuple[Space, Ground]]) -> str:
-    """Say how fast a rank is taken to be in each precision."""
-    told = [f"{s.precision} {flops_text(g.machine.rates.products)}/s" for s, g in searched]
+def precisions_text(searched: Iterable[tuple[Space, Ground]], *, is_measured: bool = False) -> str:
+    """Say how fast a rank is taken to be in each precision, where that is not measured."""
+    told = [
+        f"{s.precision}" + ("" if is_measured else f" {flops_text(g.machine.rates.products)}/s")
+        for s, g in searched
+    ]
     return f"precisions: {', '.join(told)}; each trains with other numbers"
 
 

@@ -6,7 +6,6 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.checks import check_planning
-from gpipe_hpc.config.schema import MEASURED_COSTS
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest
@@ -82,9 +81,11 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
     ranking = merged([search(*each) for each in zip(spaces, grounds, strict=True)])
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
     num_ways = len(list(choices.all()))
-    machine = "\n".join([machine_text(ground, space), *searches[0].notes])
+    measured = searches[0].measured
+    machine = "\n".join([machine_text(ground, space, measured), *searches[0].notes])
     if space.precision is not None:
-        machine = f"{machine}\n{precisions_text(zip(spaces, grounds, strict=True))}"
+        pairs = zip(spaces, grounds, strict=True)
+        machine = f"{machine}\n{precisions_text(pairs, is_measured=bool(measured))}"
     parts = [*heads, machine, counts_text(ranking, num_ways)]
     if not ranking.trials:
         parts.append(_lacking_text(searches, ranking, num_ranks))
@@ -98,7 +99,7 @@ def _layers_as(searching: Searching) -> str:
     """Say where the times of layers are from."""
     if searching.notes:
         return "a run measured them (plan.calibration)"
-    return "measured here" if searching.config.plan.costs == MEASURED_COSTS else "counted"
+    return "measured here" if searching.measured else "counted"
 
 
 def _rest_as(config: Config) -> str:

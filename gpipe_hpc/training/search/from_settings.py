@@ -96,7 +96,8 @@ class Searching:
     """What a search is of: the settings, those that stay, the model, and what ranks are.
 
     `doubts`: of the files that say what ranks are. `notes`: what the times of layers are scaled
-    from, and what that does not tell; nothing where they are counted or measured.
+    from, and what that does not tell; nothing where they are counted or measured. `measured`: how
+    they are measured, empty where they are not.
     """
 
     config: Config
@@ -105,6 +106,7 @@ class Searching:
     came: Came | None = None
     doubts: Sequence[str] = ()
     notes: Sequence[str] = ()
+    measured: str = ""
 
     @classmethod
     def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
@@ -131,10 +133,13 @@ class Searching:
         copies = _host_copies(config, came)
         machine = machine_of(config, device, cluster_of(config, 1), rates, copies)
         gauge_of: Callable[[int], Gauge] = counted
+        measured = ""
         if scaling is not None:
             gauge_of = _scaled(scaling, machine, counted, came)
         elif is_measured:
-            gauge_of = _measuring(config, counted, came)
+            share = _share(config, device, came)
+            gauge_of = _measuring(config, counted, came, share)
+            measured = ", ".join(filter(None, ["layers measured here", share and str(share)]))
         policy = config.pipeline.partition
         pins = read_pins(config.pipeline.pins, model)
         alone: Callable[[int], ModelCount] | None = None
@@ -143,7 +148,7 @@ class Searching:
         ground = Ground(machine, model, gauge_of, config.train.batch_size, policy, pins, alone)
         doubts = [*doubts, *doubts_of_prices(config, device)]
         notes = () if scaling is None else (scaling.text(), *notes_of_calibration(config))
-        return cls(config, fixed, ground, came, doubts, notes)
+        return cls(config, fixed, ground, came, doubts, notes, measured)
 
     @classmethod
     def in_each_precision(
@@ -354,14 +359,13 @@ def _scaled(
 
 
 def _measuring(
-    config: Config, counted: Callable[[int], Counted], came: Came | None
+    config: Config, counted: Callable[[int], Counted], came: Came | None, share: Share | None
 ) -> Callable[[int], Gauge]:
     """Return what measures the layers here for a micro-batch of so many samples.
 
     Where ranks came, this is rank 0: times are those of the fastest.
     """
     pace = came.paces[0] if came is not None and came.paces else 1.0
-    share = _share(config, device_to_come(config.train.device), came)
 
     def measured(num_samples: int) -> Gauge:
         counts = counted(num_samples)

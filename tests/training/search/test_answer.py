@@ -1,11 +1,13 @@
 """`plan.search=true`: what it says of a run's settings, and what it refuses."""
 
 import re
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 
 from gpipe_hpc import plan
+from gpipe_hpc.comm.cores.to_come import Share
 from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.commands import Job
@@ -16,6 +18,7 @@ from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.search.trial import Choices, try_out
 from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.training.measuring import as_a_rank
 from gpipe_hpc.training.search.answer import compared
 from gpipe_hpc.training.search.from_settings import Came, Searching, fixed_by
 
@@ -128,6 +131,20 @@ def test_precisions_are_compared_where_that_is_asked_for():
     assert both.ranking.num_layouts == 2 * alone.ranking.num_layouts
     assert not any("train.precision" in line for line in settings_in(alone.text))
     check_config(compose_config([*MLP, *lines[0]]), 2)
+
+
+def test_layers_that_are_measured_have_no_rate_that_was_never_asked_for(monkeypatch):
+    """It said `1 FLOP/s a rank`, of layers that were measured."""
+    monkeypatch.setattr(as_a_rank, "companions", lambda *_: nullcontext())
+    monkeypatch.setattr(as_a_rank, "share_to_come", lambda *_, **__: Share(1, 1))
+    words = ["plan.ranks=2", "plan.costs=measured", "plan.flops_per_s=null"]
+    fixed = ["pipeline.stages=2", "pipeline.microbatches=2", "pipeline.schedule=gpipe"]
+    found = answer(*words, *fixed).text
+    assert "layers measured here, on 1 thread while another process computes" in found
+    assert "FLOP/s" not in found
+    found = answer(*words, *fixed, "plan.precisions={float32: null, bfloat16: null}").text
+    assert "precisions: float32, bfloat16;" in found and "FLOP/s" not in found
+    assert "FLOP/s a rank" in answer("plan.ranks=2", *fixed).text
 
 
 def test_prices_of_one_precision_give_their_links_and_actions_to_all(tmp_path):
