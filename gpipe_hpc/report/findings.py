@@ -170,11 +170,11 @@ def _links(record: Record, account: Account) -> Iterator[Finding]:
     often = "Once" if number == 1 else f"{number} times"
     yield Finding(
         f"Waiting for transfers takes {time_text(in_pipeline_s)} of each step, most from rank "
-        f"{ends}",
+        f"{ends}, and meeting behind the pipeline {time_text(meeting_s)}",
         f"{often} in the traced step rank {destination} had nothing to do and what it "
-        f"needed was made: {time_text(seconds / number)} each until it went on. Where all meet "
-        f"behind the pipeline, and divide the gradients, it takes {time_text(meeting_s)} more; the "
-        f"gain is that of both, at most. A slow link, or more processes than processors.",
+        f"needed was made: {time_text(seconds / number)} each until it went on. Behind the "
+        f"pipeline all meet, and divide the gradients. The gain is that of both, at most. A slow "
+        f"link, or more processes than processors.",
         gain_s,
     )
 
