@@ -6,6 +6,7 @@ import pytest
 
 from experiments.two_hosts import start_ranks
 from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.costs.prices import read_prices
 from tests.support import patience
 
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(600)]
@@ -37,6 +38,18 @@ def test_links_say_what_was_shaped(two_hosts, tmp_path):
     assert found.between.latency == pytest.approx(0.02, rel=0.25)
     assert found.between.bandwidth == pytest.approx(20e6 / 8, rel=0.25)
     assert found.within.latency < found.between.latency / 10
+
+
+def test_a_short_run_over_both_hosts_tells_what_a_step_takes_beside_layers(two_hosts, tmp_path):
+    pair = two_hosts(rate=200e6, delay_s=0.002)
+    prices = f"preflight.prices={tmp_path}/prices.yaml"
+    ranks = start_looking(pair, tmp_path, "pipeline.stages=4", "preflight.steps=true", prices)
+    assert ranks.wait(90.0 * patience()) == [0] * 4, ranks.outputs
+    found = read_prices(tmp_path / "prices.yaml")
+    assert found.step_s > 2 * 0.002, "ranks of both hosts meet at a step's edge"
+    assert 0 < found.action_s < found.step_s
+    assert "a step, whatever is in it" in ranks.outputs[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_pair_that_is_blocked_is_named_on_every_rank(two_hosts, tmp_path):
