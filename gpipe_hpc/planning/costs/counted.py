@@ -55,9 +55,10 @@ class ModelCount:
         for index in layers:
             for weight in self.layers[index].weights:
                 name = tied.get((index, weight.name), global_name(index, weight.name))
+                cast_bytes = found.get(name, weight).cast_bytes
                 # Not every layer that shares a weight needs it cast.
-                cast_bytes = max(weight.cast_bytes, found.get(name, weight).cast_bytes)
-                found[name] = weight._replace(cast_bytes=cast_bytes)
+                is_cast = cast_bytes > weight.cast_bytes
+                found[name] = weight._replace(cast_bytes=cast_bytes) if is_cast else weight
         return found
 
     @property

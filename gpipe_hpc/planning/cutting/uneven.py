@@ -5,6 +5,7 @@ are on one rank less than the `high` ones; what counts is the cost of a stage ov
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -286,61 +287,65 @@ class _Work(NamedTuple):
         price.
         """
         num_layers, room = len(self.prefix) - 1, self._room(limit)
-        best: dict[_State, int] = {_State(0, 0): 0}
+        best: dict[_State, int] = {(0, 0): 0}
         steps: list[dict[_State, _State]] = []
         for stage in range(self.stages):
             among = where.low[stage + 1], where.high[stage + 1]
             here: dict[_State, int] = {}
             came: dict[_State, _State] = {}
             for state, price in best.items():
-                for following, work in self._behind(state, stage, limit, among):
-                    if self.prefix[-1] - self.prefix[following.end] > room(stage, following):
-                        continue
+                for following, work in self._behind(state, stage, limit, room, among):
                     total = plus(price, work)
                     if following not in here or total < here[following]:
                         here[following], came[following] = total, state
             best = here
             steps.append(came)
-        state = _State(self.num_high, num_layers)
+        state = last = self.num_high, num_layers
         if state not in best:
             return None
         ends = [num_layers]
         for came in reversed(steps):
             state = came[state]
-            ends.append(state.end)
-        return best[_State(self.num_high, num_layers)], [b - a for a, b in pairwise(ends[::-1])]
+            ends.append(state[1])
+        return best[last], [b - a for a, b in pairwise(ends[::-1])]
 
-    def _room(self, limit: int) -> Callable[[int, "_State"], int]:
+    def _room(self, limit: int) -> Callable[[int, int], int]:
         """Return what tells how much the stages behind one could cost together, at the most."""
         of_fewer = [limit // weight for weight in self.of_fewer]
         more = [limit // min(row) - own for row, own in zip(self.of_more, of_fewer, strict=True)]
         behind = [*accumulate(reversed(of_fewer), initial=0)][::-1]
         most_more = [*accumulate(reversed(more), max, initial=0)][::-1]
 
-        def room(stage: int, state: _State) -> int:
-            num_high = self.num_high - state.num_high
-            return behind[stage + 1] + num_high * most_more[stage + 1]
+        def room(stage: int, num_high: int) -> int:
+            return behind[stage + 1] + (self.num_high - num_high) * most_more[stage + 1]
 
         return room
 
     def _behind(
-        self, state: "_State", stage: int, limit: int, among: tuple[int, int]
+        self,
+        state: "_State",
+        stage: int,
+        limit: int,
+        room: Callable[[int, int], int],
+        among: tuple[int, int],
     ) -> Iterator[tuple["_State", int]]:
-        """Yield where one more stage leads, which ends among two numbers, and its ranks' work."""
-        first, last = among
-        for is_high, weight in self._weights(stage, state.num_high):
-            for end in range(max(state.end + 1, first), last + 1):
-                work = (self.prefix[end] - self.prefix[state.end]) * weight
+        """Yield where one more stage leads, which ends among two numbers, and its ranks' work.
+
+        Only where the stages behind it have `room` for what is left.
+        """
+        prefix, (num_high, begin), (first, last) = self.prefix, state, among
+        for is_high, weight in self._weights(stage, num_high):
+            following = num_high + is_high
+            least = bisect_left(prefix, prefix[-1] - room(stage, following))
+            for end in range(max(begin + 1, first, least), last + 1):
+                work = (prefix[end] - prefix[begin]) * weight
                 if work > limit:
                     break
-                yield _State(state.num_high + is_high, end), work
+                yield (following, end), work
 
 
-class _State(NamedTuple):
-    """The first stages of a cut: how many of them are on more ranks, and the layers they have."""
-
-    num_high: int
-    end: int
+_State = tuple[int, int]
+"""The first stages of a cut: how many of them are on more ranks, and the layers they have."""
 
 
 _FINE: Final = 2**30
