@@ -151,7 +151,7 @@ def make_plan(config: Config) -> Plan:
         gauge, more = _calibrated(config.plan.calibration, counted, device)
         doubts = [*doubts, *more]
     elif config.plan.costs == MEASURED_COSTS:
-        share = share_of_rank(config, device, cluster_of(config, all_ranks).hosts[0])
+        share = share_of_rank(config, device, all_ranks)
         gauge = measured_as_a_rank(config, counted, samples_per_microbatch(config), share)
     fit = fit_stages(request, all_ranks, gauge) if is_fit else None
     if fit is not None:
@@ -239,12 +239,13 @@ def _machine(config: Config, request: Request, device: Device, layout: Layout) -
     if plan.costs is None and plan.flops_per_s is None and plan.calibration is None:
         return None
     is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
-    known = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
-    with on_threads(share_of_rank(config, device, known.hosts[0])):
+    num_ranks = layout.replicas * layout.schedule.num_ranks
+    with on_threads(share_of_rank(config, device, num_ranks)):
         rates = Rates.alike(1.0) if is_measured else rates_of(config, device)
     paces: Sequence[float] = ()
     if request.paces is not None and not isinstance(request.paces, str):
         paces = [float(pace) for pace in request.paces]
+    known = cluster_of(config, num_ranks)
     cluster = slow_once(known, paces, 1.0 if is_measured or not paces else paces[0])
     return machine_of(config, device, cluster, rates, plan.host_copy_bytes_per_s)
 
@@ -334,9 +335,7 @@ def _layers_as(gauge: Gauge) -> str:
     """Say where the times of layers are from; empty where they are counted."""
     if gauge.measure != MEASURED:
         return ""
-    if not isinstance(gauge, Measured):
-        return "layers as a run measured them"
-    return ", ".join(filter(None, ["layers measured here", gauge.how]))
+    return gauge.how if isinstance(gauge, Measured) else "layers as a run measured them"
 
 
 def _cut_by(config: Config, partition: Partition) -> str:

@@ -64,6 +64,14 @@ def test_what_a_step_takes_beside_its_layers_is_measured_and_written(tmp_path):
     assert prices.measured.device == "cpu" and prices.measured.optimizer == "adamw"
     assert prices.send.latency > 0 and prices.summing.latency > 0
     assert "a step, whatever is in it" in str(report)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_is_there_stays_as_it_is(tmp_path):
+    (tmp_path / "run").mkdir()
+    out = f"preflight.prices={tmp_path}/prices.yaml"
+    looked_at(tmp_path, 1, "preflight.steps=true", out)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_mirrored_stages_and_chains_are_timed(tmp_path):

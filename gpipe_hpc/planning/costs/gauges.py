@@ -21,6 +21,7 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 MEASURED: Final = "time"
 COUNTED: Final = "FLOPs"
+MEASURED_HERE: Final = "layers measured here"
 
 
 class LayerTimes(NamedTuple):
@@ -128,12 +129,12 @@ def work_of(count: ModelCount) -> tuple[Passes, ...]:
 class Measured:
     """Runs the layers of what it counts, here and now, and takes their seconds.
 
-    `around`: what is to be so while they run, and `how`, in words.
+    `around` is entered while they run. `how`: how they run then, in words.
     """
 
     counted: Counted
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    how: str = ""
+    how: str = MEASURED_HERE
     measure: str = MEASURED
 
     @property

@@ -74,7 +74,7 @@ UNKNOWN: Final = InStage(_BY_HALF, _BY_HALF, _BY_HALF)
 
 _MOST_LAYERS: Final = 64
 _MOST_S: Final = 0.05  # of one forward and backward of all: longer layers hardly save anything
-MOST_BYTES: Final = 2**31
+MOST_STRETCH_BYTES: Final = 2**31
 _SHARE: Final = 0.25  # of the device's free memory
 _PASSES: Final = 5, 40  # at least, and at most
 _ENOUGH_S: Final = 1.5  # of passes
@@ -108,7 +108,7 @@ def in_stage(members: Sequence[Member], bench: Bench) -> InStage:
 def _stretch(members: Sequence[Member], bench: Bench) -> Sequence[Member]:
     """Return as many layers in a row as may be run together."""
     free = bench.device.memory_free()
-    most_bytes = MOST_BYTES if free is None else min(MOST_BYTES, _SHARE * free)
+    most_bytes = MOST_STRETCH_BYTES if free is None else min(MOST_STRETCH_BYTES, _SHARE * free)
     best: Sequence[Member] = ()
     first = 0
     seconds, num_bytes = 0.0, 0

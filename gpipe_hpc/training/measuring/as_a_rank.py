@@ -15,9 +15,10 @@ from gpipe_hpc.comm.cores.to_come import Share, share_to_come
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.config import Config
 from gpipe_hpc.planning import Counted, Measured
-from gpipe_hpc.planning.costs.stretch import MOST_BYTES
+from gpipe_hpc.planning.costs.gauges import MEASURED_HERE
+from gpipe_hpc.planning.costs.stretch import MOST_STRETCH_BYTES
 from gpipe_hpc.training.joining import keep_memory
-from gpipe_hpc.training.machines import with_values
+from gpipe_hpc.training.machines import cluster_of, with_values
 from gpipe_hpc.training.measuring.companions import companions
 
 
@@ -35,17 +36,24 @@ def measured_as_a_rank(
     counted = replace(counted, example=with_values(example, config))
     if share is None:
         return Measured(counted)
-    return Measured(counted, partial(_as_a_rank, config, counted, num_samples, share), str(share))
+    around = partial(_as_a_rank, config, counted, num_samples, share)
+    return Measured(counted, around, how_measured(share))
 
 
-def share_of_rank(config: Config, device: Device, ranks_of_host: int | None) -> Share | None:
-    """Return what a rank of a run to come will compute with.
+def how_measured(share: Share | None) -> str:
+    """Say how layers are measured that run as on a rank with this share."""
+    return MEASURED_HERE if share is None else f"{MEASURED_HERE}, {share}"
 
-    None where `ranks_of_host` is not known, and for an accelerator, which no two ranks share.
+
+def share_of_rank(config: Config, device: Device, num_ranks: int | None) -> Share | None:
+    """Return what a rank of the first host of a run to come will compute with.
+
+    None where `num_ranks`, of all hosts, is not known, and for an accelerator, which no two ranks
+    share.
     """
-    if device.is_accelerator or ranks_of_host is None:
+    if device.is_accelerator or num_ranks is None:
         return None
-    train = config.train
+    train, ranks_of_host = config.train, cluster_of(config, num_ranks).hosts[0]
     return share_to_come(ranks_of_host, train.num_threads, binds=train.bind == "auto")
 
 
@@ -75,4 +83,4 @@ def _layer_bytes(counted: Counted) -> int:
         2 * (sum(weight.nbytes for weight in layer.weights) + layer.activation_bytes)
         for layer in counted.count.layers
     ]
-    return max(*each, min(MOST_BYTES, sum(each)))
+    return max(*each, min(MOST_STRETCH_BYTES, sum(each)))

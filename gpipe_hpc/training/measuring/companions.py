@@ -16,6 +16,7 @@ from gpipe_hpc.comm.cores.to_come import Share
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.pickling import dumps
 from gpipe_hpc.config import Config
+from gpipe_hpc.errors import GpipeError
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -57,7 +58,7 @@ def companions(
             for _ in range(wanted):
                 other = _companion(config, num_samples, share.num_threads)
                 others.append(stack.enter_context(other))
-        except OSError as error:
+        except (OSError, GpipeError) as error:
             failed.append(f"{type(error).__name__}: {error}")
         until_s = time.monotonic() + _READY_S
         failed += filter(None, [other.why_not_ready(until_s) for other in others])

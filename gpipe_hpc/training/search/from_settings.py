@@ -40,6 +40,7 @@ from gpipe_hpc.training.machines import (
     with_process,
 )
 from gpipe_hpc.training.measuring.as_a_rank import (
+    how_measured,
     measured_as_a_rank,
     on_threads,
     share_of_rank,
@@ -139,7 +140,7 @@ class Searching:
         elif is_measured:
             share = _share(config, device, came)
             gauge_of = _measuring(config, counted, came, share)
-            measured = ", ".join(filter(None, ["layers measured here", share and str(share)]))
+            measured = how_measured(share)
         policy = config.pipeline.partition
         pins = read_pins(config.pipeline.pins, model)
         alone: Callable[[int], ModelCount] | None = None
@@ -307,13 +308,10 @@ def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measure
 
 
 def _share(config: Config, device: Device, came: Came | None) -> Share | None:
-    """Return what a rank of the first host computes with; None where nobody knows."""
+    """Return what a rank of the first host computes with; None where the settings do not tell."""
     if came is not None:
         return None if device.is_accelerator else share_of_bound(came.hosts[0])
-    num_ranks = _ranks_asked(config)
-    if num_ranks is None:
-        return None
-    return share_of_rank(config, device, cluster_of(config, num_ranks).hosts[0])
+    return share_of_rank(config, device, _ranks_asked(config))
 
 
 def _ranks_asked(config: Config) -> int | None:

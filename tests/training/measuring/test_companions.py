@@ -1,5 +1,6 @@
 """Processes that compute while layers are timed: there meanwhile, and gone whatever happens."""
 
+import io
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +19,11 @@ from gpipe_hpc.comm.cores.to_come import Share
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.training.measuring import as_a_rank
+from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.training.measuring import as_a_rank, companion
 from gpipe_hpc.training.measuring.as_a_rank import on_threads, share_of_rank
 from gpipe_hpc.training.measuring.companions import companions
-from gpipe_hpc.training.search.from_settings import gauge_of_layers
+from gpipe_hpc.training.search.from_settings import Searching, gauge_of_layers
 
 
 def children() -> set[int]:
@@ -81,16 +84,27 @@ def test_one_that_dies_meanwhile_is_told_of(tiny, caplog):
     with companions(compose_config(tiny), 2, Share(1, 1), 0):
         (other,) = children() - before
         os.kill(other, signal.SIGKILL)
-        await_that(lambda: state(other) in ("Z", ""))
+        await_that(lambda: os.waitid(os.P_PID, other, os.WEXITED | os.WNOHANG | os.WNOWAIT))
     (told,) = caplog.messages
     assert "one that ended with -9" in told
 
 
 LOUD = """
+from dataclasses import dataclass
 from torch import nn
 from gpipe_hpc.models import LayerSpec
+from gpipe_hpc.training.data.synthetic import SyntheticVectorsConfig
 
 print("hello", flush=True)
+
+
+@dataclass
+class Vectors(SyntheticVectorsConfig):
+    more: int = 0
+
+
+class Bare(SyntheticVectorsConfig):
+    pass
 
 
 class Loud(nn.Linear):
@@ -105,20 +119,81 @@ def layers():
 """
 
 
-@pytest.mark.slow
-def test_what_layers_print_disturbs_nobody(tmp_path, monkeypatch, caplog, capfd):
-    """A first line that was another one was waited for without end; a full pipe stopped it."""
+@pytest.fixture
+def loud_layers(tmp_path, monkeypatch):
+    """Return a user's module with layers that print, and with data."""
     (tmp_path / "loud_layers.py").write_text(LOUD)
     monkeypatch.syspath_prepend(str(tmp_path))
+    yield import_module("loud_layers")
+    del sys.modules["loud_layers"]
+
+
+def test_settings_that_cannot_be_handed_over_are_told_of(tiny, loud_layers, caplog):
+    config = replace(compose_config(tiny), data=loud_layers.Bare())
+    with companions(config, 2, Share(1, 1), 0):
+        begun = True
+    assert begun and "loud_layers.Bare" in caplog.text
+
+
+@pytest.mark.slow
+def test_what_layers_print_disturbs_nobody(loud_layers, caplog, capfd):
+    """A first line that was another one was waited for without end; a full pipe stopped it."""
     words = ["data=synthetic_vectors", "data.width=8", "data.num_classes=8", "model=mlp"]
     config = compose_config([*words, "train.batch_size=8"])
-    config = replace(config, model={"_target_": "loud_layers.layers"})
+    data = loud_layers.Vectors(width=8, num_classes=8)  # of the user, too
+    config = replace(config, model={"_target_": "loud_layers.layers"}, data=data)
+    capfd.readouterr()
     before = children()
     with companions(config, 2, Share(1, 1), 0):
         (other,) = children() - before
         begun_s = computed_s(other)
         await_that(lambda: computed_s(other) > begun_s + 0.3)
     assert not caplog.records and "xxx" not in capfd.readouterr().out
+
+
+def test_a_companion_is_no_rank_and_has_the_threads_of_one(tiny, monkeypatch):
+    started = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, command, *, env, **_):
+            started.append(env)
+            self.stdin, out = io.BytesIO(), os.pipe()
+            os.write(out[1], b"ready\n")
+            os.close(out[1])
+            self.stdout = os.fdopen(out[0], "rb")
+
+        def poll(self):
+            return None
+
+        kill = wait = poll
+
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MKL_NUM_THREADS", "8")
+    monkeypatch.setenv("SOME_TOKEN", "kept")
+    monkeypatch.setattr("gpipe_hpc.training.measuring.companions.subprocess.Popen", Process)
+    with companions(compose_config(tiny), 2, Share(3, 1), 0):
+        (env,) = started
+    assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "3"
+    assert env["SOME_TOKEN"] == "kept"
+    assert not [name for name in env if name.startswith(("RANK", "WORLD_", "OMPI_", "SLURM_"))]
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "moved"),
+    [({0, 1, 2, 3}, {0}, [{1, 2, 3}]), ({0, 1}, {0, 1}, []), (None, {0}, []), ({0, 1}, None, [])],
+)
+def test_a_companion_leaves_the_cores_of_a_rank_that_has_bound_itself(
+    monkeypatch, given, own, moved
+):
+    found = []
+    monkeypatch.setattr(companion, "given_cpus", lambda: given and frozenset(given))
+    monkeypatch.setattr(companion, "allowed_cpus", lambda: own and frozenset(own))
+    monkeypatch.setattr(companion.os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
+    companion._leave_cores()
+    assert found == moved
 
 
 def test_a_process_that_the_system_refuses_is_told_of(tiny, monkeypatch, caplog):
@@ -204,8 +279,25 @@ def test_a_plan_of_two_ranks_runs_layers_as_one_of_them(tiny, beside, monkeypatc
 
 def test_layers_that_each_rank_runs_itself_leave_threads_and_company_as_they_are(tiny, beside):
     gauge = gauge_of_layers(compose_config(tiny), HostDevice(), 2)
-    assert gauge.times and gauge.how == ""
+    assert gauge.times and gauge.how == "layers measured here"
     assert not beside
+
+
+def test_the_rate_of_a_cpu_is_that_of_a_ranks_threads(tiny, monkeypatch):
+    """A host of two cores was measured with both, of which each of two ranks has one."""
+    found, before = [], torch.get_num_threads()
+    monkeypatch.setattr(as_a_rank, "share_to_come", lambda *_, **__: Share(before + 1, 0))
+
+    def rate(config, device):
+        found.append(torch.get_num_threads())
+        return Rates.alike(1e9)
+
+    for place in ("gpipe_hpc.plan", "gpipe_hpc.training.search.from_settings"):
+        monkeypatch.setattr(f"{place}.rates_of", rate)
+    make_plan(compose_config([*tiny, "pipeline.stages=2", "plan.costs=counted"]))
+    words = ["plan.search=true", "plan.ranks=2"]
+    Searching.of(compose_config([*tiny, *words]), words)
+    assert found == [before + 1] * 2 and torch.get_num_threads() == before
 
 
 def test_threads_come_back_also_where_it_fails():

@@ -7,6 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from gpipe_hpc import run_on_threads
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.planning.costs.prices import Pass, Prices
+from gpipe_hpc.planning.step_time import Crowd
+from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.measuring import pricing
 
 current_rank: ContextVar[int] = ContextVar("current_rank")
@@ -32,6 +37,25 @@ def test_who_waits_for_another_rank_does_not_count_that_as_the_works(monkeypatch
         return bench.summing().latency
 
     assert max(run_on_threads(2, body)) < late_s / 4
+
+
+def test_each_price_is_from_where_it_is_measured_and_crowds_slow_what_they_slow(
+    tmp_path, monkeypatch
+):
+    ours, of_run = Pass(0.3, 0.2, 0.1), Prices(action_s=0.01, step_s=0.4, update=Pass(9.0))
+    monkeypatch.setattr(pricing, "_crowd", lambda world: Crowd(4, 2))
+    monkeypatch.setattr(pricing._Bench, "passes", lambda self: (ours, Pass(self.slowed)))
+    monkeypatch.setattr(pricing._Bench, "summing", lambda self: Link(0.5))
+    monkeypatch.setattr(pricing, "prices_of_short_run", lambda *_: of_run)
+    config = compose_config(["model=mlp", "data=synthetic_vectors", "optimizer=sgd"])
+    (found,) = run_on_threads(
+        1, lambda world: pricing.measure_prices(config, world, Mesh(1, 1), Link(0.7), tmp_path)
+    )
+    assert (found.update, found.norm) == (ours, Pass(2.0))
+    assert (found.send, found.summing) == (Link(0.7), Link(0.5))
+    # A step is slowed by others that share its core; a plan multiplies that in again.
+    assert (found.action_s, found.step_s) == (0.01, 0.2)
+    assert found.measured.optimizer == "sgd" and found.process_bytes > 0
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(4, 2), (2, 2), (2, 1)])

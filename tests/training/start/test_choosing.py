@@ -5,12 +5,14 @@ from functools import partial
 from threading import current_thread
 
 import pytest
+import torch
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.checks import check_drawing
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.training import loop
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.search.answer import compared
@@ -182,6 +184,22 @@ def test_every_rank_runs_the_layers_and_a_slow_one_gets_fewer(tmp_path, monkeypa
     kept = json.loads((tmp_path / "run" / LAYOUT_FILE).read_text())
     assert kept["layout"]["pipeline"]["paces"][0] == 1.0
     assert any(each.startswith("pipeline.paces=[1.0,") for each in kept["settings"])
+
+
+def test_ranks_have_their_threads_before_they_measure(tmp_path, monkeypatch):
+    """torchrun gives each rank one, and so a search was by one where the run has more."""
+    found = []
+
+    def measured(config, world, run, words):
+        found.append(torch.get_num_threads())
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(loop, "with_layout", measured)
+    threads = torch.get_num_threads() + 1
+    config = compose_config([*WORDS, f"train.num_threads={threads}", f"run.dir={tmp_path}/run"])
+    with pytest.raises(ConfigError, match="enough"):
+        run_on_threads(1, partial(run_training, config, stop=StopRequest()))
+    assert found == [threads]
 
 
 def test_rank_0_alone_hears_how_fast_each_rank_is(tmp_path, monkeypatch):
