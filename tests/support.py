@@ -160,6 +160,31 @@ def train_ranks(
     return run_on_threads(ranks, body)
 
 
+def train_plainly(
+    layers: Sequence[nn.Module],
+    loss_fn: Callable[..., Tensor],
+    data: Iterable[Batch],
+    microbatches: int = 4,
+    rate: float = 0.0,
+) -> Trained:
+    """Train a copy of the layers as an nn.Sequential, one micro-batch after the other."""
+    found, model = Trained(), nn.Sequential(*copy.deepcopy(list(layers)))
+    for inputs, targets in data:
+        model.zero_grad()
+        loss = 0.0
+        for x, y in zip(
+            inputs.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True
+        ):
+            part = loss_fn(model(x), y) * len(x) / len(inputs)
+            part.backward()
+            loss += float(part.detach())
+        own = {f"layers.{name}": p for name, p in model.named_parameters()}
+        found.losses.append(loss)
+        found.gradients.append({n: p.grad.clone() for n, p in own.items() if p.grad is not None})
+        descend(own.values(), rate)
+    return found
+
+
 def together(ranks: Sequence[Trained]) -> Trained:
     """Return what all ranks hold, the losses of rank 0."""
     steps = zip(*(each.gradients for each in ranks), strict=True)

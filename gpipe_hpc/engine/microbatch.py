@@ -172,14 +172,17 @@ class StageWork:
             given = state
             leaves = [tensor for tensor in given.tensors() if tensor.requires_grad]
             if recomputes:
+                # On leaves of its own: a hook that a layer puts on its input, here or in R, belongs
+                # to that run alone. R's are the ones that gradients come to.
+                own = _without_hooks(given)
                 # Its outputs say which gradients shall come.
-                has_graph = self._promises.needs_graph(segment, given)
+                has_graph = self._promises.needs_graph(segment, own)
                 returning = Returning(tries=self._num_begun == 1)
                 manner = Manner(returning, has_graph, recipe.shares_casts)
-                state, reported, term, _ = self._run(part, segment, given, manner, is_end=is_end)
+                state, reported, term, _ = self._run(part, segment, own, manner, is_end=is_end)
                 reported, term = _without_graph(reported, term)
-                state = _marked(state, self._promises.flags(segment, given, state, has_graph))
-                state = apart(state, given.tensors())
+                state = _marked(state, self._promises.flags(segment, own, state, has_graph))
+                state = apart(state, own.tensors())
                 left = tensors_of(self._left(state, is_end))
                 promised = tuple([tensor.requires_grad for tensor in left])
                 versions = tuple([tensor._version for tensor in given.tensors()])
@@ -477,6 +480,11 @@ def _marked(state: State, flags: Sequence[bool]) -> State:
 
 def _no_leaves(state: State) -> State:
     return state.map(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t)
+
+
+def _without_hooks(state: State) -> State:
+    """Return a state on whose tensors hooks may be put that others do not see."""
+    return state.map(lambda t: t.detach().requires_grad_() if t.requires_grad else t)
 
 
 def _cut_off(state: State) -> State:
