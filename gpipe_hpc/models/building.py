@@ -10,7 +10,13 @@ from torch import nn
 from gpipe_hpc.comm.device import Device, HostDevice, generators_in_use
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.layers import Layer, LayerSpec, call_factory
-from gpipe_hpc.models.randomness import GENERATOR_LOCK, init_key
+from gpipe_hpc.models.randomness import (
+    GENERATOR_LOCK,
+    init_key,
+    process_generators_kept,
+    seed_numpy,
+    seed_python,
+)
 
 _HOST: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
@@ -19,11 +25,11 @@ _META: Final = torch.device("meta")
 def build_layer(layer: Layer, *, index: int, seed: int, device: Device | None = None) -> nn.Module:
     """Return the module of one layer on a device, None for the CPU.
 
-    A `LayerSpec` is built on the CPU, whatever the device, under torch's generators seeded with
-    `init_key(seed, index)`, then moved: the same weights on every kind of device. Only torch's
-    random numbers are keyed; a factory that draws others must take a seed as argument. A module
-    that comes built keeps its weights and is moved in place. The caller's random state is left
-    as it was.
+    A `LayerSpec` is built on the CPU, whatever the device, under generators seeded with
+    `init_key(seed, index)`, then moved: the same weights on every kind of device. The default
+    generators of torch, Python and NumPy are keyed; a factory that makes a generator of its own
+    must seed it. A module that comes built keeps its weights and is moved in place. The caller's
+    random state is left as it was.
 
     Raises `ModelError`, naming layer and factory, when the layer cannot be built or moved.
     """
@@ -54,17 +60,19 @@ def _built(layer: Layer, index: int, seed: int, place: torch.device) -> nn.Modul
 
 @contextmanager
 def seeded_generators(key: int) -> Iterator[None]:
-    """Seed torch's default generators with ``key`` and restore them on leaving.
+    """Seed the default generators of torch, Python and NumPy; restore them on leaving.
 
-    Covers the CPU and, where an accelerator is in use, its current device. Threads wait for one
-    another, since the CPU generator belongs to the process.
+    Of torch: the CPU's and, where an accelerator is in use, that of its current device. Threads
+    wait for one another, since the generators belong to the process.
     """
-    with GENERATOR_LOCK:
+    with GENERATOR_LOCK, process_generators_kept():
         generators = generators_in_use()
         states = [generator.get_state() for generator in generators]
         try:
             for generator in generators:
                 generator.manual_seed(key)
+            seed_python(key)
+            seed_numpy(key)
             yield
         finally:
             for generator, state in zip(generators, states, strict=True):

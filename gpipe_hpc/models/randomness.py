@@ -18,7 +18,8 @@ With 64-bit unsigned arithmetic (everything modulo 2**64) and ``GOLDEN = 0x9E377
     source_key(layer_key, source)                  == key(3, layer_key, source)
     message_key(seed, step, copy, stage, bucket)   == key(4, seed, step, copy, stage, bucket)
 
-``torch.manual_seed(init_key(seed, i))`` precedes the building of layer ``i``;
+``torch.manual_seed(init_key(seed, i))`` precedes the building of layer ``i``, and so do the seeds
+below of Python's and NumPy's generators, with that key;
 ``torch.manual_seed(microbatch_key(seed, step, m, i))`` precedes every forward (the recomputed one
 too) of layer ``i`` on micro-batch ``m``. ``step`` counts optimizer steps from 0, ``m`` is the
 micro-batch's index in the global batch (over all replicas and accumulation), ``i`` the layer's
@@ -38,9 +39,11 @@ generators, 2014, variant 13). The key keeps the low bits since torch's CPU gene
 with the low 32 of them.
 """
 
+import random
 import threading
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +56,8 @@ _INIT: Final = 1
 _MICROBATCH: Final = 2
 _SOURCE: Final = 3
 _MESSAGE: Final = 4
+_PYTHON: Final = 0
+_NUMPY: Final = 1
 
 GENERATOR_LOCK: Final = threading.RLock()
 """Held from re-seeding torch's CPU generator until its last draw.
@@ -133,3 +138,52 @@ def _mix64(z: Words) -> Words:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+class ProcessStates(NamedTuple):
+    """The states of Python's generator and of NumPy's global one."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> "ProcessStates":
+        """Return the present states; 40 us."""
+        return cls(random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Go back to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+@contextmanager
+def process_generators_kept() -> Iterator[None]:
+    """Leave Python's and NumPy's generators behind the block as they were ahead of it."""
+    states = ProcessStates.now()
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+def seed_python(layer_key: int) -> None:
+    """Seed Python's generator for the building or the run of a layer."""
+    random.seed(source_key(layer_key, _PYTHON))
+
+
+def seed_numpy(layer_key: int) -> None:
+    """Seed NumPy's global generator likewise, if it is the one that NumPy comes with."""
+    if numpy_is_seedable():
+        np.random.seed(numpy_words(source_key(layer_key, _NUMPY)))
+
+
+def numpy_is_seedable() -> bool:
+    """Say whether NumPy's global generator is the one that it comes with."""
+    module: Any = np.random
+    return isinstance(module.get_bit_generator(), np.random.MT19937)
+
+
+def numpy_words(key: int) -> list[int]:
+    """Return a key as the pair of words that seeds a generator of NumPy's."""
+    return [key & 0xFFFFFFFF, key >> 32]

@@ -21,13 +21,16 @@ from gpipe_hpc.engine.state.sources import (
     FIRST_OWN,
     OwnGenerator,
     ProcessMarks,
-    ProcessStates,
     have_stayed,
     numpy_mark,
+)
+from gpipe_hpc.models import (
+    GENERATOR_LOCK,
+    ProcessStates,
     seed_numpy,
     seed_python,
+    source_key,
 )
-from gpipe_hpc.models import GENERATOR_LOCK, source_key
 
 LayerKey = Callable[[int], int]
 """Gives the random key of a layer (by its global index) for the micro-batch at hand."""

@@ -3,8 +3,7 @@
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -12,45 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_hpc.models import source_key
+from gpipe_hpc.models import numpy_is_seedable, numpy_words
 
-PYTHON: Final = 0
-NUMPY: Final = 1
 FIRST_OWN: Final = 2
 
 _WORDS: Final = 624  # of the Mersenne twister's state; the position follows
 _STATE_BYTES: Final = 4 * (_WORDS + 1)
 _HEAD_BYTES: Final = object.__basicsize__
 _FEW_BYTES: Final = 4 * 4  # the position, and three words
-
-PythonState = tuple[Any, ...]
-
-
-class ProcessStates(NamedTuple):
-    """The states of Python's generator and of NumPy's global one."""
-
-    python: PythonState
-    numpy: Any
-
-    @classmethod
-    def now(cls) -> "ProcessStates":
-        """Return the present states; 40 us."""
-        return cls(random.getstate(), np.random.get_state())
-
-    def restore(self) -> None:
-        """Go back to these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
-@contextmanager
-def process_generators_kept() -> Iterator[None]:
-    """Leave Python's and NumPy's generators behind the block as they were ahead of it."""
-    states = ProcessStates.now()
-    try:
-        yield
-    finally:
-        states.restore()
 
 
 class ProcessMarks(NamedTuple):
@@ -135,11 +103,6 @@ def _lie_behind_the_head() -> bool:
     return True
 
 
-def numpy_is_seedable() -> bool:
-    """Say whether NumPy's global generator is the one that it comes with."""
-    return isinstance(_global_numpy(), np.random.MT19937)
-
-
 def numpy_mark() -> bytes:
     """Return the state of NumPy's global generator as it lies in memory; nothing of others.
 
@@ -160,17 +123,6 @@ def _address_of(generator: np.random.MT19937) -> int:
 def _global_numpy() -> Any:
     module: Any = np.random
     return module.get_bit_generator()
-
-
-def seed_python(layer_key: int) -> None:
-    """Seed Python's generator for the run of a layer."""
-    random.seed(source_key(layer_key, PYTHON))
-
-
-def seed_numpy(layer_key: int) -> None:
-    """Seed NumPy's global generator for the run of a layer, if it is the one it comes with."""
-    if numpy_is_seedable():
-        np.random.seed(_words(source_key(layer_key, NUMPY)))
 
 
 class OwnGenerator(NamedTuple):
@@ -202,7 +154,9 @@ def _as_own(value: Any) -> OwnGenerator | None:
         return OwnGenerator(value.seed, value.getstate, value.setstate)
     if isinstance(value, np.random.RandomState):
         seed_words = value.seed
-        return OwnGenerator(lambda key: seed_words(_words(key)), value.get_state, value.set_state)
+        return OwnGenerator(
+            lambda key: seed_words(numpy_words(key)), value.get_state, value.set_state
+        )
     if isinstance(value, np.random.Generator):
         bits: Any = value.bit_generator
         kind = type(bits)
@@ -211,10 +165,6 @@ def _as_own(value: Any) -> OwnGenerator | None:
             bits.state = state
 
         return OwnGenerator(
-            lambda key: restore(kind(_words(key)).state), lambda: bits.state, restore
+            lambda key: restore(kind(numpy_words(key)).state), lambda: bits.state, restore
         )
     return None
-
-
-def _words(key: int) -> list[int]:
-    return [key & 0xFFFFFFFF, key >> 32]

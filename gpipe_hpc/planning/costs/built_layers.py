@@ -15,7 +15,6 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.remedies import with_remedy
-from gpipe_hpc.engine.state.sources import process_generators_kept
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ModelError, words_of
 from gpipe_hpc.models import Layer, LayerSpec, build_layer, init_key, run_layer, seeded_generators
@@ -52,7 +51,6 @@ class Bench(NamedTuple):
         with ExitStack() as stack:
             stack.callback(torch.clear_autocast_cache)
             stack.enter_context(seeded_generators(key))
-            stack.enter_context(process_generators_kept())
             modules = [
                 build_layer(
                     _private(visit.layer, visit.index),
