@@ -107,8 +107,9 @@ class Executor:
         self._actions = schedule.ranks[rank]
         self._offloading = {a.stage for a in self._actions if a.op is Op.OFFLOAD}
         self._room = HostRoom(world.device) if self._offloading else None
+        sending = {a.stage for a in self._actions if a.op is Op.SEND_F}
         self._works = {
-            i: StageWork(stage, wiring.peers, self._intake, self._room)
+            i: StageWork(stage, wiring.peers, self._intake, self._room, sends=i in sending)
             for i, stage in stages.items()
         }
         binders: dict[Op, Callable[[Action], Call]] = {

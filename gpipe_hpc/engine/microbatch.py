@@ -99,6 +99,7 @@ class StageWork:
     An empty micro-batch (no samples) calls no layer and adds nothing. `peers`: the ranks that
     BatchNorm layers normalise a micro-batch with; None for this one alone. `intake`: what brings
     targets; None for one of its own. `room`: where OFFLOAD moves to, None where there is none.
+    `sends`: other ranks get its outputs.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class StageWork:
         peers: Group | None = None,
         intake: Intake | None = None,
         room: HostRoom | None = None,
+        *,
+        sends: bool = False,
     ) -> None:
-        self.stage, self._room = stage, room
+        self.stage, self._room, self._sends = stage, room, sends
         self._intake = intake or Intake(stage.device)
         self._is_last = not stage.routes.destinations
         self._is_first = stage.routes.sources[0].stage == BATCH
@@ -299,6 +302,8 @@ class StageWork:
                     noted.append(Noted(layer.index, reports.take()))
             segment.learn(watch)
             self._refuse_astray((nest, stashed), segment.where)
+            if is_end and self._sends:
+                self._refuse_subclasses(State(nest, stashed), segment)
             if loss is not None:
                 inside.end_layers()
                 term = self._end(part, nest, inside, loss, len(segment.layers))
@@ -336,6 +341,22 @@ class StageWork:
         if self.stage.device.is_accelerator:
             remedy = "let the layer leave its output where its input was"
             refuse_astray(nest, self.stage.device, where, remedy, ModelError)
+
+    def _refuse_subclasses(self, left: State, segment: Segment) -> None:
+        """Refuse tensors for other ranks that are of a class of their own.
+
+        They would arrive as plain ones. Here, as not all of them keep their class when detached.
+        """
+        for tensor in left.tensors():
+            kind = type(tensor)
+            if kind is not torch.Tensor and kind is not nn.Parameter:
+                raise ModelError(
+                    f"{segment.where}: expected plain tensors for the stages of other ranks, got a "
+                    f"{kind.__module__}.{kind.__qualname__} of shape {tuple(tensor.shape)}, which "
+                    f"would arrive as a torch.Tensor, without what its class does; let the layer "
+                    f"return tensor.as_subclass(torch.Tensor), or put the layers that need the "
+                    f"class into one stage"
+                )
 
     def _look_at_constant(self, loss: torch.Tensor) -> None:
         """Refuse a loss without a graph: one of a device when the next step begins, not now.
