@@ -74,6 +74,7 @@ def build_stages(
     }
     for tie in ties:
         _share(tie, modules)
+    elsewhere = _buffers_elsewhere(layers, spans)
     return {
         index: Stage(
             index,
@@ -84,9 +85,39 @@ def build_stages(
             ties=ties,
             precision=precision,
             recomputed=None if recomputed is None else recomputed[index],
+            elsewhere=elsewhere,
         )
         for index in indices
     }
+
+
+def _buffers_elsewhere(
+    layers: Sequence[Layer], spans: Sequence[range]
+) -> dict[int, dict[str, int]]:
+    """Return, for each layer, which buffers a layer of another stage has too, with that layer."""
+    stages = {index: stage for stage, span in enumerate(spans) for index in span}
+    holders: dict[int, dict[int, int]] = {}  # by memory: the first layer of each stage
+    found: dict[int, dict[str, int]] = {}
+    named = [
+        (index, name, _memory(buffer))
+        for index, layer in enumerate(layers)
+        if isinstance(layer, nn.Module)
+        for name, buffer in layer.named_buffers(remove_duplicate=False)
+    ]
+    for index, _, memory in named:
+        holders.setdefault(memory, {}).setdefault(stages[index], index)
+    for index, name, memory in named:
+        others = [other for stage, other in holders[memory].items() if stage != stages[index]]
+        if others:
+            found.setdefault(index, {})[name] = others[0]
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of a tensor, or the tensor itself if it has none of its own."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def _taken(layers: Sequence[Layer], held: Sequence[int], everybody: Gathering) -> set[int]:

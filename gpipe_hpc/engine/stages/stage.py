@@ -37,7 +37,8 @@ class Stage:
 
     `layers` maps the global index of each layer to its module, ascending. `precision`: that of
     its forwards, see `casting`. `names`: what each layer stashes and pops. `recomputed`: the
-    layers whose graph an ``R`` makes, where the table has one; None for all.
+    layers whose graph an ``R`` makes, where the table has one; None for all. `elsewhere`: which
+    buffers of each layer a layer of another stage has too.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Stage:
         ties: Sequence[Tie] = (),
         precision: str = "float32",
         recomputed: frozenset[int] | None = None,
+        elsewhere: Mapping[int, Mapping[str, int]] | None = None,
     ) -> None:
         self.precision = precision
         self.index = index
@@ -81,7 +83,7 @@ class Stage:
         self.keyed = Keyed(device)
         self.lasting = Lasting()
         self.is_compiled = False
-        self._placed = self._place_layers(names or {})
+        self._placed = self._place_layers(names or {}, elsewhere or {})
         self.whole = self._segment(self.layers)
         self._segments = {False: ((self.whole, False),), True: self._cut_segments()}
 
@@ -167,12 +169,15 @@ class Stage:
     def _segment(self, indices: Iterable[int]) -> Segment:
         return Segment(self.index, [self._placed[index] for index in indices], self.keyed)
 
-    def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, PlacedLayer]:
+    def _place_layers(
+        self, names: Mapping[int, SkipNames], elsewhere: Mapping[int, Mapping[str, int]]
+    ) -> dict[int, PlacedLayer]:
         homes = {index: homes_of(layer) for index, layer in self.layers.items()}
         placed = {}
         for index, layer in self.layers.items():
             where, sharing = f"layers.{index} ({type(layer).__name__})", _sharing(index, homes)
-            state = LayerState(index, layer, where, self.keyed, self.lasting, sharing)
+            others = elsewhere.get(index, {})
+            state = LayerState(index, layer, where, self.keyed, self.lasting, sharing, others)
             placed[index] = PlacedLayer(index, layer, state, names.get(index, SkipNames()))
         return placed
 

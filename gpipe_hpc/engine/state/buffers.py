@@ -14,7 +14,7 @@ micro-batches under way need its earlier value.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -104,8 +104,9 @@ class LayerBuffers:
     """The buffers of one layer and of its submodules; `where` names the layer in messages.
 
     Statistics of our own BatchNorm layers are not among them: no forward changes those.
-    `sharing`: homes of other layers of the stage that hold one of the same tensors. `homes`: all
-    places where a forward of the layer may find buffers.
+    `sharing`: homes of other layers of the stage that hold one of the same tensors. `elsewhere`:
+    buffers by name that a layer of another stage, given by its index, has too: those may not move.
+    `homes`: all places where a forward of the layer may find buffers.
     """
 
     def __init__(
@@ -114,8 +115,9 @@ class LayerBuffers:
         where: str,
         lasting: Lasting,
         sharing: Iterable[tuple[str, Home]] = (),
+        elsewhere: Mapping[str, int] | None = None,
     ) -> None:
-        self._where = where
+        self._where, self._elsewhere = where, elsewhere or {}
         self._layer = layer
         self._lasting = lasting
         named = [*homes_of(layer), *sharing]
@@ -242,8 +244,22 @@ class LayerBuffers:
                 self._lasting.keep(home, name, each.tensor)
             elif not original:
                 home[name] = each.tensor
+        if self._elsewhere:
+            self._refuse_elsewhere(moved - self._moving)
         self._moving |= moved
         return frozenset(moved)
+
+    def _refuse_elsewhere(self, moved: set[Place]) -> None:
+        for place in sorted(moved):
+            name = self._names({place})
+            other = self._elsewhere.get(name)
+            if other is not None:
+                raise ModelError(
+                    f"{self._where}: buffer {name} is changed in a forward and is also a buffer of "
+                    f"layers.{other}, which is on another stage and would not see the change; give "
+                    f"each layer a module of its own (weights may be tied), or put both layers "
+                    f"into one stage (partition=...)"
+                )
 
     def _has_silently_moved(self, each: Found) -> bool:
         """Say whether a buffer was written to in such a way that its version does not tell."""

@@ -1,7 +1,7 @@
 """What is known of the state that layers change: of one, and of those that run together."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -30,9 +30,10 @@ class LayerState:
         keyed: Keyed,
         lasting: Lasting,
         sharing: Sequence[tuple[str, Home]] = (),
+        elsewhere: Mapping[str, int] | None = None,
     ) -> None:
         self.index, self.where = index, where
-        self.buffers = LayerBuffers(layer, where, lasting, sharing)
+        self.buffers = LayerBuffers(layer, where, lasting, sharing, elsewhere)
         self.layer = layer
         self._elsewhere = [id(generator) for generator in keyed.generators]
         self._draws = {True: Draws(), False: Draws()}
