@@ -33,7 +33,6 @@ from gpipe_hpc.comm.joining.source import own_source
 from gpipe_hpc.comm.levels import WIDTH, Levels, own_levels
 from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.mpi.process_group import MpiGroup
-from gpipe_hpc.comm.reaching.doors import Doors
 from gpipe_hpc.comm.reaching.forming import Former
 from gpipe_hpc.comm.reaching.pairs import Pairs
 from gpipe_hpc.comm.torch_face import StartBroadcast, TorchFace
@@ -73,9 +72,9 @@ class ProcessWorld:
     `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
     ranks take one another for lost. `width`: more ranks than that tell one another what all know by
     way of levels of groups of so many. `meshed`: in groups of more ranks, which sum gradients, each
-    is connected with few over Gloo. `doors`: on what address and ports this rank listens.
-    `reach_s`: in which other ranks have to answer where they listen. Its own groups, connections
-    and threads go with it, or with `close`.
+    is connected with few over Gloo. `address`: of this host, on which it listens for other ranks;
+    None for Gloo's own choice. `reach_s`: in which other ranks have to answer where they listen.
+    Its own groups, connections and threads go with it, or with `close`.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class ProcessWorld:
         watchfulness: Watchfulness | None = None,
         width: int = WIDTH,
         meshed: int = MESHED,
-        doors: Doors | None = None,
+        address: str | None = None,
         reach_s: float = DEFAULT_REACH_S,
     ) -> None:
         self._width, self._meshed = width, meshed
-        self._doors = doors or Doors()
+        self._address = address
         watchfulness = watchfulness or Watchfulness()
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -126,7 +125,7 @@ class ProcessWorld:
             self._timeout,
             self._backend,
             partial(_exchanged_among, self._board_of_notices, self.rank),
-            self._doors,
+            self._address,
             reach_s,
             self._board_of_notices.absent,
         )
@@ -182,7 +181,7 @@ class ProcessWorld:
             on_report=lambda: _break_groups(this()),
             key=self.secret.derive("watch").key,
             watchfulness=watchfulness,
-            doors=self._doors,
+            address=self._address,
         )
 
     def _make_former(self, *given: Any) -> Former:
@@ -241,8 +240,8 @@ class ProcessWorld:
         """Form a group whose ranks are connected with few."""
         # Not by way of `self`: what is closed with this world must not keep it alive.
         former, position = self._former, ranks.index(self.rank)
-        door = former.open_door()
-        pairs = Pairs(ranks, position, lambda pair: former.connect(pair, door))
+        device = former.open_device()
+        pairs = Pairs(ranks, position, lambda pair: former.connect(pair, device))
         self._wide_pairs.append(pairs)
         return WideGroup(
             ranks,

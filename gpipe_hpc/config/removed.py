@@ -19,6 +19,11 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
         "train.fuse_accumulation": Removed(
             False, "autograd adds up weight gradients, which takes as long"
         ),
+        "comm.ports": Removed(
+            None,
+            "Gloo and the watch listen on ports of the kernel's range; to bound it, set sysctl "
+            "net.ipv4.ip_local_port_range on each host, and open that range in the firewall",
+        ),
     }
 )
 

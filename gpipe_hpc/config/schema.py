@@ -207,7 +207,6 @@ class CommConfig:
     stall_s: float | None = None
     reach_s: float = 20.0
     interface: str | None = None
-    ports: str | None = None
     loopback: bool | None = None
     mpi_device_pointers: bool | None = None
     shared_memory: bool = True

@@ -45,6 +45,5 @@ def join_world(config: Config) -> World:
         stall_s=config.comm.stall_s,
         ends_process=True,
         interface=config.comm.interface,
-        ports=config.comm.ports,
         reach_s=config.comm.reach_s,
     )

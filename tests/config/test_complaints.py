@@ -29,6 +29,7 @@ CASES = {
     "a=[1": r"cannot read 'a=\[1'",
     "pipeline.memory_bytes=much": r"bad pipeline\.memory_bytes.*24GB",
     "train.fuse_accumulation=true": r"fuse_accumulation is no setting any more.*leave it out: auto",
+    "comm.ports=29600-29699": r"comm\.ports is no setting any more.*ip_local_port_range.*firewall",
     "++train.fuse_accumulation=true": r"fuse_accumulation is no setting any more.*leave it out",
     "pipeline.memory_bytes=1.2.3GB": r"bad pipeline\.memory_bytes",
     "optimizer=1.5": r"bad optimizer, expected one of adamw, .*got 1\.5; choose",

@@ -14,7 +14,7 @@ from gpipe_hpc.comm.collectives.bruck import partners
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.comm.reaching.forming import connecting
+from gpipe_hpc.comm.reaching.gloo import default_group_settings
 
 LIMIT_S = 120.0
 MESHED = 4
@@ -70,7 +70,7 @@ def started(size, folder, rank):
     """Join and build; return keys, the largest mesh, connections of wide groups, sockets."""
     dist.destroy_process_group()
     store, meshes, gloo = CountingStore(folder / "keys", size), [], dist.ProcessGroupGloo
-    with connecting(lazily=True):
+    with default_group_settings():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
     class Seen(gloo):

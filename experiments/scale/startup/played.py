@@ -24,8 +24,8 @@ from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.comm.reaching.doors import Door
-from gpipe_hpc.comm.reaching.forming import Former, connecting
+from gpipe_hpc.comm.reaching.forming import Former
+from gpipe_hpc.comm.reaching.gloo import default_group_settings
 from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
 from gpipe_hpc.comm.torch_face import register
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
@@ -271,7 +271,7 @@ class PlayedFormer(Former):
         register()
         return super()._entered(name, members, FACE_NAME, None)
 
-    def _connected(self, name: str, pair: tuple[int, int], door: Door) -> Any:
+    def _connected(self, name: str, pair: tuple[int, int], device: Any) -> Any:
         self._counts.pairs.append(pair)
 
 
@@ -314,7 +314,7 @@ def join(
     began_s = time.perf_counter()
     store = PlayedStore(rank, counts)
     backend = f"cpu:gloo,{device.type}:{device.backend}" if device.is_accelerator else "gloo"
-    with connecting(lazily=True):
+    with default_group_settings():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     world = PlayedWorld(device, counts, others)
     world.store = store  # torch calls it from C++, and does not keep it alive

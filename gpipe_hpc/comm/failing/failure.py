@@ -18,7 +18,6 @@ from typing import Any, Final, Protocol, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from gpipe_hpc.comm.failing.report import Report
-from gpipe_hpc.comm.reaching.doors import Doors
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.introduction import Introduction
@@ -112,8 +111,8 @@ class FailureBoard:
     """The first failure of a run, on every rank, brought and taken by a thread.
 
     `on_report` is called on that thread when another rank has failed, after the main thread had
-    a moment to find out by itself. `key`: by which watchers know each other. `doors`: on what
-    address and ports they listen to other hosts.
+    a moment to find out by itself. `key`: by which watchers know each other. `address`: of this
+    host, on which they listen to other hosts; None for the one that leads there.
     """
 
     def __init__(
@@ -127,9 +126,9 @@ class FailureBoard:
         *,
         key: bytes,
         watchfulness: Watchfulness,
-        doors: Doors,
+        address: str | None,
     ) -> None:
-        self._store, self._doors = store, doors
+        self._store, self._address = store, address
         self._rank, self._size = rank, size
         self._pulse, self._display, self._on_report = pulse, display, on_report
         self._key, self._silence_s = key, watchfulness.silence_s
@@ -284,7 +283,7 @@ class FailureBoard:
             stack_file=f"/proc/{os.getpid()}/fd/{self._stacks.descriptor}",
             display=f"/proc/{os.getpid()}/fd/{self._display.descriptor}",
         )
-        return Introduction(self._watched, self._helper, self._rank, self._size, self._doors)
+        return Introduction(self._watched, self._helper, self._rank, self._size, self._address)
 
     def _ask(self, introduction: Introduction) -> Introduction | None:
         try:

@@ -4,9 +4,8 @@ import atexit
 import logging
 import os
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch.distributed as dist
 
@@ -26,9 +25,7 @@ from gpipe_hpc.comm.mpi.library import Library, open_mpi
 from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.mpi.process_group import register
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
-from gpipe_hpc.comm.reaching.doors import Doors, through
-from gpipe_hpc.comm.reaching.forming import connecting
-from gpipe_hpc.comm.reaching.ports import Ports
+from gpipe_hpc.comm.reaching.gloo import default_group_settings, listening_address
 from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadWorld
@@ -55,7 +52,6 @@ def start_world(
     stall_s: float | None = None,
     ends_process: bool = False,
     interface: str | None = None,
-    ports: str | None = None,
     reach_s: float = DEFAULT_REACH_S,
 ) -> World:
     """Return the world of this process.
@@ -74,9 +70,8 @@ def start_world(
     secret lies; None for GPIPE_HPC_SECRET, else this user's own where all ranks are on one machine,
     else none. `silence_s`, `stall_s`, `ends_process`: see `Watchfulness`; a world of one rank has
     no use for them. `interface`: of the network on which all listen that ranks of other machines
-    reach, by its name or a subnet; None for the one that leads to MASTER_ADDR. `ports`: the range,
-    as 29600-29699, from which all ports come that this package and Gloo listen on; None for any.
-    `reach_s`: in which another host has to answer at all.
+    reach, by its name or a subnet; None for the one that leads to MASTER_ADDR. `reach_s`: in which
+    another host has to answer at all.
     """
     with OwnFramesLeftOut():
         _watch_place()
@@ -89,7 +84,8 @@ def start_world(
             shares_memory,
             secret_file,
             Watchfulness(silence_s, stall_s, ends_process),
-            Network(interface, Ports.parsed(ports), checked_timeout(reach_s, "reach_s")),
+            interface,
+            checked_timeout(reach_s, "reach_s"),
         )
         if isinstance(world, ProcessWorld):
             watch_uncaught(world)
@@ -141,7 +137,8 @@ def _start(
     shares_memory: bool,
     secret_file: str | None,
     watchfulness: Watchfulness,
-    network: "Network",
+    interface: str | None,
+    reach_s: float,
 ) -> World:
     timeout_s = checked_timeout(timeout_s, "timeout_s")
     if dist.is_initialized() and backend == MPI and dist.get_backend() != MPI_NAME:
@@ -162,8 +159,8 @@ def _start(
             shares_memory=shares_memory,
             job_secret=secret,
             watchfulness=watchfulness,
-            doors=Doors(_address_of_choice(network.interface), network.ports),
-            reach_s=network.reach_s,
+            address=_address_of_choice(interface),
+            reach_s=reach_s,
         )
     watch_start(launch.rank, launch.world_size)  # MPI alone may know
     chosen = device_of_rank(device, launch.local_rank)
@@ -177,11 +174,8 @@ def _start(
             "others can, set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )
-    launch = network.fitted(launch)
-    met = meet(
-        launch, timeout_s, loopback, secret, interface=network.interface, reach_s=network.reach_s
-    )
-    store, doors = met.store, Doors(met.address, network.ports)
+    met = meet(launch, timeout_s, loopback, secret, interface=interface, reach_s=reach_s)
+    store, address = met.store, listening_address(met.address)
     if library is not None:
         register(library, chosen)
     if secret is not None and chosen_backend in ("gloo", MPI_NAME):
@@ -190,8 +184,7 @@ def _start(
     unwatch()
     if not chosen.is_accelerator:  # there NCCL tells by it which collective hangs
         leave_unrecorded()
-    door = doors.open(lazily=True)
-    with connecting(lazily=True), through(door):  # we use it for nothing: our groups are small ones
+    with default_group_settings(address):
         dist.init_process_group(
             chosen_backend,
             store=store,
@@ -208,35 +201,9 @@ def _start(
         shares_memory=shares_memory,
         job_secret=secret,
         watchfulness=watchfulness,
-        doors=doors,
-        reach_s=network.reach_s,
+        address=met.address,
+        reach_s=reach_s,
     )
-
-
-class Network(NamedTuple):
-    """What of the network the ranks are to use; see `start_world`."""
-
-    interface: str | None
-    ports: Ports | None
-    reach_s: float
-
-    def fitted(self, launch: Launch) -> Launch:
-        """Return a launch whose store listens within the ports; ConfigError where that cannot be.
-
-        A port that nobody gave is one of them then; one that torchrun's agent has is its own.
-        """
-        ports, serves = self.ports, not launch.agent_store
-        if ports is None:
-            return launch
-        ports.check_room(launch.local_size, serves)
-        if not serves or launch.master_port in ports:
-            return launch
-        if "MASTER_PORT" in os.environ:
-            raise ConfigError(
-                f"comm.ports={ports}: expected MASTER_PORT to be one of them, as rank 0 listens "
-                f"there, got {launch.master_port}; set it to one of the range on all ranks"
-            )
-        return replace(launch, master_port=ports.first + launch.master_port % len(ports))
 
 
 def _address_of_choice(interface: str | None) -> str | None:

@@ -6,12 +6,11 @@ groups these ranks have formed before: that is the same on all members, and nobo
 """
 
 import hashlib
-import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -20,15 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from gpipe_hpc.comm.collectives.bruck import distances
 from gpipe_hpc.comm.group import rank_names
-from gpipe_hpc.comm.reaching.doors import Door, Doors, options, through
-from gpipe_hpc.comm.reaching.knocking import Place, calls, unanswered
+from gpipe_hpc.comm.reaching import gloo
+from gpipe_hpc.comm.reaching.knocking import Place, calls, listening, unanswered
 from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
 from gpipe_hpc.comm.torch_face import StartBroadcast, register
 from gpipe_hpc.errors import LaunchError
 
-LAZY_VARIABLE: Final = "TORCH_GLOO_LAZY_INIT"
-
-
+_GLOO: Final = "gloo"  # in the names of backends that callers give
 _LONGEST_KNOCK_S: Final = 10.0  # in which a call is made four times
 
 Exchange = Callable[[str, str, Collection[int]], Mapping[int, str]]
@@ -49,8 +46,9 @@ class Former:
     """Forms the groups of one world; `name` tells it from other worlds of the same ranks.
 
     `exchange`: returns once all members of a group have called it. Forming itself waits for them on
-    the store, where the failure of one would not end the wait. `doors`: where Gloo listens.
-    `reach_s`: in which who listens there has to answer. `absent`: who has not called `exchange`.
+    the store, where the failure of one would not end the wait. `address`: of this host, on which
+    Gloo listens; None for its own choice. `reach_s`: in which ranks of other hosts have to answer.
+    `absent`: who has not called `exchange`.
     """
 
     def __init__(
@@ -59,11 +57,11 @@ class Former:
         timeout: timedelta,
         backend: str,
         exchange: Exchange = _own_alone,
-        doors: Doors | None = None,
+        address: str | None = None,
         reach_s: float = _LONGEST_KNOCK_S,
         absent: Absent = _none_known,
     ) -> None:
-        self._exchange, self._absent, self._doors = exchange, absent, doors or Doors()
+        self._exchange, self._absent, self._chosen = exchange, absent, address
         self._reach_s = min(reach_s, _LONGEST_KNOCK_S)
         self._name, self._timeout, self._backend = name, timeout, backend
         self._num_formed: Counter[tuple[int, ...]] = Counter()
@@ -78,8 +76,11 @@ class Former:
         """
         members = tuple(ranks)
         name, chosen = self._named(members), backend or self._backend
-        with self._met(name, members, dist.get_rank(), chosen):
-            return self._entered(name, members, chosen)
+        if _GLOO in chosen:
+            self._meet(name, members, dist.get_rank())
+        else:
+            self._meet_in_rounds(name, members, dist.get_rank())
+        return self._entered(name, members, chosen)
 
     def show(self, ranks: Sequence[int], start_broadcast: StartBroadcast) -> dist.ProcessGroup:
         """Let torch see ranks that are connected already as a group; it waits for nobody."""
@@ -99,6 +100,9 @@ class Former:
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]
+        if _GLOO in backend:
+            gloo.register(self._address)
+            backend = backend.replace(_GLOO, gloo.NAME)
         with _unbound(default):
             formed, _ = torch_side._new_process_group_helper(
                 len(members),
@@ -110,50 +114,43 @@ class Former:
                 backend_options=given,
                 timeout=self._timeout,
             )
+        if (
+            formed.name() == "undefined"
+        ):  # torch < 2.14 gives a mixed group NCCL's or its own Gloo's
+            formed._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         places = {rank: position for position, rank in enumerate(members)}
         torch_side._world.pg_group_ranks[formed] = places
         group: dist.ProcessGroup = formed
         return group
 
-    def open_door(self) -> Door:
-        """Let Gloo listen at a place for connections of two ranks."""
-        return self._doors.open(lazily=False)
+    @cached_property
+    def _address(self) -> str:
+        return gloo.listening_address(self._chosen)
 
-    def connect(self, pair: tuple[int, int], door: Door) -> dist.ProcessGroupGloo:
+    def open_device(self) -> Any:
+        """Let Gloo listen for connections of two ranks."""
+        return gloo.open_device(self._address)
+
+    def connect(self, pair: tuple[int, int], device: Any) -> dist.ProcessGroupGloo:
         """Connect two world ranks over Gloo, this one among them; both call it, nobody else.
 
         What is returned sends and receives. Torch does not list it among its groups, so nothing of
-        its own grows with their number, and no thread works for it beside the door's. Raises
+        its own grows with their number, and no thread works for it besides the device's. Raises
         LaunchError, on both, where one cannot be reached by the other.
         """
         self._num_formed[pair] += 1
         name = f"{self._name}_{pair[0]}_{pair[1]}_pair{self._num_formed[pair]}"
-        self._meet(name, pair, dist.get_rank(), Place(_host(), door.address, door.port))
-        return self._connected(name, pair, door)
+        self._meet(name, pair, dist.get_rank())
+        return self._connected(name, pair, device)
 
-    def _connected(self, name: str, pair: tuple[int, int], door: Door) -> dist.ProcessGroupGloo:
+    def _connected(self, name: str, pair: tuple[int, int], device: Any) -> dist.ProcessGroupGloo:
         """Connect two ranks that have met."""
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]
-        made = options(door, self._timeout, num_threads=1)
-        gloo: Any = dist.ProcessGroupGloo
-        connected: dist.ProcessGroupGloo = gloo(
-            PrefixStore(f"{name}/", store), pair.index(default.rank()), 2, made
-        )
-        return connected
-
-    @contextmanager
-    def _met(self, name: str, members: Sequence[int], rank: int, backend: str) -> Iterator[None]:
-        """Let the members meet first; Gloo listens at a door meanwhile, other backends at none."""
-        if "gloo" not in backend:
-            self._meet_in_rounds(name, members, rank)
-            yield
-            return
-        door = self._doors.open(lazily=False)
-        self._meet(name, members, rank, Place(_host(), door.address, door.port))
-        with connecting(lazily=False), through(door):
-            yield
+        keys = PrefixStore(f"{name}/", store)
+        position = pair.index(default.rank())
+        return gloo.connect(keys, position, 2, device, self._timeout, num_threads=1)
 
     def _meet_in_rounds(self, name: str, members: Sequence[int], rank: int) -> None:
         """Wait for all members, each asking for those 1, 2, 4, 8, ... places before it alone.
@@ -176,32 +173,32 @@ class Former:
                 f"forming group {name}: waited in vain for {rank_names(missing)}"
             ) from error
 
-    def _meet(self, name: str, members: Collection[int], rank: int, own: Place) -> None:
-        """Wait for all members; where they are on several hosts, see that all can be reached."""
-        told = self._exchange(f"forming group {name}", own.told(), members)
-        places = {member: Place.parsed(text) for member, text in told.items()}
-        if len({place.address for place in places.values()}) < 2:
-            return
-        called = {r: place for r, place in places.items() if calls(own, place)}
-        failed = unanswered(called, self._reach_s)
-        why = "; ".join(_unreached(rank, own, r, places[r], why) for r, why in failed.items())
-        heard = self._exchange(f"reaching group {name}", why, members)
+    def _meet(self, name: str, members: Collection[int], rank: int) -> None:
+        """Wait for all members; if they are on several hosts, check that all can be reached.
+
+        Each member listens on a port beside Gloo's, which the kernel chooses likewise.
+        """
+        with listening(self._address, len(members)) as own:
+            told = self._exchange(f"forming group {name}", own.told(), members)
+            places = {member: Place.parsed(text) for member, text in told.items()}
+            if len({place.address for place in places.values()}) < 2:
+                return
+            called = {r: place for r, place in places.items() if calls(own, place)}
+            failed = unanswered(called, self._reach_s)
+            why = "; ".join(_unreached(rank, own, r, places[r], why) for r, why in failed.items())
+            heard = self._exchange(f"reaching group {name}", why, members)
         reasons = [heard[member] for member in sorted(heard) if heard[member]]
         if reasons:
             raise LaunchError(f"launch: {reasons[0]}")
-
-
-def _host() -> str:
-    return socket.gethostname().replace("|", "_")
 
 
 def _unreached(rank: int, own: Place, other: int, place: Place, why: str) -> str:
     """Return a pair of ranks that does not meet, as a message, with what can be done."""
     return (
         f"rank {rank} on {own.host} ({own.address}) cannot reach rank {other} on {place.host}, "
-        f"expected an answer at {place}, where its Gloo listens, got: {why}; let the hosts reach "
-        f"one another on that port (comm.ports gives a range to open), or choose a network on "
-        f"which they do with comm.interface"
+        f"expected an answer at {place}, where it listens, got: {why}; open to one another the "
+        f"ports that the kernel of each host gives (sysctl net.ipv4.ip_local_port_range), or "
+        f"choose a network on which they are open with comm.interface"
     )
 
 
@@ -217,22 +214,3 @@ def _unbound(default: Any) -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
-
-
-@contextmanager
-def connecting(*, lazily: bool) -> Iterator[None]:
-    """Let Gloo's groups that are formed meanwhile connect two ranks when they first need it.
-
-    A group of the whole world is formed `lazily`: else each rank would connect with all others, and
-    ask the store for each. A group that steps use is not: the first message between two ranks would
-    wait until both ends touch it, and nothing could end that wait.
-    """
-    before = os.environ.get(LAZY_VARIABLE)
-    os.environ[LAZY_VARIABLE] = "1" if lazily else "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[LAZY_VARIABLE]
-        else:
-            os.environ[LAZY_VARIABLE] = before

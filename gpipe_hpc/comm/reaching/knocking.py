@@ -1,7 +1,8 @@
-"""Whether other ranks can be reached where they listen, asked ahead of Gloo.
+"""Whether other ranks can be reached, asked before Gloo connects.
 
-Gloo tries for minutes, cannot be stopped, and then names no rank. A call that is answered and given
-up at once does not disturb what listens.
+Gloo tries for minutes, cannot be stopped, and then names no rank. Which port it listens on it does
+not say. So each rank listens on a port of its own meanwhile, on the same address, and the others
+call that: the kernel answers, also for a process that is busy.
 """
 
 import errno
@@ -9,8 +10,11 @@ import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, NamedTuple
+
+from gpipe_hpc.comm.reaching.gloo import cannot_listen
 
 _UNDER_WAY: Final = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
@@ -37,14 +41,28 @@ class Place(NamedTuple):
         return f"{ends}:{self.port}"
 
 
+@contextmanager
+def listening(address: str, backlog: int) -> Iterator[Place]:
+    """Listen on an address of this host for up to `backlog` calls; raises LaunchError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=backlog)
+    except OSError as error:
+        raise cannot_listen(address, error) from error
+    with listener:
+        yield Place(_host(), address, int(listener.getsockname()[1]))
+
+
+def _host() -> str:
+    return socket.gethostname().replace("|", "_")
+
+
 def calls(own: Place, other: Place) -> bool:
     """Say whether Gloo lets the first of two ranks call the other one: the greater address does.
 
     Of two ranks with one address, which are on one host, neither is asked about.
     """
-    if not own.port or not other.port or own.address == other.address:
-        return False
-    return _bytes(own.address) > _bytes(other.address)
+    return own.address != other.address and _bytes(own.address) > _bytes(other.address)
 
 
 def unanswered(places: Mapping[int, Place], limit_s: float) -> dict[int, str]:

@@ -15,7 +15,6 @@ from gpipe_hpc.comm.reaching.addresses import (
     address_towards,
     is_loopback,
 )
-from gpipe_hpc.comm.reaching.doors import Doors
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.lines import Message
 from gpipe_hpc.comm.watch.neighbours import dials, neighbours
@@ -32,8 +31,10 @@ class Introduction:
     and only if a neighbour is on another host on one that reaches it.
     """
 
-    def __init__(self, store: Store, helper: Helper, rank: int, size: int, doors: Doors) -> None:
-        self._store, self._helper, self._rank, self._doors = store, helper, rank, doors
+    def __init__(
+        self, store: Store, helper: Helper, rank: int, size: int, address: str | None
+    ) -> None:
+        self._store, self._helper, self._rank, self._address = store, helper, rank, address
         self._missing = set(neighbours(rank, size))
         self._network = shared_identity("net") or socket.gethostname()
         self._is_open_outside = False
@@ -72,7 +73,7 @@ class Introduction:
             return True
         if not self._is_open_outside:
             self._is_open_outside = True
-            self._listen(outside_address(self._doors.address))
+            self._listen(outside_address(self._address))
         if not dials(self._rank, other):
             return True
         if not self._store.check([f"watch/outside/{other}"]):
@@ -82,9 +83,7 @@ class Introduction:
         return True
 
     def _listen(self, host: str) -> None:
-        ports = self._doors.ports
-        span = [ports.first, ports.last] if ports is not None else None
-        self._helper.send(kind="listen", host=host, ports=span)
+        self._helper.send(kind="listen", host=host)
 
     def _point(self, other: int, host: str, port: int) -> None:
         self._helper.send(kind="peer", rank=other, host=host, port=port)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.reaching.ports import Ports, listen
 from gpipe_hpc.comm.watch.lines import Line, Message
 from gpipe_hpc.comm.watch.link import Link
 from gpipe_hpc.comm.watch.neighbours import dials, neighbours
@@ -32,9 +31,10 @@ class Neighbourhood:
         for other in neighbours(rank, size):
             self.links[other] = Link(other, dials(rank, other))
 
-    def listen(self, host: str, ports: Ports | None = None) -> int:
-        """Listen on an address of this machine, of some ports; return which. Raises OSError."""
-        listener = listen(host, ports, _MAX_STRANGERS)
+    def listen(self, host: str) -> int:
+        """Listen on an address of this machine; return on which port. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=_MAX_STRANGERS)
         listener.setblocking(False)
         self.listeners.append(listener)
         return int(listener.getsockname()[1])

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Final
 
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.reaching.ports import Ports
 from gpipe_hpc.comm.watch.display import View
 from gpipe_hpc.comm.watch.doing import MAX_DOING, Doing
 from gpipe_hpc.comm.watch.lines import Line, Message
@@ -153,9 +152,9 @@ class Watcher:
 
     def _listen(self, message: Message) -> None:
         """Listen on an address of this machine; answer with the port."""
-        host, span = message["host"], message["ports"]
+        host = message["host"]
         try:
-            port = self._near.listen(host, Ports(*span) if span else None)
+            port = self._near.listen(host)
         except OSError as error:
             self._line.send({"kind": "listening", "host": host, "port": 0, "error": str(error)})
             return

@@ -1,5 +1,6 @@
 """Groups that their members form alone."""
 
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -8,8 +9,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
 from gpipe_hpc.comm.failing.noticeboard import Noticeboard
-from gpipe_hpc.comm.reaching.doors import Doors
+from gpipe_hpc.comm.reaching import forming
 from gpipe_hpc.comm.reaching.forming import Former
+from gpipe_hpc.comm.reaching.knocking import listening
 from gpipe_hpc.errors import LaunchError
 
 
@@ -69,16 +71,11 @@ def test_who_never_came_is_named_by_those_that_wait_for_others_too(processes, tm
     assert processes(4, body, tmp_path) == [expected, expected, None, expected]
 
 
-class WrongDoors(Doors):
-    """Of a rank whose port is closed to the others, or, `how` else, whose Gloo listens there."""
-
-    def __init__(self, address, how):
-        super().__init__(address)
-        self._how = how
-
-    def open(self, *, lazily):
-        door = super().open(lazily=lazily)
-        return door._replace(port=1) if self._how == "closed" else door
+@contextmanager
+def closed(address, backlog):
+    """Be a rank whose ports are closed to the others."""
+    with listening(address, backlog) as place:
+        yield place._replace(port=1)
 
 
 @pytest.mark.parametrize("how", ["closed", "open"])
@@ -93,8 +90,10 @@ def test_a_rank_that_is_not_reached_is_named_on_all_members(processes, tmp_path,
             board.tell(what, text)
             return {**board.ask(what, set(ranks) - {rank}), rank: text}
 
-        doors = WrongDoors(f"127.0.0.{2 + rank}", how if rank == 0 else "open")
-        former = Former("mine", timedelta(seconds=60), "gloo", exchange, doors, reach_s=2.0)
+        if how == "closed" and rank == 0:
+            forming.listening = closed
+        address = f"127.0.0.{2 + rank}"
+        former = Former("mine", timedelta(seconds=60), "gloo", exchange, address, reach_s=2.0)
         total = torch.ones(1)
         try:
             dist.all_reduce(total, group=former.form((0, 1, 2)))
@@ -109,4 +108,4 @@ def test_a_rank_that_is_not_reached_is_named_on_all_members(processes, tmp_path,
     assert told[0] == told[1] == told[2]
     assert "launch: rank 1 on " in told[0] and "(127.0.0.3) cannot reach rank 0 on " in told[0]
     assert "expected an answer at 127.0.0.2:1" in told[0] and "Connection refused" in told[0]
-    assert "comm.ports" in told[0] and "comm.interface" in told[0]
+    assert "net.ipv4.ip_local_port_range" in told[0] and "comm.interface" in told[0]

@@ -69,7 +69,7 @@ def watched(size, until, silence_s=3.0, commands=None, shown=""):
 def introduce(line, number, size, silence_s, shown=""):
     orders = {"rank": number, "size": size, "key": "11" * 32, "silence_s": silence_s}
     line.send({"kind": "orders", "stack_signal": None, "stack_file": "", "display": shown} | orders)
-    line.send({"kind": "listen", "host": LOOPBACK, "ports": None})
+    line.send({"kind": "listen", "host": LOOPBACK})
     line.send({"kind": "doing", "count": 1, "text": f"{number}F0"} | DOING)
 
 
@@ -309,7 +309,7 @@ def test_without_a_process_of_its_own_a_watcher_is_a_thread(monkeypatch, caplog)
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     helper = Helper()
     assert "a thread does its work" in caplog.text
-    helper.send(kind="listen", host=LOOPBACK, ports=None)
+    helper.send(kind="listen", host=LOOPBACK)
     assert helper.receive(5.0)[0]["port"] > 0
     helper.leave()
     helper.end()
@@ -318,7 +318,7 @@ def test_without_a_process_of_its_own_a_watcher_is_a_thread(monkeypatch, caplog)
 def test_a_watcher_takes_no_torch_and_few_files():
     helper = Helper()
     try:
-        helper.send(kind="listen", host=LOOPBACK, ports=None)
+        helper.send(kind="listen", host=LOOPBACK)
         assert helper.receive(20.0)
         pid = helper.process_number
         with open(f"/proc/{pid}/maps") as maps:
@@ -327,7 +327,7 @@ def test_a_watcher_takes_no_torch_and_few_files():
         assert os.getsid(pid) != os.getsid(0)
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGINT)
-        helper.send(kind="listen", host=LOOPBACK, ports=None)
+        helper.send(kind="listen", host=LOOPBACK)
         assert helper.receive(5.0), "signals for the job's processes are not for it"
     finally:
         helper.leave()
