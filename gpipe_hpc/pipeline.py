@@ -36,6 +36,7 @@ from gpipe_hpc.engine.stages.assembly import (
     equalise_copies,
     gather_parameters,
 )
+from gpipe_hpc.engine.stages.whole_model import WholeModel
 from gpipe_hpc.engine.stages.wiring import Wiring, make_first_calls, wire
 from gpipe_hpc.engine.steps import Site, Steps, Tell
 from gpipe_hpc.engine.sums.loss import LossFunction
@@ -140,6 +141,13 @@ class Pipeline:
         with together(self.world, "start"):
             check_agreement(self.everybody, {"layout": self.layout.digest()})
             self._build(model)
+            self._whole_model = WholeModel(
+                layers,
+                model,
+                {i: m for stage in self.stages.values() for i, m in stage.layers.items()},
+                self.everybody,
+                is_one_process=self.world.is_one_process,
+            )
             self._compile(request.compile)
 
     def _say(self, lines: Iterable[str]) -> None:
@@ -438,6 +446,7 @@ class Pipeline:
                 run = self._run("training", inputs, targets, self.loss_fn)
                 result = self._steps.train(run, tell)
         self.steps_done += 1
+        self._whole_model.watch()
         apart = self._steps.apart
         if apart is not None:
             self._outer_due = apart.rounds.is_due(self.steps_done)
@@ -645,7 +654,9 @@ class Pipeline:
         source = Path(path) if isinstance(path, (str, Path)) else path
         where = source if isinstance(source, Path) else source.path
         with together(self.world, f"loading {where}"):
-            return checkpoint.load(self, source, optimizer)
+            extra = checkpoint.load(self, source, optimizer)
+            self._whole_model.watch()
+            return extra
 
     @property
     def loss_weight(self) -> float:

@@ -1,7 +1,7 @@
 """What a checkpoint is made of, collected on all ranks before anything is written."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.checkpoint.apart import described, named_by
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
-from gpipe_hpc.checkpoint.manifest import FORMAT, Facts, versions
+from gpipe_hpc.checkpoint.manifest import FORMAT, TYPED, Facts, versions
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
 from gpipe_hpc.checkpoint.parts import Part, put_together
-from gpipe_hpc.checkpoint.states import encode
+from gpipe_hpc.checkpoint.states import Split, encode, split
 from gpipe_hpc.checkpoint.telling import Sizes, gather, sizes_of_all
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def collect(
 ) -> Contents:
     """Return what to write of this moment; all ranks call it.
 
-    Raises CheckpointError on all ranks for an extra state that cannot be written.
+    Raises CheckpointError on all ranks for a value that cannot be written.
     """
     others = _others_buffers(pipe)
     replica = pipe.replica if pipe.is_apart else 0
@@ -65,20 +65,22 @@ def collect(
         held |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}
         if pipe.is_sharded:
             held |= put_together(pipe, parts)
-    extra_states, of_states = all_or_none(pipe.everybody, lambda: _extra_states(pipe))
-    held |= of_states
     everybody = pipe.everybody
     first, own = everybody.ranks[0], everybody.position
-    told = gather(pipe, _sizes(held), values, groups, extra_states)
+    written = all_or_none(
+        everybody, lambda: _written(pipe, values, extra if pipe.world.rank == first else {})
+    )
+    held |= written.tensors
+    told = gather(pipe, _sizes(held), written.values, groups, written.states)
     facts: Facts = {}
     decided: tuple[dict[str, int], int] | None = None
     if told is not None:
         facts = _facts(
             pipe,
-            {name: value for each in told for name, value in (each.values or {}).items()},
+            [each.values for each in told if each.values is not None],
             merge_groups(each.groups or [] for each in told),
             {name: state for each in told for name, state in each.states.items()},
-            extra,
+            written.extra,
         )
         total = sum({name: size for each in told for name, size in each.sizes.items()}.values())
         decided = _writers(sizes_of_all(told, pipe.mesh.stages)), total
@@ -106,6 +108,32 @@ def _optimizer_state(
             else:
                 states[full] = value.view(held.whole.shape)
     return states, parts
+
+
+class _Written(NamedTuple):
+    """What this rank has to write besides tensors, as JSON, and the tensors within it.
+
+    `values`, `extra`: what `split` gives.
+    """
+
+    values: Split
+    extra: Split
+    states: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def _written(pipe: "Pipeline", values: Mapping[str, Any], extra: Mapping[str, Any]) -> _Written:
+    return _Written(
+        split_values(values),
+        split(extra, "extra", "turn it into those (a tensor by tolist() or numpy())"),
+        *_extra_states(pipe),
+    )
+
+
+def split_values(values: Mapping[str, Any]) -> Split:
+    """Return the optimizer's values that are no tensors as JSON can hold them."""
+    remedy = "use an optimizer whose state is of tensors and such values"
+    return split(values, "the optimizer's state", remedy)
 
 
 def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -175,11 +203,12 @@ def layout_facts(pipe: "Pipeline") -> dict[str, Any]:
 
 def _facts(
     pipe: "Pipeline",
-    values: dict[str, Any],
+    values: Sequence[Split],
     groups: list[dict[str, Any]],
     states: dict[str, Any],
-    extra: Mapping[str, Any],
+    extra: Split,
 ) -> Facts:
+    typed = {"extra": extra.typed, "values": [item for each in values for item in each.typed]}
     return {
         "format": FORMAT,
         "versions": versions(),
@@ -191,8 +220,9 @@ def _facts(
         **layout_facts(pipe),
         "apart": described(pipe),
         "partition": pipe.partition._asdict(),
-        "values": values,
+        "values": {name: value for each in values for name, value in each.plain.items()},
         "states": states,
         "optimizer": groups,
-        "extra": dict(extra),
+        "extra": extra.plain,
+        **({TYPED: typed} if any(typed.values()) else {}),
     }

@@ -175,6 +175,7 @@ def _plan(pipe: "Pipeline", found: Source, optimizer: torch.optim.Optimizer | No
         named = [(name, each.parameter) for name, each in held.items()]
         options = stored_options(named, optimizer, facts.get("optimizer", []), path)
         states = _stored_states(named, [*stored, *facts["values"]], reading)
+        _say_no_optimizer(pipe, found)
         kept, made, cuts = _places(optimizer, states, stored, list(held.values()))
         targets |= kept
         wanted |= made
@@ -232,6 +233,20 @@ def _lacks(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path}: expected one of this model, got none of its "
         f"{name.partition('.')[2]}; resume with the model's configuration of that run"
+    )
+
+
+def _say_no_optimizer(pipe: "Pipeline", found: Source) -> None:
+    """Warn that an optimizer starts from nothing, as none was saved."""
+    # Copies in memory have no list of groups, nor had the first checkpoints.
+    is_listed = found.facts.get("optimizer", True) or not found.facts["parameters"]
+    if is_listed or pipe.world.rank != pipe.everybody.ranks[0]:
+        return
+    log.warning(
+        "checkpoint %s: it was saved without an optimizer, so this optimizer starts again with "
+        "no state (moments, step counts) and its own options; save it too, as pipe.save(path, "
+        "optimizer), or load the weights alone, as pipe.load(path)",
+        found.path,
     )
 
 

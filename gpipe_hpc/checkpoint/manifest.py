@@ -16,9 +16,12 @@ from typing import Any, Final
 import torch
 
 from gpipe_hpc import __version__
+from gpipe_hpc.checkpoint.states import join
 
 MANIFEST: Final = "gpipe_hpc.json"
 FORMAT: Final = 2
+TYPED: Final = "typed"
+"""The key of what JSON alone would change: entries of `extra` and `values`, encoded by `split`."""
 _NEEDED: Final = frozenset({"parameters", "values", "steps_done", "loss_weight", "extra"})
 _NEEDED_SINCE_2: Final = frozenset({"files", "block_bytes", "tensors", "states"})
 _TAIL: Final = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n}\n\Z')
@@ -46,7 +49,7 @@ def read_manifest(path: Path) -> Facts:
     if not _is_as_written(raw):
         raise ValueError(f"a {MANIFEST} whose bytes are not those that were written")
     try:
-        facts = json.loads(raw)
+        facts: Facts = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a {MANIFEST} that is no JSON ({error})") from error
     needed = _NEEDED | _NEEDED_SINCE_2 if tail else _NEEDED
@@ -61,7 +64,11 @@ def read_manifest(path: Path) -> Facts:
         )
     if tail and not _lists_files(facts):
         raise ValueError(f"a {MANIFEST} that lists files as nobody would write them")
-    return {name: value for name, value in facts.items() if name != "digest"}
+    typed = facts.pop(TYPED, {})
+    for key in ("extra", "values"):
+        facts[key] = join(facts[key], typed.get(key, []))
+    facts["digest"] = hashlib.sha256(raw).hexdigest()
+    return facts
 
 
 def is_manifest_as_written(path: Path) -> bool:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.checkpoint.contents import layout_facts
+from gpipe_hpc.checkpoint.contents import layout_facts, split_values
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.host_copy import HostBuffer, fill, lay_side_by_side, views
-from gpipe_hpc.checkpoint.manifest import FORMAT, Facts
-from gpipe_hpc.checkpoint.states import PREFIX, decode, encode
+from gpipe_hpc.checkpoint.manifest import FORMAT, TYPED, Facts
+from gpipe_hpc.checkpoint.states import PREFIX, Split, decode, encode, join
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -75,7 +75,8 @@ def pack(
     ]
     header = {
         "about": {**about, **_position(pipe)},
-        "values": values,
+        "values": values.plain,
+        TYPED: values.typed,
         "states": states,
         "tensors": entries,
         "size": total,
@@ -119,7 +120,8 @@ def unpack(memory: torch.Tensor) -> StoredState:
     }
     offsets = [offset for _, _, _, offset, _ in header["tensors"]]
     tensors = views(memory[LENGTH_BYTES + length :], places, offsets)
-    about["values"], about["states"] = header["values"], header["states"]
+    about["values"] = join(header["values"], header[TYPED])
+    about["states"] = header["states"]
     about["devices"] = {name: device for name, _, _, _, device in header["tensors"]}
     return StoredState(about, tensors)
 
@@ -156,7 +158,6 @@ def together(states: Sequence[StoredState]) -> Facts:
         "apart": None,
         "values": {name: value for about in told for name, value in about["values"].items()},
         "states": {name: state for about in told for name, state in about["states"].items()},
-        "optimizer": [],
     }
 
 
@@ -200,7 +201,7 @@ def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredSta
 
 def _live(
     pipe: "Pipeline", optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], Split, dict[str, Any]]:
     """Return this rank's tensors, the optimizer's other values and the modules' extra states."""
     tensors: dict[str, torch.Tensor] = dict(model_tensors(pipe))
     values: dict[str, Any] = {}
@@ -213,7 +214,7 @@ def _live(
     for name, module in _modules(pipe).items():
         states[name], own = encode(name, module.get_extra_state())
         tensors |= own
-    return tensors, values, states
+    return tensors, split_values(values), states
 
 
 def _modules(pipe: "Pipeline") -> dict[str, nn.Module]:

@@ -114,16 +114,6 @@ def _leads(pipe: "Pipeline") -> bool:
 
 def _prepare(path: Path, partial: Path, facts: Facts) -> None:
     """Refuse what cannot be written, and make the folder; what is new is on the disk."""
-    for what, holder, remedy in (
-        ("`extra`", {"extra": facts["extra"]}, "turn tensors into numbers or lists"),
-        ("it", facts, "use an optimizer whose state is of tensors and what JSON can hold"),
-    ):
-        try:
-            json.dumps(holder)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"checkpoint {path}: expected {what} to hold what JSON can, got {error}; {remedy}"
-            ) from error
     try:
         if path.exists():
             raise CheckpointError(

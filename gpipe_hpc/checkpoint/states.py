@@ -1,49 +1,102 @@
-"""What modules keep by `get_extra_state`: plain values and tensors, without any pickle.
+"""Python values as JSON, and exactly back: `extra`, extra states of modules, optimizer states.
 
-A value becomes JSON for the manifest, and its tensors are stored beside the others.
+JSON alone turns keys that are numbers into texts and tuples into lists. Here each container and
+number that JSON does not know is an object with one key, its type's name. A type that is not listed
+is refused: nothing that a file names is imported or called.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+import base64
+import json
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from gpipe_hpc.comm.device import on_host
 from gpipe_hpc.errors import CheckpointError
 
 PREFIX: Final = "state."  # ahead of the global names, for tensors within extra states
+_PLAIN: Final = (type(None), bool, int, float, str)
+_SEQUENCES: Final[Mapping[str, type]] = {
+    each.__name__: each for each in (tuple, set, frozenset, deque)
+}
+_MAPPINGS: Final[Mapping[str, type]] = {
+    each.__name__: each for each in (dict, OrderedDict, Counter)
+}
+_BYTES: Final[Mapping[str, type]] = {each.__name__: each for each in (bytes, bytearray)}
+_NUMPY_KINDS: Final = "biufcmM"
+_MOST_DEPTH: Final = 100  # each level of a dict is three in JSON
+_MOST_BITS: Final = 4096  # of a whole number: Python reads 4300 digits
+_ALLOWED: Final = (
+    "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter, OrderedDict, "
+    "deque, NumPy scalars and arrays"
+)
+
+
+class _NotExact(Exception):
+    """A part of a value that has no exact form, and where it is."""
 
 
 def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return an extra state as JSON can hold it, and its tensors by their names in a checkpoint.
 
-    `name`: the state's global name. Raises CheckpointError for what is neither None, bool, int,
-    float, str, list, tuple, dict (keys: str, int, float, bool or None) nor a tensor.
+    `name`: the state's global name. Raises CheckpointError for a value of any other type.
     """
     tensors: dict[str, Tensor] = {}
 
-    def written(part: Any, where: str) -> Any:
-        match part:
-            case Tensor():
-                key = f"{PREFIX}{name}.{len(tensors)}"
-                tensors[key] = part.detach()
-                return {"tensor": key, "on_cpu": on_host(part)}
-            case None | bool() | int() | float() | str() if type(part) in _SCALARS:
-                return part
-            case list() if type(part) is list:
-                return [written(each, f"{where}[{i}]") for i, each in enumerate(part)]
-            case tuple() if type(part) is tuple:
-                return {"tuple": [written(each, f"{where}[{i}]") for i, each in enumerate(part)]}
-            case dict() if type(part) is dict and all(type(key) in _SCALARS for key in part):
-                return {"dict": [[k, written(v, f"{where}[{k!r}]")] for k, v in part.items()]}
+    def keep(tensor: Tensor) -> Any:
+        key = f"{PREFIX}{name}.{len(tensors)}"
+        tensors[key] = tensor.detach()
+        return {"tensor": key, "on_cpu": on_host(tensor)}
+
+    try:
+        return _written(value, "value", 0, keep), tensors
+    except _NotExact as error:
         raise CheckpointError(
             f"checkpoint: {name}: expected get_extra_state of {name.rpartition('.')[0]} to return "
-            f"tensors and plain values (None, bool, int, float, str, list, tuple, dict), got "
-            f"{type(part).__module__}.{type(part).__qualname__} at {where}; turn it into those, "
-            f"and back in set_extra_state"
-        )
+            f"tensors and plain values ({_ALLOWED}), got {error}; turn it into those, and back in "
+            f"set_extra_state"
+        ) from error
 
-    return written(value, "value"), tensors
+
+class Split(NamedTuple):
+    """Entries by name: those that JSON gives back as they are, and pairs of the others, encoded."""
+
+    plain: dict[str, Any]
+    typed: list[Any]
+
+
+def split(values: Mapping[Any, Any], where: str, remedy: str) -> Split:
+    """Return entries as JSON can hold them; `join` puts them together again.
+
+    Raises CheckpointError for an entry of which neither is true; `where` names the values.
+    """
+    plain: dict[str, Any] = {}
+    typed: list[Any] = []
+    for key, value in values.items():
+        if type(key) is str and _is_plain(value):
+            plain[key] = value
+            continue
+        place = f"{where}[{key!r}]"
+        try:
+            typed.append([_written(key, f"the key {place}", 0), _written(value, place, 0)])
+        except _NotExact as error:
+            if type(key) is str and _is_equal_in_json(value):  # an IntEnum, say
+                plain[key] = json.loads(json.dumps(value))
+                continue
+            raise CheckpointError(
+                f"checkpoint: {where}: expected values that are loaded as they were saved "
+                f"({_ALLOWED}), got {error}; {remedy}"
+            ) from error
+    return Split(plain, typed)
+
+
+def join(plain: Mapping[str, Any], typed: object) -> dict[Any, Any]:
+    """Return what `split` was given; ValueError for what it has not written."""
+    return {**plain, **decode({"dict": typed}, {})}
 
 
 def tensor_names(written: Any) -> Iterator[tuple[str, bool]]:
@@ -51,26 +104,112 @@ def tensor_names(written: Any) -> Iterator[tuple[str, bool]]:
     match written:
         case {"tensor": str(key), "on_cpu": bool(on_cpu)}:
             yield key, on_cpu
-        case {"tuple": list(parts)} | list(parts):
-            for part in parts:
+        case dict():
+            for part in written.values():
                 yield from tensor_names(part)
-        case {"dict": list(items)}:
-            for _, part in items:
+        case list():
+            for part in written:
                 yield from tensor_names(part)
 
 
 def decode(written: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `encode` was given, with these tensors."""
+    """Return the value that was encoded, with these tensors; ValueError for anything else."""
+    try:
+        return _read(written, tensors)
+    except (TypeError, LookupError, OverflowError) as error:
+        raise ValueError(f"a value that nobody has written: {error}") from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether JSON gives a value back as it is, with all its types."""
+    try:
+        _written(value, "", 0)
+    except _NotExact:
+        return False
+    return _has_json_types(value)
+
+
+def _has_json_types(value: Any) -> bool:
+    if type(value) is dict:
+        return all(type(k) is str and _has_json_types(v) for k, v in value.items())
+    if type(value) is list:
+        return all(map(_has_json_types, value))
+    return type(value) in _PLAIN
+
+
+def _is_equal_in_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError, RuntimeError, RecursionError):
+        return False
+
+
+def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | None = None) -> Any:
+    """Return a value as JSON; `keep` returns what stands for a tensor. Raises _NotExact."""
+    kind = type(part)
+    if depth > _MOST_DEPTH:
+        raise _NotExact(f"more than {_MOST_DEPTH} levels at {where[:200]}...")
+    if isinstance(part, Tensor) and keep is not None:
+        return keep(part)
+    if kind in _PLAIN:
+        if kind is int and part.bit_length() > _MOST_BITS:
+            raise _NotExact(f"a number of {part.bit_length()} bits at {where}")
+        return part
+
+    def inner(each: Any, place: str) -> Any:
+        return _written(each, where + place, depth + 1, keep)
+
+    if kind is complex:
+        return {"complex": [part.real, part.imag]}
+    if kind.__name__ in _BYTES and kind is _BYTES[kind.__name__]:
+        return {kind.__name__: base64.b64encode(part).decode()}
+    if kind is list or kind is _SEQUENCES.get(kind.__name__):
+        parts = [inner(each, f"[{i}]") for i, each in enumerate(part)]
+        if kind is deque:
+            return {"deque": parts, "maxlen": part.maxlen}
+        return parts if kind is list else {kind.__name__: parts}
+    if kind is _MAPPINGS.get(kind.__name__):
+        items = [[inner(k, f", key {k!r}"), inner(v, f"[{k!r}]")] for k, v in part.items()]
+        return {kind.__name__: items}
+    if (kind is np.ndarray or isinstance(part, np.generic)) and part.dtype.kind in _NUMPY_KINDS:
+        content = base64.b64encode(np.ascontiguousarray(part).tobytes()).decode()
+        shape = list(part.shape) if kind is np.ndarray else None
+        return {"numpy": content, "dtype": part.dtype.str, "shape": shape}
+    raise _NotExact(f"{kind.__module__}.{kind.__qualname__} at {where}")
+
+
+def _read(written: Any, tensors: Mapping[str, Tensor]) -> Any:
     match written:
-        case {"tensor": str(key)}:
-            return tensors[key]
-        case {"tuple": list(parts)}:
-            return tuple(decode(part, tensors) for part in parts)
-        case {"dict": list(items)}:
-            return {key: decode(part, tensors) for key, part in items}
+        case None | bool() | int() | float() | str():
+            return written
         case list(parts):
-            return [decode(part, tensors) for part in parts]
-    return written
+            return [_read(part, tensors) for part in parts]
+        case {"tensor": str(key), "on_cpu": bool()} if len(written) == 2:
+            return tensors[key]
+        case {"deque": list(parts), "maxlen": None | int() as most} if len(written) == 2:
+            return deque([_read(part, tensors) for part in parts], most)
+        case {"numpy": str(content), "dtype": str(dtype), "shape": shape} if len(written) == 3:
+            return _array(content, dtype, shape)
+        case {"complex": [float(real), float(imaginary)]}:
+            return complex(real, imaginary)
+    if isinstance(written, dict) and len(written) == 1:
+        ((kind, parts),) = written.items()
+        if kind in _BYTES and isinstance(parts, str):
+            return _BYTES[kind](base64.b64decode(parts, validate=True))
+        if kind in _SEQUENCES and isinstance(parts, list):
+            return _SEQUENCES[kind](_read(part, tensors) for part in parts)
+        if kind in _MAPPINGS and isinstance(parts, list):
+            return _MAPPINGS[kind]({_read(k, tensors): _read(v, tensors) for k, v in parts})
+    raise ValueError(f"a value that nobody has written: {str(written)[:80]}")
 
 
-_SCALARS: Final = (type(None), bool, int, float, str)
+def _array(content: str, dtype: str, shape: Any) -> Any:
+    kind = np.dtype(dtype)
+    sizes = [] if shape is None else shape
+    if kind.kind not in _NUMPY_KINDS or any(type(n) is not int or n < 0 for n in sizes):
+        raise ValueError(f"an array of dtype {dtype!r} and shape {shape!r}")
+    raw = base64.b64decode(content, validate=True)
+    if len(raw) != math.prod(sizes) * kind.itemsize:
+        raise ValueError(f"an array of shape {shape!r} in {len(raw)} bytes")
+    array = np.frombuffer(raw, kind).reshape(sizes)
+    return array[()] if shape is None else array.copy()

@@ -7,6 +7,8 @@ what the one at its place in the first replica has, and tells where it differs f
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpipe_hpc.checkpoint.states import Split
+
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
@@ -24,7 +26,7 @@ class Told(NamedTuple):
 
     sizes: Sizes
     lacks: int
-    values: dict[str, Any] | None
+    values: Split | None
     groups: list[dict[str, Any]] | None
     states: dict[str, Any]
 
@@ -32,7 +34,7 @@ class Told(NamedTuple):
 def gather(
     pipe: "Pipeline",
     sizes: Sizes,
-    values: dict[str, Any],
+    values: Split,
     groups: list[dict[str, Any]],
     states: dict[str, Any],
 ) -> list[Told] | None:
@@ -46,19 +48,11 @@ def gather(
         own = Told(
             {name: size for name, size in sizes.items() if theirs.get(name) != size},
             sum(1 << i for i, (n, size) in enumerate(theirs.items()) if sizes.get(n) != size),
-            None if _is_same(values, their_values) else values,
-            None if _is_same(groups, their_groups) else groups,
+            None if values == their_values else values,
+            None if groups == their_groups else groups,
             states,
         )
     return pipe.everybody.gather_object(own, pipe.everybody.ranks[0])
-
-
-def _is_same(own: object, other: object) -> bool:
-    """Say whether two values are known to be equal; arrays do not say it with one truth value."""
-    try:
-        return bool(own == other)
-    except (ValueError, RuntimeError):
-        return False
 
 
 def sizes_of_all(told: Sequence[Told], places: int) -> Iterator[Sizes]:

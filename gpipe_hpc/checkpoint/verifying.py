@@ -4,8 +4,6 @@ The digests find what changed by accident: a flipped bit, a file cut short, a fi
 checkpoint. They do not tell who wrote it.
 """
 
-import hashlib
-import json
 import logging
 import stat
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +78,7 @@ def verify(
 
 
 def _check_same(path: Path, group: Gathering, facts: Facts) -> None:
-    own = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    seen = [(own, group.ranks[group.position])]
+    seen = [(facts["digest"], group.ranks[group.position])]
     (_, first), *others = group.merge_object(seen, _first_of_two)
     if others:
         raise CheckpointError(

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections import Counter, OrderedDict, deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,9 @@ def test_it_is_saved_and_restored_under_its_global_name(tmp_path, num_ranks):
         {"tuple": [1]},
         {"dict": [[1, 2]]},
         {1: "int", "1": "text", 1.5: None, None: (1, [2, (3,)])},
+        {(1, "a"): {2}, frozenset([1]): b"bytes", 1j: bytearray(b"more")},
+        [OrderedDict(b=1, a=2), Counter({2: 1}), deque([1, 2], maxlen=2)],
+        [np.float32(0.1), np.bool_(True), np.datetime64("2026-01-01")],
         [[torch.ones(2, dtype=torch.int8)], {"a": (torch.zeros(()),)}],
     ],
 )
@@ -107,9 +112,9 @@ class Text(str):
     ("value", "where"),
     [
         (object(), "builtins.object at value"),
-        ({"a": [1, {2}]}, r"builtins.set at value\['a'\]\[1\]"),
-        ({(1,): 2}, "builtins.dict at value"),
-        (b"bytes", "builtins.bytes at value"),
+        ({"a": [1, {Text("x")}]}, r"Text at value\['a'\]\[1\]\[0\]"),
+        ({(1, print): 2}, r"builtin_function_or_method at value, key .*\[1\]"),
+        ({"n": 10**5000}, r"a number of 16610 bits at value\['n'\]"),
         (Text("x"), "Text at value"),
         (torch.Size([1]), "torch.Size at value"),
         (print, "builtin_function_or_method at value"),

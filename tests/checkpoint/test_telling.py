@@ -1,6 +1,5 @@
 """What ranks tell the first one of all before a checkpoint is written: little, and all of it."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,7 +8,6 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import contents
 from gpipe_hpc.checkpoint.contents import _writers
 from gpipe_hpc.checkpoint.telling import gather, sizes_of_all
-from gpipe_hpc.errors import CheckpointError
 from tests.support import mean_square
 
 WIDTH = 4
@@ -71,35 +69,3 @@ def test_rank_0_knows_what_each_rank_has(ranks, stages, way, monkeypatch, tmp_pa
         assert own.states == states
         if way == "whole" and rank >= places:
             assert (own.sizes, own.values, own.groups) == ({}, None, None)
-
-
-class Keeping(torch.optim.SGD):
-    """Keeps an array of numpy's for each parameter, which no checkpoint takes."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["seen"] = np.array([1.0, 2.0])
-
-
-def test_states_that_do_not_compare_are_refused_by_name(tmp_path):
-    """Two arrays are equal in each place, and a comparison of them has no one truth value."""
-
-    def body(world):
-        pipe = Pipeline(
-            [LayerSpec(nn.Linear, WIDTH, WIDTH)],
-            mean_square,
-            replicas=2,
-            microbatches=1,
-            world=world,
-        )
-        optimizer = pipe.optimizer(lambda own: Keeping(own, lr=0.1))
-        part = pipe.share(4)
-        pipe.step(torch.ones(4, WIDTH)[part], torch.zeros(4, WIDTH)[part])
-        optimizer.step()
-        with pytest.raises(CheckpointError, match="what JSON can"):
-            pipe.save(tmp_path / "kept", optimizer)
-        return True
-
-    assert run_on_threads(2, body) == [True, True]
