@@ -19,7 +19,7 @@ from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, KeywordError
-from gpipe_hpc.models import Layer
+from gpipe_hpc.models import Layer, torch_loss
 from gpipe_hpc.planning.fit import FIT
 from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES
 from gpipe_hpc.planning.request import Request, Settings
@@ -141,6 +141,8 @@ def _refuse_no_loss(loss_fn: object) -> None:
     elif not _takes_two(loss_fn):
         taken = signature(_called(loss_fn))
         got = f"one of {taken}; let it take both, and bind what else it takes, as by a lambda"
+    elif (known := torch_loss(loss_fn)) is not None and known.reduction == "none":
+        got = "one with reduction='none', which returns many numbers; use 'mean' or 'sum'"
     else:
         return
     raise ConfigError(f"loss_fn: expected a function of (output, target), got {got}")

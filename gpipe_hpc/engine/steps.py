@@ -30,7 +30,7 @@ from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.flags import Flags
-from gpipe_hpc.engine.sums.loss import backward_seed, final_divisor
+from gpipe_hpc.engine.sums.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
 from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
 from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
 from gpipe_hpc.engine.sums.results import StepLoss, StepResult, shares
@@ -144,6 +144,7 @@ class Steps:
         self._trained = Trained(held, names, site.everybody)
         self._held: dict[str, Held] | None = None
         self._held_with: list[StageShards | None] = []
+        self._unjudged: StepLoss | None = None  # of the last step, on a device
         self.apart = None
         self._shares: torch.Tensor | None = None
         if is_apart:
@@ -192,6 +193,8 @@ class Steps:
         `tell` says what all others are told when this rank's part of the pipeline has run.
         """
         self._refuse_empty(run)
+        if self._unjudged is not None and self._unjudged.fetched.poll() is not None:
+            refuse_negative_weight(self._unjudged.known_weight)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         seed = backward_seed(self.weight) * scale
         if not self._trained.is_agreed:
@@ -215,7 +218,9 @@ class Steps:
         has_changed = Flags.HAS_CHANGED in known.flags
         if has_changed:
             known = known._replace(overflows=self._sum_late(known.overflows))
-        divisor = final_divisor(self._weight_to_divide_by(known.loss), seed)
+        weight = self._weight_to_divide_by(known.loss)
+        self._judge_weight(known.loss, weight)
+        divisor = final_divisor(weight, seed)
         self.weight = known.loss.weight
         # The one place in a step where the host waits for the device.
         is_skipped = self.loss_scale is not None and bool(known.overflows.read() > 0)
@@ -238,6 +243,13 @@ class Steps:
             self._adopt()
         parts = self._parts(known.loss, divisor)
         return StepResult(known.loss, is_skipped, scale, parts, known.told, known.left_s)
+
+    def _judge_weight(self, loss: StepLoss, weight: torch.Tensor) -> None:
+        """Refuse a negative weight: one of a device when it is read or has come, not now."""
+        if self._site.world.device.is_accelerator:
+            self._unjudged = loss
+        else:
+            refuse_negative_weight(float(weight))
 
     def _squares(self) -> dict[int, torch.Tensor]:
         """Return the squares of this rank's parts of the gradients, by global micro-batch."""
@@ -459,7 +471,8 @@ class Steps:
         losses = {first + m: term for m, term in outcome.losses.items()}
         noted = {first + m: noted for m, noted in outcome.noted.items()}
         told = () if tell is None else tell()
-        return self._meeting(Says(losses, noted, flags(), overflows(), told, squares))
+        own = {*flags(), *(Flags.IS_SUM for t in losses.values() if isinstance(t, SumTerm))}
+        return self._meeting(Says(losses, noted, own, overflows(), told, squares))
 
 
 def _sharing(

@@ -34,6 +34,7 @@ from gpipe_hpc.models.losses import (
     mean_squared_error,
     segmentation,
     token_cross_entropy,
+    torch_loss,
 )
 from gpipe_hpc.models.naming import global_name, named_layer_parameters
 from gpipe_hpc.models.randomness import (
@@ -159,6 +160,7 @@ __all__ = [
     "source_key",
     "stage_layers",
     "token_cross_entropy",
+    "torch_loss",
 ]
 
 

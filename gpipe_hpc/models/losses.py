@@ -9,12 +9,13 @@ exact at any size.
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from functools import partial
+from types import MappingProxyType, MethodType
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_hpc.errors import ModelError
 
@@ -167,3 +168,74 @@ def loss_function(name: str) -> LossFunction:
             f"choose one of them"
         )
     return _LOSSES[name]
+
+
+class TorchLoss(NamedTuple):
+    """How one of torch's own losses reduces.
+
+    `weight`: of classes. `ignore_index`: None unless targets may be classes.
+    """
+
+    reduction: str
+    weight: Tensor | None = None
+    ignore_index: int | None = None
+
+    def weight_of(self, target: Any, num_samples: int) -> Tensor | float:
+        """Return how much the mean over one micro-batch weighs in that over the whole batch.
+
+        The number of samples, times the share of targets that count: exactly the number of
+        samples if all do. A tensor if that depends on values; no device is waited for.
+        """
+        if self.ignore_index is None:
+            return float(num_samples)
+        has_classes = isinstance(target, Tensor) and not target.is_floating_point()
+        if not has_classes or not target.numel():  # probabilities: torch divides by their number
+            return float(num_samples)
+        is_counted = target != self.ignore_index
+        if self.weight is None:
+            counted = is_counted.sum().double()
+        else:
+            weights = self.weight.detach()[torch.where(is_counted, target, 0)].double()
+            counted = torch.where(is_counted, weights, 0.0).sum()
+        share: Tensor = counted * num_samples / target.numel()
+        return share
+
+
+_WEIGHTED_MEANS: Final = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+_WEIGHTED_FUNCTIONS: Final = (F.cross_entropy, F.nll_loss)
+
+
+def torch_loss(function: object) -> TorchLoss | None:
+    """Return how a loss reduces if it is one of torch's own; None if nobody can know.
+
+    A module of `torch.nn`, a function of `torch.nn.functional`, or a functools.partial of one.
+    """
+    keywords: Mapping[str, Any] = {}
+    if isinstance(function, partial):
+        if function.args:
+            return None
+        keywords, function = function.keywords, function.func
+    if isinstance(function, MethodType) and function.__name__ == "forward":
+        function = function.__self__
+    if isinstance(function, nn.Module):
+        # Of the class: one that overrides `forward` may do anything.
+        forward = type(function).forward
+        if forward.__module__ != nn.CrossEntropyLoss.__module__ or keywords:
+            return None
+        keywords = vars(function) | {"weight": getattr(function, "weight", None)}
+        is_weighted = forward in _WEIGHTED_MEANS
+    elif getattr(function, "__module__", None) == F.__name__:
+        is_weighted = function in _WEIGHTED_FUNCTIONS
+    else:
+        return None
+    ignored = keywords.get("ignore_index", -100) if is_weighted else None
+    return TorchLoss(_reduction(keywords), keywords.get("weight"), ignored)
+
+
+def _reduction(keywords: Mapping[str, Any]) -> str:
+    """Return the reduction that keywords name, also in the way of old versions of torch."""
+    if keywords.get("reduce") is False:
+        return "none"
+    if keywords.get("size_average") is not None:
+        return "mean" if keywords["size_average"] else "sum"
+    return str(keywords.get("reduction", "mean"))

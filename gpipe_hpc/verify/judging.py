@@ -13,7 +13,7 @@ from gpipe_hpc.training.optimizers.lr import set_lr
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.start import loss_of
-from gpipe_hpc.verify.comparing import Report, Verdict, add_all
+from gpipe_hpc.verify.comparing import Compared, Report, Verdict, add_all
 from gpipe_hpc.verify.plain import AUTOCAST, Layout, PlainStep, PlainTraining
 from gpipe_hpc.verify.watching import Kind, Observations
 
@@ -21,6 +21,7 @@ Facts = dict[str, Any]
 """What a rank says of a step, see `run_step`."""
 
 _SLACK: Final = 16  # in units of the last place of the largest sum
+_ONE_SUM: Final = 32  # times that, where one kernel sums a whole batch
 _OTHER_KERNELS: Final = 4096  # the same, where layers run other kernels than the plain ones
 
 
@@ -51,6 +52,8 @@ class Judge:
         self.observed = Observations()
         self._pieces: list[tuple[Nest, Nest, int]] = []
         self._order_effect = 0.0
+        self._outputs: list[Nest] = []  # of the model, by global micro-batch
+        self._whole: list[tuple[float, float | None]] = []  # by step: in pieces, and at once
         self._begin(start, all(isinstance(layer, LayerSpec) for layer in layers))
 
     def _begin(self, start: Sequence[Facts], is_described: bool) -> None:
@@ -80,20 +83,56 @@ class Judge:
         first = facts[0]
         self._pieces = self._cut(facts)
         self.observed = Observations()
+        self._outputs = []
         plain = self._plain.train(
             self._pieces,
             _seed(first["loss_weight"]) * first["loss_scale"],
-            watcher=lambda layer, g, nest: self.observed.watch(Kind.OUTPUT, layer, g, nest),
+            watcher=self._watch,
         )
+        self._whole.append((plain.main, self._whole_loss()))
         self._compare_losses(facts, plain)
         self._compare_gradients(facts, plain)
         self._compare_update(facts)
         return self.report.is_same
 
+    def _watch(self, layer: int, g: int, nest: Nest) -> None:
+        self.observed.watch(Kind.OUTPUT, layer, g, nest)
+        if layer == len(self.layer_names) - 1:
+            self._outputs.append(map_tensors(lambda tensor: tensor.detach(), nest))
+
+    def _whole_loss(self) -> float | None:
+        """Return the loss function's value of the whole batch; None if it has none."""
+        targets = [piece for _, piece, size in self._pieces if size]
+        try:
+            whole = _joined(self._outputs), _joined(targets)
+        except (RuntimeError, ValueError):  # of shapes that differ between micro-batches
+            return None
+        finally:
+            self._outputs = []
+        return self._plain.whole_loss(*whole)
+
+    def _compare_whole(self) -> None:
+        """Hold the loss in pieces, which the layout has, against that of the batch at once."""
+        low = AUTOCAST.get(self._config.train.precision)
+        slack = _ONE_SUM * self._slack if low is None else 4 * torch.finfo(low).eps
+        line = Compared("loss of the whole batch at once")
+        for step, (pieces, whole) in enumerate(self._whole):
+            if whole is not None:
+                name = f"step {step + 1}: {pieces:.6g} in micro-batches, {whole:.6g} at once"
+                line.add(name, _number(pieces), _number(whole), slack * abs(whole))
+        if line.verdict is Verdict.DIFFERENT:
+            self.report.lines[line.what] = line
+            self.report.notes.append(
+                "The loss depends on the number of micro-batches: its mean over a micro-batch is "
+                "not one over samples (ignored targets, class weights, a sum, pairs of samples). "
+                "Return (sum, weight)."
+            )
+
     def end(
         self, loss: float, states: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> None:
         """Compare an evaluation, and what a checkpoint brought back."""
+        self._compare_whole()
         plain = self._plain.evaluate(self._pieces)
         self._number("loss of an evaluation", loss, plain)
         line = self.report.line("what a checkpoint brings back")

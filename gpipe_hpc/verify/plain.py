@@ -37,6 +37,7 @@ from gpipe_hpc.models import (
     run_layer,
     skip_names,
     source_key,
+    torch_loss,
 )
 from gpipe_hpc.schedule import Op, Schedule
 from gpipe_hpc.verify.statistics import PlainStatistics
@@ -121,11 +122,12 @@ class PlainStep:
 
     `in_order`: gradients added up from the first micro-batch to the last, as most people would;
     `magnitudes`: sums of absolute values, which bound what an order of sums can change. All lie on
-    the host.
+    the host. `main`: the loss function's part of the loss.
     """
 
     loss: float
     microbatch_losses: list[float]
+    main: float
     gradients: dict[str, Tensor | None]
     in_order: dict[str, Tensor]
     magnitudes: dict[str, Tensor]
@@ -251,7 +253,7 @@ class PlainTraining:
                 if gradient is not None:
                     _accumulate(in_order, name, gradient)
                     _accumulate(magnitudes, name, gradient.abs())
-        weight = _added(each.weight for each in terms)
+        weight = 1.0 if self._is_sum else _added(each.weight for each in terms)
         divisor = scale * weight if weight > 0 else torch.full_like(scale, torch.inf)
         gradients = {name: _united(by_strand) for name, by_strand in sums.items()}
         for found in (gradients, in_order, magnitudes):
@@ -266,7 +268,8 @@ class PlainTraining:
         self._unite_buffers(pieces)
         self.steps_done += 1
         return PlainStep(
-            *_loss(terms, weight),
+            *_loss(terms, weight, is_sum=self._is_sum),
+            _added(each.main for each in terms) / weight if weight else 0.0,
             {name: g if g is None else self._device.fetch(g) for name, g in gradients.items()},
             {name: self._device.fetch(each) for name, each in in_order.items()},
             {name: self._device.fetch(each) for name, each in magnitudes.items()},
@@ -279,7 +282,8 @@ class PlainTraining:
         with self._apart(), self._evaluating(), torch.no_grad():
             for g, (inputs, targets, size) in enumerate(pieces):
                 terms.append(self._forward(g, inputs, targets, size, None) if size else _Terms())
-        return _loss(terms, _added(each.weight for each in terms))[0]
+        weight = 1.0 if self._is_sum else _added(each.weight for each in terms)
+        return _loss(terms, weight, is_sum=self._is_sum)[0]
 
     def _forward(
         self, g: int, inputs: Nest, targets: Nest, size: int, watcher: Watcher | None
@@ -299,9 +303,32 @@ class PlainTraining:
             # As the statistics that layers of ours report stay theirs alone.
             further = dict(reports.take().losses)
             self._draw(g, len(self._layers), None)
-            value = self._loss_fn(nest, map_tensors(bring, targets))
+            given = map_tensors(bring, targets)
+            value = self._loss_fn(nest, given)
             further |= reports.take().losses
-        return _Terms.of(value, size, further)
+        known = torch_loss(self._loss_fn)
+        weight = float(size if known is None else known.weight_of(given, size))
+        return _Terms.of(value, weight, further, is_sum=self._is_sum)
+
+    def whole_loss(self, outputs: Nest, targets: Nest) -> float | None:
+        """Return what the loss says of a whole batch at once; None if it draws random numbers."""
+        loss_fn = self._loss_fn
+        if isinstance(loss_fn, nn.Module):  # its buffers stay as they are
+            loss_fn = copy.deepcopy(loss_fn)
+        with self._apart(), torch.no_grad(), self._casting(), reporting(Reports()):
+            before = [generator.get_state() for generator in self._device.generators()]
+            value = loss_fn(outputs, map_tensors(self._device.bring, targets))
+            after = [generator.get_state() for generator in self._device.generators()]
+        if not all(map(torch.equal, before, after)):
+            return None
+        if isinstance(value, tuple):
+            return float(value[0]) / float(value[1]) if value[1] else 0.0
+        return float(value)
+
+    @property
+    def _is_sum(self) -> bool:
+        known = torch_loss(self._loss_fn)
+        return known is not None and known.reduction == "sum"
 
     def _draw(self, g: int, layer: int, module: nn.Module | None) -> None:
         """Seed what a layer draws from, by the published formula."""
@@ -376,9 +403,16 @@ class _Terms:
     weight: float = 0.0
 
     @classmethod
-    def of(cls, value: Any, size: int, further: Mapping[str, Tensor]) -> "_Terms":
-        """Read what a loss function returned: a mean, or a pair of sum and weight."""
-        pair = value[:2] if isinstance(value, tuple) else (value.reshape(()) * size, float(size))
+    def of(
+        cls, value: Any, weight: float, further: Mapping[str, Tensor], *, is_sum: bool = False
+    ) -> "_Terms":
+        """Read what a loss function returned: a mean of a weight, a sum, or both in a pair."""
+        if isinstance(value, tuple):
+            pair = value[:2]
+        elif is_sum:
+            pair = value, weight
+        else:  # of weight 0 it is NaN
+            pair = (value.reshape(()) * weight if weight else torch.zeros(())), weight
         roots = [pair[0].reshape(()), *further.values()]
         values = {name: float(total.detach()) for name, total in further.items()}
         return cls(roots, float(pair[0].detach()), values, float(pair[1]))
@@ -425,7 +459,9 @@ def unite(
             each.copy_(united)
 
 
-def _loss(terms: Sequence[_Terms], weight: float) -> tuple[float, list[float]]:
+def _loss(
+    terms: Sequence[_Terms], weight: float, *, is_sum: bool = False
+) -> tuple[float, list[float]]:
     """Return the loss, and that of each micro-batch: sums over the weight, in global order."""
     main = _added(each.main for each in terms)
     further: dict[str, float] = {}
@@ -436,7 +472,7 @@ def _loss(terms: Sequence[_Terms], weight: float) -> tuple[float, list[float]]:
     sums = [(each.main + _added(each.further.values()), each.weight) for each in terms]
     return (
         total / weight if weight else 0.0,
-        [value / own if own else value for value, own in sums],
+        [value / own if own and not is_sum else value for value, own in sums],
     )
 
 

@@ -10,17 +10,20 @@ from gpipe_hpc.comm.group import Gathering
 class Flags:
     """Numbers for flags, the same on every rank.
 
-    The first says that a rank trains other parameters than in the step before (`HAS_CHANGED`), and
-    concerns all ranks. Then come those that concern who trains together (`size` counts all): a flag
-    of each parameter of the model (`names`), whether a micro-batch has used it; and `widths` of
-    each stage: what the holders of its buffers must know of one another.
+    The first `NUM_COMMON` concern all ranks: that a rank trains other parameters than in the step
+    before (`HAS_CHANGED`), and that the loss of a batch is a sum (`IS_SUM`). Then come those that
+    concern who trains together (`size` counts all): a flag of each parameter of the model
+    (`names`), whether a micro-batch has used it; and `widths` of each stage: what the holders of
+    its buffers must know of one another.
     """
 
     HAS_CHANGED: Final = 0
+    IS_SUM: Final = 1
+    NUM_COMMON: Final = 2
 
     def __init__(self, names: Sequence[str], widths: Sequence[int]) -> None:
-        *starts, self.size = accumulate(widths, initial=1 + len(names))
-        self._numbers = {name: 1 + number for number, name in enumerate(names)}
+        *starts, self.size = accumulate(widths, initial=self.NUM_COMMON + len(names))
+        self._numbers = {name: self.NUM_COMMON + number for number, name in enumerate(names)}
         self._starts, self._widths = starts, widths
 
     @classmethod

@@ -2,20 +2,24 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.engine.sums.powers import power_near_inverse
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Reports, add_metric
+from gpipe_hpc.models import Reports, add_metric, torch_loss
 
 LossFunction = Callable[[Any, Any], Any]
 """Takes (output, target) of a micro-batch; returns the mean over its samples, or (sum, weight).
 
-As a third value it may return metrics: a dict of name -> (sum, weight), or of name -> a mean.
+As a third value it may return metrics: a dict of name -> (sum, weight), or of name -> a mean. Of
+torch's own losses the reduction is known: whatever it is, the loss is that of the whole batch.
 """
+
+_LOW: Final = (torch.bfloat16, torch.float16)
 
 
 class LossTerm(NamedTuple):
@@ -26,7 +30,11 @@ class LossTerm(NamedTuple):
 
     def without_graph(self) -> "LossTerm":
         """Return the same numbers, held by no graph."""
-        return LossTerm(alone(self.total), _alone(self.weight))
+        return type(self)(alone(self.total), _alone(self.weight))
+
+
+class SumTerm(LossTerm):
+    """What one adds to a loss that is the sum over the batch itself; `weight`: its samples."""
 
 
 class Noted(NamedTuple):
@@ -65,20 +73,85 @@ def loss_term(function: LossFunction, output: Nest, target: Nest, num_samples: i
     """
     value = function(output, target)
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], Mapping):
-        for name, metric in value[2].items():
-            pair = metric if isinstance(metric, tuple) else (metric * num_samples, num_samples)
-            add_metric(name, *pair)
+        _report(value[2], num_samples)
         value = value[:2]
-    term = LossTerm(*value) if isinstance(value, tuple) and len(value) == 2 else None
-    if term is None and isinstance(value, torch.Tensor) and value.numel() == 1:
-        term = LossTerm(value.reshape(()) * num_samples, float(num_samples))
-    if term is None or not isinstance(term.total, torch.Tensor) or term.total.numel() != 1:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if isinstance(value, tuple) and len(value) == 2 and _is_number(value[0]):
+        _check_weight(value[1])
+        return LossTerm(value[0].reshape(()), value[1])
+    if not _is_number(value):
         raise ModelError(
             f"loss_fn: expected a scalar tensor (the mean over the micro-batch) or a pair "
-            f"(sum, weight) of scalars, got {shape}; reduce the loss to one number"
+            f"(sum, weight) of scalars, got {_shown(value)}; reduce the loss to one number"
         )
-    return LossTerm(term.total.reshape(()), term.weight)
+    value, known = value.reshape(()), torch_loss(function)
+    if known is None:
+        return LossTerm(value * num_samples, float(num_samples))
+    if known.reduction == "sum":
+        return SumTerm(value, float(num_samples))
+    weight = known.weight_of(target, num_samples)
+    if not isinstance(weight, torch.Tensor):
+        return LossTerm(value * num_samples, weight)
+    return LossTerm(_weighted(value, weight), weight)
+
+
+def _weighted(mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return a mean times its weight, 0 if that is 0: the mean over nothing is NaN.
+
+    The same bits as by a number of the host: it is not rounded to 16 bits either.
+    """
+    wide = mean.float() if mean.dtype in _LOW else mean
+    product = (wide * weight.to(wide)).to(mean.dtype)
+    return torch.where(weight > 0, product, torch.zeros_like(product))
+
+
+def _report(metrics: Mapping[str, Any], num_samples: int) -> None:
+    for name, metric in metrics.items():
+        numbers = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
+        if not all(isinstance(each, torch.Tensor | Real) for each in numbers):
+            raise ModelError(
+                f"loss_fn: expected the metric {name!r} to be a mean or a pair (sum, weight), got "
+                f"{_shown(metric)}; return numbers or tensors of one number"
+            )
+        pair = numbers if len(numbers) == 2 else (numbers[0] * num_samples, num_samples)
+        add_metric(name, *pair)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _check_weight(weight: object) -> None:
+    """Raise ModelError for the second value of a pair if it is no weight."""
+    is_complex = isinstance(weight, torch.Tensor) and weight.is_complex()
+    if is_complex or not (_is_number(weight) or isinstance(weight, Real)):
+        raise ModelError(
+            f"loss_fn: expected a pair (sum, weight) of scalars, got {_shown(weight)} as the "
+            f"weight; return the loss alone, or metrics in a dict as the third value: "
+            f"(sum, weight, {{'accuracy': (num_right, num_samples)}})"
+        )
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise ModelError(
+            "loss_fn: expected a pair (sum, weight) whose weight does not depend on the model, got "
+            "one that requires a gradient, which would be lost; return the sum of several losses "
+            "as one scalar, or detach() a weight that is meant to be constant"
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(each).__name__ for each in value)}"
+    return type(value).__name__
+
+
+def refuse_negative_weight(weight: float) -> None:
+    """Raise ModelError for a loss weight below 0."""
+    if weight < 0:
+        raise ModelError(
+            f"loss_fn: expected a weight of 0 or more over the whole batch, got {weight:.6g}, by "
+            f"which nothing would be trained; return (-sum, -weight)"
+        )
 
 
 def has_lost_graph(term: LossTerm, output: Nest) -> bool:

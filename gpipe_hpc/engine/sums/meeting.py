@@ -16,6 +16,7 @@ import torch
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.engine.sums.norms import stacked
 from gpipe_hpc.engine.sums.ordered import ordered_sum
@@ -67,9 +68,9 @@ class Meeting:
     """Where all ranks meet: none goes on behind a step that failed on one.
 
     `num_global`: micro-batches of the global batch. `num_flags`: the same on every rank.
-    `trains_together`: those ranks that unite all flags but the first, a pipeline where replicas
-    train apart; None: all ranks do, as they do the first. Each number but a flag and what ranks
-    tell has one contributor and zeros from everybody else, so the sums are exact.
+    `trains_together`: those ranks that unite all flags but the common ones, a pipeline where
+    replicas train apart; None: all ranks do, as they do the common ones. Each number but a flag
+    and what ranks tell has one contributor and zeros from everybody else, so the sums are exact.
     Which rows of a loss there are, all ranks agree on when one has a row that is new.
     """
 
@@ -86,7 +87,7 @@ class Meeting:
         self._group, self._device = group, device
         self._apart = trains_together
         # So many of the flags travel to all; the rest do not where replicas train apart.
-        self._num_common = 1 if trains_together else num_flags
+        self._num_common = Flags.NUM_COMMON if trains_together else num_flags
         self._slots = Slots(group, rank)
         self._add = ordered_sum(device)
         self._rows: tuple[Row, ...] = ()
@@ -102,6 +103,7 @@ class Meeting:
         fetched = Fetched.of(summed.terms, self._device)
         num_rows = num_terms(self._rows)
         values = summed.terms[:-1].view(-1, self._num_global)
+        flags = frozenset(summed.flags.nonzero().flatten().tolist())
         return Known(
             StepLoss(
                 values[:num_rows],
@@ -109,8 +111,9 @@ class Meeting:
                 self._add,
                 self._rows,
                 None if says.squares is None else values[num_rows],
+                is_sum=Flags.IS_SUM in flags,
             ),
-            frozenset(summed.flags.nonzero().flatten().tolist()),
+            flags,
             fetched.part(slice(-1, None)),
             self._slots.read(summed.told),
             summed.left_s,

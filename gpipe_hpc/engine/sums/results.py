@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from gpipe_hpc.engine.sums.fetched import Fetched
-from gpipe_hpc.engine.sums.loss import Noted
+from gpipe_hpc.engine.sums.loss import Noted, refuse_negative_weight
 from gpipe_hpc.engine.sums.ordered import OrderedSum
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.told import Overall
@@ -40,7 +40,7 @@ class StepLoss:
     weights, and what `rows` name. `fetched`: the same, one behind the other, on their way to the
     host; what reads them waits for the device, nothing else does. `add`: how numbers of the device
     are summed. `squares`: float64[replicas x micro-batches], those of the gradients' parts, if
-    measured.
+    measured. `is_sum`: the loss is the sum itself, of weight 1; the weights are then samples.
     """
 
     terms: torch.Tensor
@@ -48,15 +48,18 @@ class StepLoss:
     add: OrderedSum
     rows: tuple[Row, ...] = ()
     squares: torch.Tensor | None = None
+    is_sum: bool = False
 
     @cached_property
     def weight(self) -> torch.Tensor:
         """Return the global weight, float64[] on the device; summed in the global order."""
-        return self.add(self.terms[1])
+        weight = self.add(self.terms[1])
+        return torch.ones_like(weight) if self.is_sum else weight
 
     def weight_of(self, microbatches: range) -> torch.Tensor:
         """Return the weight of some of the global micro-batches, float64[] on the device."""
-        return self.add(self.terms[1, microbatches.start : microbatches.stop])
+        weight = self.add(self.terms[1, microbatches.start : microbatches.stop])
+        return weight / self.add(self.terms[1]) if self.is_sum else weight
 
     def weights_of(self, places: torch.Tensor) -> torch.Tensor:
         """Return the weight of each of the `shares`, float64[shares] on the device."""
@@ -64,8 +67,10 @@ class StepLoss:
 
     @cached_property
     def known_weight(self) -> float:
-        """Return the global weight."""
-        return self._totals[1]
+        """Return the global weight; ModelError if it is negative."""
+        weight = 1.0 if self.is_sum else self._totals[1]
+        refuse_negative_weight(weight)
+        return weight
 
     @cached_property
     def sums(self) -> dict[str, float]:
@@ -89,7 +94,7 @@ class StepLoss:
     @cached_property
     def value(self) -> float:
         """Return the loss over the global batch: sum / weight, 0 if the weight is 0."""
-        weight = self._totals[1]
+        weight = self.known_weight
         return sum(self.sums.values()) / weight if weight != 0 else 0.0
 
     @cached_property
@@ -99,7 +104,8 @@ class StepLoss:
         sums = terms[0]
         for row, at in self._places():
             sums = sums + terms[at] if row.is_loss else sums
-        pairs = zip(sums.tolist(), terms[1].tolist(), strict=True)
+        weights = torch.ones_like(terms[1]) if self.is_sum else terms[1]
+        pairs = zip(sums.tolist(), weights.tolist(), strict=True)
         return [s / w if w != 0 else s for s, w in pairs]
 
     @property

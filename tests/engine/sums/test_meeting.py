@@ -235,7 +235,7 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
 
 def test_flags_have_places_of_their_own():
     flags = Flags(["a", "b"], [0, 3, 2])
-    assert flags.size == 8
+    assert flags.size == Flags.NUM_COMMON + 2 + 3 + 2
     used = flags.of_use(["b", "a"], [True, False])
     united = used | flags.of_buffers(1, [False, True, True]) | flags.of_buffers(2, [True, False])
     assert len(united) == 4 and Flags.HAS_CHANGED not in united
@@ -285,8 +285,8 @@ def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, m
         return [p.grad is not None for p in pipe.parameters()]
 
     assert all(map(all, run_on_threads(replicas, body)))
-    # Two terms for each micro-batch, the overflows; new rows, and one flag: not one more.
-    assert set(lengths) == {2 * replicas + 1 + 2 + slots}
+    # Two terms for each micro-batch, the overflows; new rows, and the common flags: not one more.
+    assert set(lengths) == {2 * replicas + 1 + 1 + Flags.NUM_COMMON + slots}
 
 
 def test_a_tied_parameter_adds_its_own_reduction_alone():
