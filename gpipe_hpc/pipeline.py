@@ -61,6 +61,7 @@ from gpipe_hpc.planning.deciding import decide_layout, with_open_choices
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.memory.exhausted import explain_exhausted
 from gpipe_hpc.schedule import Op, Timeline
+from gpipe_hpc.torch_compat import can_split_backward, warn_of_untested_torch
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -215,11 +216,24 @@ class Pipeline:
             say_inexact(request.combining)
         if world.rank == 0 and self.is_apart:
             say_apart(request.combining)
+        if world.rank == 0:
+            self._warn_of_torch()
         self._outer_due, self._versions_stepped = False, 0
         self.last_outer_step = 0
         self._has_optimizer = False
         self.needs_inputs = 0 in self.stages
         self.needs_targets = self.schedule.num_stages - 1 in self.stages
+
+    def _warn_of_torch(self) -> None:
+        warn_of_untested_torch()
+        if Op.W in self.schedule.ops and not can_split_backward():
+            log.warning(
+                "schedule: torch %s lacks what a split backward needs, so weight gradients are "
+                "made together with those of inputs and W of schedule %r has nothing to do; a "
+                "schedule whose backward is B is as fast",
+                torch.__version__,
+                self.schedule.name,
+            )
 
     def _build_stages(self, model: list[Layer]) -> None:
         """Build the stages of this rank, and learn from the others what the whole model has."""

@@ -20,6 +20,7 @@ import torch
 from experiments.gpu.running import LEFT, ROOT, Claim, Outcome, Part, run_part, write_json
 from gpipe_hpc.comm.device import automatic_kind, refuse_old_torch
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.torch_compat import refuse_unfit_torch
 
 MOST_S = 570.0
 # What is left for a part must be enough to say something.
@@ -223,11 +224,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="parts by name; all if left out")
     parser.add_argument("--most-s", type=float, default=MOST_S, help="for all parts together")
     args = parser.parse_args()
+    kind = accelerator() if args.device == "auto" else args.device
     try:
-        refuse_old_torch()
+        refuse_unfit_torch()
+        if kind != "cpu":
+            refuse_old_torch(kind)
     except ConfigError as error:
         parser.error(str(error))
-    kind = accelerator() if args.device == "auto" else args.device
     if kind == "cpu" and args.device == "auto":
         parser.error("torch finds no accelerator; --device cpu tries the command without one")
     chosen = parts(kind, in_little=kind == "cpu")

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+
+from gpipe_hpc.torch_compat import storage_info
 
 METADATA: Final = ".metadata"
 
@@ -202,12 +204,12 @@ class _Writer(FileSystemWriter):
 
 def _metadata(stored: Mapping[str, StoredTensor]) -> Metadata:
     entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, Any] = {}
     for name, tensor in stored.items():
         start = torch.Size([0] * len(tensor.shape))
         piece = ChunkStorageMetadata(start, tensor.shape)
         properties = TensorProperties(dtype=tensor.dtype)
         entries[name] = TensorStorageMetadata(properties, tensor.shape, [piece])
         index = MetadataIndex(name, start, 0)
-        places[index] = _StorageInfo(tensor.file, tensor.offset, tensor.length)
+        places[index] = storage_info()(tensor.file, tensor.offset, tensor.length)
     return Metadata(entries, storage_data=places)

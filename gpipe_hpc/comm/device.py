@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from socket import gethostname
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 from uuid import UUID
 
@@ -496,15 +497,15 @@ class Accelerator:
 
     def memory_allocated(self) -> int:
         """Return the bytes of tensors on the device."""
-        return torch.accelerator.memory_allocated(self.torch)
+        return int(self._of_memory("memory_allocated")(self.torch))
 
     def memory_peak(self) -> int:
         """Return the most bytes of tensors on the device."""
-        return torch.accelerator.max_memory_allocated(self.torch)
+        return int(self._of_memory("max_memory_allocated")(self.torch))
 
     def memory_reserved(self) -> int:
         """Return the bytes that torch's allocator holds of the device."""
-        return torch.accelerator.memory_reserved(self.torch)
+        return int(self._of_memory("memory_reserved")(self.torch))
 
     def memory_total(self) -> int | None:
         """Return the bytes that the device has; None where torch does not tell."""
@@ -518,11 +519,11 @@ class Accelerator:
 
     def reset_peak(self) -> None:
         """Begin a new peak of `memory_peak`."""
-        torch.accelerator.reset_peak_memory_stats(self.torch)
+        self._of_memory("reset_peak_memory_stats")(self.torch)
 
     def trim(self) -> None:
         """Give back what torch's allocator holds of the device unused."""
-        torch.accelerator.empty_cache()
+        self._of_memory("empty_cache")()
 
     def deterministic(self) -> AbstractContextManager[None]:
         """Return a block within which operators give the same bits each time, or raise."""
@@ -538,9 +539,15 @@ class Accelerator:
 
     def _memory_info(self) -> tuple[int, int] | None:
         try:
-            return torch.accelerator.get_memory_info(self.torch)
+            told: tuple[int, int] = self._of_memory("get_memory_info")(self.torch)
         except RuntimeError:  # not every kind has it
             return None
+        return told
+
+    def _of_memory(self, name: str) -> Any:
+        """Return one of torch's functions for the memory of all kinds, or that of this kind."""
+        found = getattr(torch.accelerator, name, None)
+        return found or getattr(self._module, OF_MEMORY[name])
 
     @property
     def _module(self) -> Any:
@@ -590,7 +597,7 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
             f"train.device: expected one of the {count} of kind {kind.type} that this process "
             f"sees, {kind.type}:0 to {kind.type}:{count - 1}, got {name}; choose one of them"
         )
-    refuse_old_torch()
+    refuse_old_torch(kind.type)
     device = Accelerator(torch.device(kind.type, index))
     device.use()
     wake_backward(device)
@@ -608,14 +615,20 @@ def wake_backward(device: Device) -> None:
         torch.autograd.backward(one.mul(1.0))
 
 
-def refuse_old_torch() -> None:
-    """Raise ConfigError, with their names, where torch lacks functions that accelerators need."""
+def refuse_old_torch(kind: str) -> None:
+    """Raise ConfigError, with their names, where torch lacks functions that a kind needs."""
     lacking = [name for name in NEEDED if not _has(torch, name.split("."))]
+    module = torch.get_device_module(kind) if "get_device_module" not in lacking else None
+    lacking += [
+        f"accelerator.{name}"
+        for name, own in OF_MEMORY.items()
+        if not (hasattr(torch.accelerator, name) or hasattr(module, own))
+    ]
     if lacking:
         names = ", ".join(f"torch.{name}" for name in lacking)
         raise ConfigError(
             f"train.device: expected a torch with {names}, got {torch.__version__} without; use "
-            f"torch 2.10 or newer (2.13 is what is tested), or {setting('train.device', 'cpu')}"
+            f"torch 2.10 or newer, or {setting('train.device', 'cpu')}"
         )
 
 
@@ -756,18 +769,26 @@ NEEDED: Final = (
     "accelerator.current_device_index",
     "accelerator.current_stream",
     "accelerator.device_count",
-    "accelerator.empty_cache",
-    "accelerator.get_memory_info",
-    "accelerator.max_memory_allocated",
-    "accelerator.memory_allocated",
-    "accelerator.memory_reserved",
-    "accelerator.reset_peak_memory_stats",
     "accelerator.set_device_index",
     "accelerator.set_stream",
     "accelerator.synchronize",
     "get_device_module",
 )
-"""What is asked of torch for an accelerator; the newest of it (get_memory_info) came with 2.10."""
+"""What is asked of torch for an accelerator; all of it is there since 2.7."""
+OF_MEMORY: Final = MappingProxyType(
+    {
+        "empty_cache": "empty_cache",
+        "get_memory_info": "mem_get_info",
+        "max_memory_allocated": "max_memory_allocated",
+        "memory_allocated": "memory_allocated",
+        "memory_reserved": "memory_reserved",
+        "reset_peak_memory_stats": "reset_peak_memory_stats",
+    }
+)
+"""What is asked of `torch.accelerator` for memory, and what torch.cuda and torch.xpu call it.
+
+It came with 2.9, get_memory_info with 2.10; before, the module of the kind is asked.
+"""
 
 _HOST: Final = torch.device("cpu")
 # KiB and how many of each, as ":4096:2:16:8".
@@ -837,15 +858,16 @@ def _mark(event: Event) -> torch.Event:
 def _deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     # Nothing here reads memory that nobody wrote, and to fill it takes time.
-    torch._C._set_deterministic_fill_uninitialized_memory(False)
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
-        torch._C._set_deterministic_fill_uninitialized_memory(fills)
+        settings.fill_uninitialized_memory = fills
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from gpipe_hpc.comm.pickling import rebuilds, register_boundary_type
+from gpipe_hpc.torch_compat import pytree
 
 Nest = Any
 """A nest of tuples, lists and dicts whose leaves are tensors, None or picklable values."""

@@ -29,10 +29,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from gpipe_hpc.errors import ConfigError, DataError, ModelError
 from gpipe_hpc.schedule import Op, Placement, Row, Schedule
+from gpipe_hpc.torch_compat import pytree
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])

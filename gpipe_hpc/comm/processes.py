@@ -55,6 +55,7 @@ from gpipe_hpc.comm.watch.pulse import Idle, Pulse
 from gpipe_hpc.comm.watch.settings import Watchfulness
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.torch_compat import default_store
 
 log = logging.getLogger("gpipe_hpc.comm")
 
@@ -105,7 +106,7 @@ class ProcessWorld:
         self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
         uses_own = _is_carried(device)
-        self._uses_mpi = isinstance(dist.distributed_c10d._get_default_group(), MpiGroup)
+        self._uses_mpi = isinstance(dist.group.WORLD, MpiGroup)
         self._host_backend = MPI_NAME if self._uses_mpi else "gloo"
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
         self._own_backend = f"{device.type}:{device.backend}"
@@ -443,7 +444,7 @@ def _private_keys(rank: int) -> tuple[Store, int]:
 
     Each rank counts its own worlds; as all make them together, they agree without a word.
     """
-    store = PrefixStore("gpipe_hpc", dist.distributed_c10d._get_default_store())
+    store = PrefixStore("gpipe_hpc", default_store())
     number = store.add(f"worlds/{rank}", 1)
     return PrefixStore(f"world{number}", store), number
 
@@ -506,7 +507,9 @@ def _one_host(hosts: Mapping[int, str], channel: PlacedChannel) -> bool:
 
 def _is_carried(device: Device) -> bool:
     """Say whether the default group was made with the device's own backend."""
-    return carries(dist.distributed_c10d._get_default_group(), device)
+    world = dist.group.WORLD
+    assert world is not None, "joined before"
+    return carries(world, device)
 
 
 def _ends(channel: PlacedChannel) -> tuple[int, int]:

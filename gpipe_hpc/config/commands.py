@@ -83,6 +83,10 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
 def _run_all(task: Task, command: str, unshared: str | None) -> int:
     launcher = _other_launcher(sys.argv[1:])
     try:
+        if "torch" in sys.modules:  # a command that needs it has loaded it
+            from gpipe_hpc.torch_compat import refuse_unfit_torch
+
+            refuse_unfit_torch()
         with _words(without_launcher(sys.argv[1:]) if launcher else sys.argv[1:]):
             jobs = _composed_jobs(reads_data=command != "draw")
         _refuse_shared(jobs, unshared)

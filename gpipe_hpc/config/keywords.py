@@ -25,6 +25,7 @@ from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES
 from gpipe_hpc.planning.request import Request, Settings
 from gpipe_hpc.schedule import canonical_schedule, replicas_on
 from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
+from gpipe_hpc.torch_compat import refuse_unfit_torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ def by_keyword(
 
         def init(self: Any, /, *args: Any, **kwargs: Any) -> None:
             with OwnFramesLeftOut():
+                refuse_unfit_torch()
                 # First of all, so that what is mistaken is told as one message of one rank.
                 world = _world_of(kwargs)
                 with together(world, "start"):

@@ -14,7 +14,6 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
-from gpipe_hpc.engine.backward.joints import can_join
 from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.segment import Segment
@@ -40,6 +39,7 @@ from gpipe_hpc.engine.sums.loss import (
     refuse_constant,
 )
 from gpipe_hpc.errors import GpipeError, ModelError
+from gpipe_hpc.torch_compat import can_split_backward
 
 Gradients = Sequence[torch.Tensor | None]
 _NOTHING: Final = nullcontext()
@@ -233,7 +233,7 @@ class StageWork:
 
     def _defers(self, splits: bool, host: HostCopy | None) -> Deferred | None:
         """Return what takes weight gradients in place of autograd, if anything does."""
-        if self.stage.is_compiled or not splits or not can_join():
+        if self.stage.is_compiled or not splits or not can_split_backward():
             return None
         return Deferred(None if host is None else host.hold)
 

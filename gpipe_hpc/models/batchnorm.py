@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.layers import Layer
 from gpipe_hpc.models.reports import current_reports
+from gpipe_hpc.torch_compat import NormBase, current_graph_task_id
 
 SumOver = Callable[[Tensor], None]
 """Sums a tensor in place over all that normalise together."""
@@ -162,7 +162,7 @@ def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
         if isinstance(part, PooledBatchNorm):
             part.place = full
             converted.append(full)
-        elif isinstance(part, _NormBase) and part.track_running_stats:
+        elif isinstance(part, NormBase) and part.track_running_stats:
             left.append(f"{full} ({type(part).__name__})")
     return Conversion(tuple(converted), tuple(left))
 
@@ -175,7 +175,7 @@ def refuse_shared_statistics(layers: Sequence[Layer]) -> None:
     places: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for name, part in layer.named_modules() if isinstance(layer, nn.Module) else ():
-            if not (isinstance(part, _NormBase) and part.track_running_stats and part.training):
+            if not (isinstance(part, NormBase) and part.track_running_stats and part.training):
                 continue
             first = places.setdefault(id(part), index)
             if first != index:
@@ -215,7 +215,7 @@ def _forward(layer: PooledBatchNorm, input: Tensor, plain: Callable[[Tensor], Te
 
 def _is_rerun() -> bool:
     """Say whether this runs within a backward, where what a layer checkpoints is run again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 
 def _sum_over(layer: PooledBatchNorm, is_first: bool) -> SumOver | None:

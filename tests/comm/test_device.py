@@ -13,6 +13,7 @@ import torch
 from gpipe_hpc.comm import device as device_module
 from gpipe_hpc.comm.device import (
     NEEDED,
+    OF_MEMORY,
     Accelerator,
     Device,
     HostDevice,
@@ -165,18 +166,38 @@ def test_free_memory_is_what_nobody_has_and_what_the_allocator_keeps(monkeypatch
 
 def test_an_old_torch_is_refused_by_the_names_of_what_it_lacks(monkeypatch):
     """Before, torch 2.9 failed at the first report of memory, in the first step."""
-    refuse_old_torch()
+    refuse_old_torch("cuda")
     monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    refuse_old_torch("cuda")  # torch.cuda has it
+    monkeypatch.delattr(torch.cuda, "mem_get_info")
     monkeypatch.delattr(torch, "Stream")
     told = r"torch with torch.Stream, torch.accelerator.get_memory_info, got .*; use torch 2.10"
     with pytest.raises(ConfigError, match=told):
-        refuse_old_torch()
+        refuse_old_torch("cuda")
+
+
+def test_before_torch_2_9_the_module_of_the_kind_tells_of_memory(monkeypatch):
+    for name, own in OF_MEMORY.items():
+        monkeypatch.delattr(torch.accelerator, name)
+        monkeypatch.setattr(torch.cuda, own, lambda *device, name=name: (name, *device))
+    device = cuda()
+    assert device._memory_info() == ("get_memory_info", device.torch)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    assert (device.memory_reserved(), device.memory_allocated()) == (50, 20)
+    assert device.memory_peak() == 30
+    assert (device.memory_free(), device.memory_total()) == (130, 1000)
+    device.reset_peak()
+    device.trim()
 
 
 def test_all_that_is_asked_of_torch_is_looked_for():
     text = Path(device_module.__file__).read_text()
     used = set(re.findall(r"torch\.(accelerator\.\w+|Event|Stream|get_device_module)\(", text))
     assert used == set(NEEDED)
+    assert set(re.findall(r'_of_memory\("(\w+)"\)', text)) == set(OF_MEMORY)
 
 
 def test_generators_are_the_cpus_and_the_devices(monkeypatch):

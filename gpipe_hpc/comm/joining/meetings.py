@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from gpipe_hpc.comm.joining.roll_call import RollCall
+from gpipe_hpc.torch_compat import PrefixStore, Store
 
 _COUNT: Final = "meetings"
 _PAUSE_S: Final = 0.05

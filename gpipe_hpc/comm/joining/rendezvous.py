@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Final, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gpipe_hpc.comm.failing.timeouts import DEFAULT_REACH_S
 from gpipe_hpc.comm.host.open_files import allow_files
@@ -35,6 +34,7 @@ from gpipe_hpc.comm.reaching.addresses import (
     is_loopback,
 )
 from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.torch_compat import HashStore, PrefixStore, Store, TCPStore
 
 # How long a store may take to answer that may be none.
 _LOOK_S: Final = 3.0

@@ -23,13 +23,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from gpipe_hpc import __version__
 from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.joining.secret import PROOF_BYTES, SECRET_VARIABLE, Secret
 from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.torch_compat import Store
 
 log = logging.getLogger("gpipe_hpc.comm")
 

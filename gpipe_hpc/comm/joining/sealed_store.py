@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.torch_compat import Store
 
 
 class SealedStore(Store):

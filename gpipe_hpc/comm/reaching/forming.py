@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, Final
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as torch_groups
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gpipe_hpc.comm.collectives.bruck import distances
@@ -24,6 +23,7 @@ from gpipe_hpc.comm.reaching.knocking import Place, calls, listening, unanswered
 from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
 from gpipe_hpc.comm.torch_face import StartBroadcast, register
 from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.torch_compat import default_store, new_process_group, ranks_of_groups
 
 _GLOO: Final = "gloo"  # in the names of backends that callers give
 _LONGEST_KNOCK_S: Final = 10.0  # in which a call is made four times
@@ -97,19 +97,17 @@ class Former:
         self, name: str, members: tuple[int, ...], backend: str, given: object = None
     ) -> dist.ProcessGroup:
         """Make a group and enter it into torch's lists; `given`: what the backend is made with."""
-        torch_side: Any = torch_groups
-        default = torch_side._get_default_group()
-        _, store = torch_side._world.pg_map[default]
+        default: Any = dist.group.WORLD
         if _GLOO in backend:
             gloo.register(self._address)
             backend = backend.replace(_GLOO, gloo.NAME)
         with _unbound(default):
-            formed, _ = torch_side._new_process_group_helper(
+            formed, _ = new_process_group(
                 len(members),
                 members.index(default.rank()),
                 list(members),
                 dist.Backend(backend),
-                store,
+                default_store(),
                 group_name=name,
                 backend_options=given,
                 timeout=self._timeout,
@@ -119,7 +117,7 @@ class Former:
         ):  # torch < 2.14 gives a mixed group NCCL's or its own Gloo's
             formed._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         places = {rank: position for position, rank in enumerate(members)}
-        torch_side._world.pg_group_ranks[formed] = places
+        ranks_of_groups()[formed] = places
         group: dist.ProcessGroup = formed
         return group
 
@@ -145,11 +143,8 @@ class Former:
 
     def _connected(self, name: str, pair: tuple[int, int], device: Any) -> dist.ProcessGroupGloo:
         """Connect two ranks that have met."""
-        torch_side: Any = torch_groups
-        default = torch_side._get_default_group()
-        _, store = torch_side._world.pg_map[default]
-        keys = PrefixStore(f"{name}/", store)
-        position = pair.index(default.rank())
+        keys = PrefixStore(f"{name}/", default_store())
+        position = pair.index(dist.get_rank())
         return gloo.connect(keys, position, 2, device, self._timeout, num_threads=1)
 
     def _meet_in_rounds(self, name: str, members: Sequence[int], rank: int) -> None:

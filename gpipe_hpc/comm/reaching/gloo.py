@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from gpipe_hpc.comm.reaching.addresses import address_of, holder_of
 from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.torch_compat import gloo_options
 
 NAME: Final = "gpipe_hpc_gloo"
 """What torch calls this backend."""
@@ -82,7 +83,8 @@ def connect(
 ) -> dist.ProcessGroupGloo:
     """Connect the ranks of a store with one another, through a device of `open_device`."""
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
+    assert gloo_options is not None, "torch has Gloo"
+    options = gloo_options()
     options._devices, options._threads, options._timeout = [device], num_threads, timeout
     connected: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return connected

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gpipe_hpc.torch_compat import run_backward
 
 Edges = Sequence[GradientEdge]
 Tensors = Sequence[torch.Tensor]
@@ -15,7 +18,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     node: Any = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
-    if isinstance(node, torch._C._FunctionBase):
+    if isinstance(node, BackwardCFunction):
         # In older versions the node of an `autograd.Function` does not keep its graph alive.
         with torch.enable_grad():
             return edge_of(tensor.view_as(tensor))
@@ -28,7 +31,7 @@ def accumulate_gradients(edges: Edges, gradients: Tensors, inputs: Tensors = ())
     They take as long as the backward of a small layer. The engine itself refuses shapes that
     cannot be broadcast; what comes here are gradients that autograd made for the same tensors.
     """
-    _engine_run_backward(
+    run_backward(
         tuple(edges),
         tuple(gradients),
         False,  # keep_graph
@@ -43,7 +46,7 @@ def differentiate(
     edges: Edges, gradients: Tensors, inputs: Tensors, *, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
     """Do what `torch.autograd.grad` does, likewise; the graph stays, unused inputs get None."""
-    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+    found: tuple[torch.Tensor | None, ...] = run_backward(
         tuple(edges),
         tuple(gradients),
         True,  # keep_graph

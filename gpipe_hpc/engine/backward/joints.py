@@ -9,7 +9,7 @@ The gradient of a parameter itself cannot be asked for in that way. In a forward
 refuses it. In a hook torch does, unless it is told `allow_unused`: then it returns None.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.torch_compat import will_engine_execute
 
 # Torch functions that start a backward.
 STARTS: Final[frozenset[Any]] = frozenset(
@@ -26,9 +27,6 @@ STARTS: Final[frozenset[Any]] = frozenset(
 with torch.inference_mode(False):
     _LEAF: Final = torch.empty(0, device="cpu", requires_grad=True)
 _NODE: Final = get_gradient_edge(_LEAF).node
-
-# Nothing else tells a backward from a `torch.autograd.grad`; without it nothing can be joined.
-_will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 
 
 class Call(Protocol):
@@ -45,11 +43,6 @@ class Call(Protocol):
 
     def leave(self, gradient: torch.Tensor) -> None:
         """Leave the parameters' gradients to somebody; `gradient` is that of the output."""
-
-
-def can_join() -> bool:
-    """Say whether this version of torch tells which backwards count."""
-    return _will_execute is not None
 
 
 def join(call: Call, inputs: Iterable[torch.Tensor]) -> Any:
@@ -74,9 +67,8 @@ class _Joint(torch.autograd.Function):
         gradient = gradients[0]
         if gradient is None:  # nothing behind it has a gradient: nor have its parameters
             return (None,) * (1 + ctx.num_anchors)
-        assert _will_execute is not None, "nothing was joined without it"
         found = call.input_gradients(gradient)
-        if _will_execute(_NODE):
+        if will_engine_execute(_NODE):
             call.leave(gradient)
         return (None, *found, None)
 
@@ -87,8 +79,7 @@ _APPLY: Final[Any] = getattr(super(torch.autograd.Function, _Joint), "apply", _J
 
 def runs_itself(parameter: nn.Parameter) -> bool:
     """Say whether the backward that runs now adds to a parameter as autograd does, too."""
-    assert _will_execute is not None, "nothing was joined without it"
-    return _will_execute(get_gradient_edge(parameter).node)
+    return will_engine_execute(get_gradient_edge(parameter).node)
 
 
 def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:

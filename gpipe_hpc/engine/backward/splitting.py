@@ -33,6 +33,13 @@ from gpipe_hpc.engine.backward.joints import (
     runs_itself,
 )
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.torch_compat import (
+    HANDS_OVER_BACKWARD,
+    are_functorch_transforms_active,
+    asked_of_backward,
+    is_forward_ad_enabled,
+    top_saved_tensors_hooks,
+)
 
 Function = Callable[..., Any]
 
@@ -140,10 +147,15 @@ class DeferWeights(TorchFunctionMode):
     ) -> Any:
         """Run one torch function; split it if it is of the kind and takes a parameter."""
         keywords, deferred = kwargs or {}, self._deferred
-        if func in STARTS:
-            if not torch.compiler.is_compiling():
-                check_asked(func, args, keywords)
+        if torch.compiler.is_compiling():
             return func(*args, **keywords)
+        if func in STARTS:
+            check_asked(func, args, keywords)
+            return func(*args, **keywords)
+        if not HANDS_OVER_BACKWARD:
+            asked = asked_of_backward(func)
+            if asked is not None:
+                check_asked(torch.autograd.backward, asked[:1], {"inputs": asked[1]})
         if func not in _SPLIT or not _may_split():
             return func(*args, **keywords)
         if func is F.linear and not keywords and _is_plain_linear(*args):
@@ -156,17 +168,17 @@ class DeferWeights(TorchFunctionMode):
 
 def _may_split() -> bool:
     """Say whether what runs now is an ordinary forward: once, eager, with a graph."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled():
         return False
-    if not torch._C._is_fwd_grad_enabled():
+    if not is_forward_ad_enabled():
         # Within an `autograd.Function`, whose backward may ask for the gradients of parameters.
         return False
-    return not (torch._C._are_functorch_transforms_active() or _is_checkpointed())
+    return not (are_functorch_transforms_active() or _is_checkpointed())
 
 
 def _is_checkpointed() -> bool:
     """Say whether `torch.utils.checkpoint` will run this again and compare what it saves."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     return bool(hooks) and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 

@@ -110,11 +110,21 @@ class StageCasts:
         return [parameter._version for parameter in self._parameters]
 
 
+def forget_detached_casts() -> None:
+    """Let a forward cast its weights itself if torch would give it casts that have no graph.
+
+    It would within an autocast block of the user's around the whole step: those casts are then
+    kept from the first forward, which has no graph, to the recomputation.
+    """
+    if not _casts_keep_their_graph():
+        torch.clear_autocast_cache()
+
+
 @cache
 def _casts_keep_their_graph() -> bool:
     """Say whether a cast first made without a graph serves a forward with one.
 
-    Older versions of torch hand out the same detached cast: the weight would get no gradient.
+    Torch before 2.9 hands out the same detached cast: the weight would get no gradient.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     x = torch.ones(1, 1)

@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
-from gpipe_hpc.engine.layers.precision import StageCasts
+from gpipe_hpc.engine.layers.precision import StageCasts, forget_detached_casts
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.stages.stage import Stage
@@ -57,6 +57,7 @@ class Surroundings:
 
     def around(self, segment: Segment, roll: Roll, manner: Manner) -> "Inside":
         """Return the block for one run of a segment, and of what else is on the roll."""
+        forget_detached_casts()
         if self._is_plain and manner.collector is None:
             return Inside(self._keyed, roll, manner, ())
         blocks: list[AbstractContextManager[object]] = []

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.stages.routes import State
+from gpipe_hpc.torch_compat import storage_use_count
 
 N = TypeVar("N")
 
@@ -85,7 +86,7 @@ def _held_elsewhere(
     held = {
         address: storage
         for address, storage in storages.items()
-        if not storage.resizable() or torch._C._storage_Use_Count(address) > counts[address] + 1
+        if not storage.resizable() or storage_use_count(address) > counts[address] + 1
     }
     if not held:
         return held

@@ -23,6 +23,7 @@ from gpipe_hpc.engine.state.differing import Sayings
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.gradients import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
+from gpipe_hpc.torch_compat import has_internal_overlap
 
 POLICIES: Final = ("average", "first", "each")
 _AVERAGED: Final = "are averaged over the {size} ranks that hold them"
@@ -452,7 +453,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _is_writable(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference() and (
-        not _is_plain(tensor) or torch._debug_has_internal_overlap(tensor) == 0
+        not _is_plain(tensor) or has_internal_overlap(tensor) == 0
     )
 
 

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.engine.state.sources import (
@@ -31,6 +30,7 @@ from gpipe_hpc.models import (
     seed_python,
     source_key,
 )
+from gpipe_hpc.torch_compat import TorchDispatchMode
 
 LayerKey = Callable[[int], int]
 """Gives the random key of a layer (by its global index) for the micro-batch at hand."""

@@ -13,6 +13,7 @@ from gpipe_hpc.engine.outer.sharded_bucket import ShardedBucket
 from gpipe_hpc.engine.outer.stage_shards import StageShards
 from gpipe_hpc.engine.outer.ways import Way
 from gpipe_hpc.engine.sums.dividing import Divisor, packs
+from gpipe_hpc.torch_compat import storage_use_count
 
 _PACK: Final = 2**22  # elements of gradients, of which there are two copies at a time
 # Who holds the memory of a tensor that no other shares: the tensor, and what asks.
@@ -232,7 +233,7 @@ def _is_alone(gradient: torch.Tensor) -> bool:
     return (
         memory.nbytes() == gradient.nbytes
         and memory.resizable()  # else it is an array's, or another library's
-        and torch._C._storage_Use_Count(memory._cdata) == _ALONE
+        and storage_use_count(memory._cdata) == _ALONE
     )
 
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from gpipe_hpc.models.huggingface.library import transformers_part
+from gpipe_hpc.torch_compat import FakeTensor
 
 # One thread at a time may tell transformers what to take for tracing.
 _TOLD: Final = threading.Lock()

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gpipe_hpc.torch_compat import operator
+
 # Its shapes and what it keeps are those of the fused kernels of other devices, too.
-_FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FUSED_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FUSED: Final = operator("_scaled_dot_product_flash_attention_for_cpu")
+_FUSED_BACKWARD: Final = operator("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 class FusedKernels(TorchFunctionMode):

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_CAST: Final = torch.ops.aten._to_copy.default
+from gpipe_hpc.torch_compat import TorchDispatchMode, operator
+
+_TO_COPY: Final = operator("_to_copy")
+_CAST: Final = None if _TO_COPY is None else _TO_COPY.default
 
 
 class WeightCasts(TorchDispatchMode):

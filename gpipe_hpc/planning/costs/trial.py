@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
@@ -29,6 +28,7 @@ from gpipe_hpc.planning.costs.walk import Given, Passed, described
 from gpipe_hpc.planning.costs.work import Passes, WorkCounter
 from gpipe_hpc.planning.memory.convolutions import bytes_within
 from gpipe_hpc.planning.memory.workspace import Workspace, nothing_within, run_counting
+from gpipe_hpc.torch_compat import FakeTensor, FakeTensorMode
 
 CPU: Final = torch.device("cpu")
 _FIT_LAYER: Final = (

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.planning.costs.attention import FLOP_FORMULAS
+from gpipe_hpc.torch_compat import TorchDispatchMode
 
 
 class Work(NamedTuple):
@@ -121,10 +121,10 @@ class _BytesMoved(TorchDispatchMode):
     ) -> Any:
         """Run one operator, and add what it moves."""
         result = func(*args, **(kwargs or {}))
-        if func._overloadpacket not in self._counted and not func.is_view:
+        if func.overloadpacket not in self._counted and not func.is_view:
             written = _bytes_of(result)
             read = _bytes_of((args, kwargs))
-            if func._overloadpacket.__name__ in _READS_ROWS:
+            if func.overloadpacket.__name__ in _READS_ROWS:
                 read = min(read, written)
             self.num_bytes += read + written
         return result

@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from gpipe_hpc.torch_compat import onednn_takes
+
 _CHANNELS_LAST: Final = MappingProxyType({4: torch.channels_last, 5: torch.channels_last_3d})
 
 
@@ -92,13 +94,11 @@ def _backward(given: Tensor, weight: Tensor, came: Tensor, way: _Way) -> int:
 
 def _is_a_product(given: Tensor) -> bool:
     """Say whether torch does a convolution of such an input as a product, on such a processor."""
-    if not torch._C._has_mkldnn:
+    onednn: Any = torch.backends.mkldnn
+    if not onednn.is_available():
         return True
-    onednn: Any = torch.ops.mkldnn
-    if given.dtype == torch.bfloat16:
-        return not onednn._is_mkldnn_bf16_supported()
-    if given.dtype == torch.float16:
-        return not onednn._is_mkldnn_fp16_supported()
+    if given.dtype in (torch.bfloat16, torch.float16):
+        return not onednn_takes(given.dtype)
     return given.dtype == torch.float64
 
 

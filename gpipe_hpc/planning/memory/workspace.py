@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gpipe_hpc.comm.nests import tensors_of
+from gpipe_hpc.torch_compat import TorchDispatchMode, pytree
 
 
 class Workspace(NamedTuple):
@@ -88,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(nest: Any) -> Iterator[torch.UntypedStorage]:
-    return (each.untyped_storage() for each in tree_leaves(nest) if isinstance(each, Tensor))
+    return (each.untyped_storage() for each in pytree.tree_leaves(nest) if isinstance(each, Tensor))
 
 
 def run_counting(

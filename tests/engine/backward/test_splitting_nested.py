@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc import Pipeline, run_on_threads, torch_compat
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.backward import joints
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
@@ -214,7 +213,7 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused():
 
 @pytest.mark.parametrize("function", [equilibrium, force])
 def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
-    monkeypatch.setattr(joints, "_will_execute", None)
+    monkeypatch.setattr(torch_compat, "will_engine_execute", torch_compat._absent)
     work = work_of(Pair(function))
     (output,) = work.forward(RUN, 0, [torch.randn(5, 4)], 5, Recipe(Keep.GRAPH, True)).parts
     work.backward(0, [ramp(output)])
