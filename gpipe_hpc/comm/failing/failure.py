@@ -42,6 +42,10 @@ _REMEDIES: Final = {
     "died": "look at its log, and after SIGKILL at the memory of its host",
     "stopped": "continue it sooner, or raise comm.silence_s",
     "silent": "its host is down, its link is cut, or all its processes are stopped",
+    "helper": (
+        "the rank was killed with it, or is in a call that keeps Python's interpreter: look at its "
+        "log, and after SIGKILL at the memory of its host"
+    ),
 }
 
 T = TypeVar("T")
@@ -249,7 +253,7 @@ class FailureBoard:
         try:
             introduction: Introduction | None = self._introduce()
             next_beat_s = 0.0
-            while self._helper.is_there:
+            while not self._is_over():
                 now_s = time.monotonic()
                 if now_s >= next_beat_s:
                     self._say_doing()
@@ -261,15 +265,37 @@ class FailureBoard:
                 for message in self._helper.receive(max(limit_s, 0.0)):
                     self._hear(message, introduction)
                 self._act()
-            if not self._stop.is_set():
-                log.warning(
-                    "rank %d: expected its watcher to live as long as it does, got its end; the "
-                    "others will take this rank for lost",
-                    self._rank,
-                )
         finally:
             self._helper.end()
             self._display.close()
+
+    def _is_over(self) -> bool:
+        """Return whether the helper has ended for good; start another if it should be there.
+
+        Without one the neighbours would take this rank for lost, and none would notice a hang.
+        """
+        why = self._helper.why_gone()
+        if why is None:
+            return False
+        if self._stop.is_set() and self._helper.has_ended_well:
+            return True
+        before = self._helper.process_number
+        if not self._helper.replace():
+            log.warning("rank %d: its watcher %s; the others will lose this rank", self._rank, why)
+            return True
+        number = self._helper.process_number
+        log.warning(
+            "rank %d on %s: its helper process %d, by which ranks watch one another, %s; %s takes "
+            "its place, and the run goes on",
+            *(self._rank, socket.gethostname(), before, why),
+            f"process {number}" if number != os.getpid() else "a thread of the rank",
+        )
+        self._say_doing()
+        if self._report is not None:
+            self._helper.send(kind="failure", **self._report._asdict())
+        if self._stop.is_set():
+            self._helper.leave()
+        return False
 
     def _introduce(self) -> Introduction:
         """Bring the watcher together with its neighbours'."""
@@ -388,10 +414,11 @@ def _told_of_all(lost: Sequence[Message]) -> str:
 
 def _told_of(news: Message, *, tells_remedy: bool) -> str:
     name = f"rank {news['rank']}" + (f" on {news['host']}" if news["host"] else "")
-    return (
-        f"{name}: {news['what']}: expected it to live as long as the run, got one that "
-        f"{news['fate']}; its last action: {news['doing']}"
-        + (f"; {news['waiting']}{_REMEDIES[news['what']]}" if tells_remedy else "")
+    fate = f"{news['what']}: expected it to live as long as the run, got one that {news['fate']}"
+    if news["what"] == "helper":
+        fate = news["fate"]
+    return f"{name}: {fate}; its last action: {news['doing']}" + (
+        f"; {news['waiting']}{_REMEDIES[news['what']]}" if tells_remedy else ""
     )
 
 

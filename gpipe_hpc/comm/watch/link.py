@@ -19,6 +19,7 @@ class Link:
     host: str = ""
     heard_at: str = ""  # the address of its end of the connection
     doing: str = "not known"
+    helper: str = ""  # the number of its helper process
     has_left: bool = False  # in good order
     is_suspect: bool = False  # all have been told that it is silent
 

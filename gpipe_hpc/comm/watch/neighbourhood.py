@@ -31,10 +31,13 @@ class Neighbourhood:
         for other in neighbours(rank, size):
             self.links[other] = Link(other, dials(rank, other))
 
-    def listen(self, host: str) -> int:
-        """Listen on an address of this machine; return on which port. Raises OSError."""
+    def listen(self, host: str, port: int = 0) -> int:
+        """Listen on an address of this machine; return on which port. Raises OSError.
+
+        `port`: the one that neighbours know already.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=_MAX_STRANGERS)
+        listener = socket.create_server((host, port), family=family, backlog=_MAX_STRANGERS)
         listener.setblocking(False)
         self.listeners.append(listener)
         return int(listener.getsockname()[1])
@@ -126,6 +129,11 @@ class Neighbourhood:
         if not self._has_changed:
             return None
         self._has_changed = False
+        return self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether all neighbours that have not left can be reached."""
         return all(link.is_up or link.has_left for link in self.links.values())
 
     def forgive(self, pause_s: float) -> None:

@@ -1,5 +1,6 @@
 """Which news a watcher has heard, so that each is passed on once."""
 
+import os
 from typing import Final
 
 from gpipe_hpc.comm.watch.lines import Message
@@ -15,6 +16,9 @@ class News:
         # Names of news and the numbers of single messages, and when they were heard.
         self._heard: dict[str, float] = {}
         self._num_own = 0
+        self._mark = os.urandom(
+            4
+        ).hex()  # a helper that replaces another must not reuse its numbers
         self.lasting: list[Message] = []  # for neighbours that come later
         self.failed_s: float | None = None
 
@@ -23,7 +27,7 @@ class News:
         if "id" in news:
             return news
         self._num_own += 1
-        return news | {"id": f"{rank}.{self._num_own}"}
+        return news | {"id": f"{rank}.{self._mark}.{self._num_own}"}
 
     def is_new(self, news: Message, again_s: float, now_s: float) -> bool:
         """Say whether to pass news on, and remember them.

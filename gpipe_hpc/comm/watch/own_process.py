@@ -39,7 +39,7 @@ class OwnProcess:
 
     def is_stopped(self) -> bool:
         """Say whether a signal or a debugger keeps the process from running."""
-        return self._state()[:1] in set(_STOPPED)
+        return self._pid is not None and is_stopped(self._pid)
 
     def has_ended_well(self) -> bool:
         """Say whether the process ended with code 0, if the kernel still knows."""
@@ -50,11 +50,8 @@ class OwnProcess:
         status = self._status()
         if status is None:
             return "ended without a report"
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-            return f"was killed by {name}"
-        return f"ended with code {os.WEXITSTATUS(status)} and without a report"
+        code = os.waitstatus_to_exitcode(status)
+        return how_ended(code) + ("" if code < 0 else " and without a report")
 
     def _status(self) -> int | None:
         """Return what a parent that waits for the process will get; None: it has got it."""
@@ -104,9 +101,25 @@ class OwnProcess:
 
     def _state(self) -> str:
         """Return the kernel's line about the process behind its name, empty where there is none."""
-        if self._pid is None:
-            return ""
-        try:
-            return Path(f"/proc/{self._pid}/stat").read_text(errors="replace").rpartition(") ")[2]
-        except OSError:
-            return ""
+        return "" if self._pid is None else _state_of(self._pid)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger keeps a process from running."""
+    return _state_of(pid)[:1] in set(_STOPPED)
+
+
+def how_ended(code: int) -> str:
+    """Return how a process ended, by its exit code as subprocess gives it."""
+    if code >= 0:
+        return f"ended with code {code}"
+    number = -code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"was killed by {name}"
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2]
+    except OSError:
+        return ""

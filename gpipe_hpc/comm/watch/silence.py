@@ -18,7 +18,7 @@ _RECONNECT_S: Final = 3.0
 class Sign(Enum):
     """What is new about a neighbour."""
 
-    DIED = "died"
+    HELPER = "helper"  # its helper has ended, and no other has come
     SILENT = "silent"  # for good
     SUSPECT = "suspect"
     AGAIN = "again"
@@ -36,8 +36,12 @@ def judge(link: Link, rank: int, silence_s: float, now_s: float) -> Finding | No
     if link.has_left:
         return None
     if link.ended_s is not None:
-        if now_s > link.ended_s + _RECONNECT_S:
-            return Finding(Sign.DIED, "is gone with the helper that watches it")
+        limit_s = max(_RECONNECT_S, SUSPECT_SHARE * silence_s)
+        if now_s > link.ended_s + limit_s:
+            text = (
+                f"{_helper_of(link)} has ended, and no other took its place within {limit_s:.0f} s"
+            )
+            return Finding(Sign.HELPER, text)
         return None
     silent_s = link.silent_s(now_s)
     if silent_s > silence_s:
@@ -53,7 +57,12 @@ def judge(link: Link, rank: int, silence_s: float, now_s: float) -> Finding | No
 
 def silence_told(link: Link, rank: int, now_s: float) -> str:
     """Return what is said of a neighbour of `rank` that is lost by its silence."""
-    return f"gave no sign of life to rank {rank} for {link.silent_s(now_s):.0f} s"
+    silent_s = link.silent_s(now_s)
+    return f"gave no sign of life to rank {rank} for {silent_s:.0f} s ({_helper_of(link)})"
+
+
+def _helper_of(link: Link) -> str:
+    return f"its helper process {link.helper}".rstrip()
 
 
 def is_overdue(link: Link, now_s: float) -> bool:

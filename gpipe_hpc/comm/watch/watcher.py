@@ -33,6 +33,7 @@ _LONGEST_WAIT_S: Final = 0.25
 _PAUSE_S: Final = 2.0  # a turn that takes longer: this process itself did not run
 _UNREACHED_S: Final = 30.0
 _LINGER_S: Final = 2.0
+_REJOIN_S: Final = 3.0  # in which one that replaces another finds its neighbours before it leaves
 _STACK_S: Final = 2.0
 _ANSWER_AGAIN_S: Final = 2.0
 _KILL_S: Final = 12.0  # from news of a failure to the end of a rank that does not end by itself
@@ -57,6 +58,7 @@ class Watcher:
         self._next_beat_s = 0.0
         self._began_s = self._now_s = time.monotonic()
         self._has_warned = False
+        self._is_second = self._leaves = False
 
     def run(self) -> None:
         """Watch until the rank has left or is gone, and the others know."""
@@ -94,6 +96,7 @@ class Watcher:
             self._beat()
             self._judge()
             self._say_links()
+        self._leave_if_asked()
 
     def _interests(self) -> Iterator[tuple[int, int, Callable[[], None]]]:
         if self._line.is_open:
@@ -131,6 +134,7 @@ class Watcher:
                 link.address = (message["host"], message["port"])
             case "doing":
                 self._told.note(message, self._now_s)
+                self._line.send({"kind": "heard"})
             case "stack":
                 self._say_stuck(message["text"])
             case "failure":
@@ -140,7 +144,7 @@ class Watcher:
                 self._call()
                 self._line.send({"kind": "around", "text": self._around()})
             case "left":
-                self._leave()
+                self._leaves = True
 
     def _take_orders(self, message: Message) -> None:
         self._rank, self._silence_s = message["rank"], message["silence_s"]
@@ -148,17 +152,27 @@ class Watcher:
         self._stack_signal, self._stack_file = message["stack_signal"], message["stack_file"]
         self._view = View(message["display"])
         self._told.changed_s = self._began_s = self._now_s
+        self._is_second = "is_again" in message
         self._near.begin(self._rank, message["size"], secret)
 
     def _listen(self, message: Message) -> None:
         """Listen on an address of this machine; answer with the port."""
         host = message["host"]
         try:
-            port = self._near.listen(host)
+            # If this helper replaces another: on its port.
+            port = self._near.listen(host, message.get("port", 0))
         except OSError as error:
             self._line.send({"kind": "listening", "host": host, "port": 0, "error": str(error)})
             return
         self._line.send({"kind": "listening", "host": host, "port": port})
+
+    def _leave_if_asked(self) -> None:
+        """Leave, but not before the neighbours can be told by one that has just begun."""
+        if not self._leaves or self._told.has_left:
+            return
+        is_late = self._now_s > self._began_s + _REJOIN_S
+        if not self._is_second or self._near.is_whole or is_late:
+            self._leave()
 
     def _leave(self) -> None:
         """The rank ends its part in good order, or after a failure that all know."""
@@ -325,12 +339,13 @@ class Watcher:
         self._near.tell(self._beat_message())
 
     def _beat_message(self) -> Message:
-        return {"kind": "beat", "doing": self._told.text}
+        return {"kind": "beat", "doing": self._told.text, "helper": os.getpid()}
 
     def _listen_to(self, link: Link, message: Message) -> None:
         match message.get("kind"):
             case "beat":
                 link.doing = str(message.get("doing"))[:MAX_DOING]
+                link.helper = str(message.get("helper", ""))[:MAX_DOING]
             case "left":
                 self._near.part(link)
             case "call":
@@ -348,7 +363,7 @@ class Watcher:
             if found is None:
                 continue
             match found.sign:
-                case Sign.DIED | Sign.SILENT:
+                case Sign.HELPER | Sign.SILENT:
                     self._lose(link.rank, link.where, found.sign.value, found.text, link.doing)
                     if found.sign is Sign.SILENT:
                         self._lose_all_of(link)

@@ -42,8 +42,9 @@ def test_who_left_or_was_never_heard_is_not_missed(change):
 
 
 def test_a_connection_that_ended_may_come_back_for_a_moment():
-    found = signs(Link(1, dials=True, heard_s=0.0, ended_s=0.0), 4)
-    assert found[0] == (3.5, Sign.DIED)
+    found = signs(Link(1, dials=True, heard_s=0.0, ended_s=0.0), 5)
+    assert found[0] == (4.5, Sign.HELPER)
+    assert signs(Link(1, dials=True, heard_s=0.0, ended_s=0.0), 3, limit_s=3.0) == []
 
 
 def test_a_pause_of_the_watcher_itself_proves_nothing():
