@@ -1,6 +1,11 @@
 """`python -m gpipe_hpc`: which commands there are."""
 
+import sys
+
+from gpipe_hpc.comm.saying import code_of_output, keep_streams
 from gpipe_hpc.config.help import list_of_commands
 
 if __name__ == "__main__":
+    keep_streams()
     print(list_of_commands())
+    sys.exit(code_of_output(0))

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.failing.tracebacks import users_traceback
-from gpipe_hpc.comm.saying import say
+from gpipe_hpc.comm.saying import code_of_output, keep_streams, say
 from gpipe_hpc.config.complaints import EXPECTED, complaint, of_composing, unknown_option
 from gpipe_hpc.config.composing import Told, compose_config, load_config, register_schemas
 from gpipe_hpc.config.elsewhere import Elsewhere, ended_jobs, without_launcher
@@ -68,16 +68,17 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
     those behind one that fails; the code is the first that is not 0. `unshared` names a setting,
     a path or null, that no two jobs may have alike: they would write over one another.
     """
+    keep_streams()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        with _broken_pipe_ends():
-            print(help_of(command, conf_dir(), words))
-        return DONE_EXIT_CODE
+        print(help_of(command, conf_dir(), words))
+        return code_of_output(DONE_EXIT_CODE)
     try:
-        return _run_all(task, command, unshared)
+        code = _run_all(task, command, unshared)
     except KeyboardInterrupt:
         say("\ngpipe_hpc: interrupted")
         return INTERRUPTED_EXIT_CODE
+    return code if command == "train" else code_of_output(code)
 
 
 def _run_all(task: Task, command: str, unshared: str | None) -> int:
@@ -96,7 +97,7 @@ def _run_all(task: Task, command: str, unshared: str | None) -> int:
         return say_error(error)
     if len(jobs) == 1:
         with _environment(jobs[0].environment):
-            return _run_alone(task, jobs[0]._replace(number=None), is_silent=command != "train")
+            return task(jobs[0]._replace(number=None))
     return _run_in_turn(task, jobs)
 
 
@@ -150,16 +151,6 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
         words = f"gpipe_hpc: {_heading(job, jobs)} {how}"
         say(words)
     return next((code or FAILED_EXIT_CODE for _, code in failed), DONE_EXIT_CODE)
-
-
-def _run_alone(task: Task, job: Job, *, is_silent: bool) -> int:
-    """Run one job. `is_silent`: it only prints, so nobody misses it once its reader has gone."""
-    if not is_silent:
-        return task(job)
-    code = DONE_EXIT_CODE
-    with _broken_pipe_ends():
-        code = task(job)
-    return code
 
 
 def exit_code_of(error: Exception) -> int:
@@ -281,17 +272,6 @@ def _refuse_options(words: Sequence[str]) -> None:
         known = word.partition("=")[0] in _OPTIONS
         if word.startswith("-") and not known:
             raise unknown_option(word)
-
-
-@contextmanager
-def _broken_pipe_ends() -> Iterator[None]:
-    """Leave in silence if whoever reads standard output has gone (``... | head``)."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python would try to flush once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse_of_hydra(told: Any) -> None:

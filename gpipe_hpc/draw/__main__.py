@@ -21,8 +21,6 @@ def _task(job: Job) -> int:
         out = job.config.draw.out
         given = {word.lstrip("+").partition("=")[0] for word in job.words}
         put(draw(job.config, columns_of_terminal(out), given), out)
-    except BrokenPipeError:
-        raise  # whoever reads has gone, see run_jobs
     except (GpipeError, OSError) as error:
         return say_error(error)
     return DONE_EXIT_CODE

@@ -9,8 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
-from gpipe_hpc.comm.saying import say
+from gpipe_hpc.comm.saying import say, telling_lost_streams
 from gpipe_hpc.errors import os_remedy
+from gpipe_hpc.training.writers import METRICS_FILE
+
+log = logging.getLogger("gpipe_hpc.train")
 
 _WIPE: Final = "\r\x1b[2K"  # to the start of the line, all of it erased
 
@@ -84,8 +87,16 @@ def rank_log(
         handler.setFormatter(form)
         root.addHandler(handler)
     logging.captureWarnings(True)
+
+    def tell_lost(words: str) -> None:
+        log.warning(
+            "%s; the run goes on without it: see %s and %s",
+            *(words, run_dir / METRICS_FILE, path),
+        )
+
     try:
-        yield path
+        with telling_lost_streams(tell_lost):
+            yield path
     finally:
         logging.captureWarnings(False)
         warnings.showwarning = shown

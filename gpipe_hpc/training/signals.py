@@ -245,7 +245,7 @@ class StopRequest:
         if code == INTERRUPTED_EXIT_CODE:
             _say(words)
         else:
-            os.write(2, f"gpipe_hpc: {named}\n".encode())
+            _write(f"gpipe_hpc: {named}\n")
         ending = Ending(code, named)
         last = threading.Thread(target=self._do_at_last, args=(ending,), daemon=True)
         last.start()
@@ -266,4 +266,10 @@ def _own_name() -> str:
 def _say(words: str) -> None:
     """Say it once a job; not by `print`, in whose lock the signal may have come."""
     if all(os.environ.get(name, "0") == "0" for name in _RANKS):
-        os.write(2, f"\ngpipe_hpc: {words}\n".encode())
+        _write(f"\ngpipe_hpc: {words}\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard error; what takes nothing more is no reason not to end."""
+    with suppress(OSError):
+        os.write(2, text.encode())

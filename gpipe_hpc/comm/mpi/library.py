@@ -5,6 +5,7 @@ made of them. mpi4py ends MPI as the interpreter ends, which waits for all ranks
 it, once all have come to their end.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -169,7 +170,8 @@ class Library:
 
 def _leave_at_once() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     os._exit(1)
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpipe_hpc.comm.cores.given import go_everywhere
 from gpipe_hpc.comm.failing.tracebacks import users_traceback
+from gpipe_hpc.comm.saying import keep_streams
 from gpipe_hpc.errors import DataError, GpipeError
 from gpipe_hpc.training.data.reading import BatchReader, Reading, ReadRequest
 from gpipe_hpc.training.signals import STOP_SIGNALS
@@ -150,8 +151,10 @@ class _Spawning(SpawnContext):
 def _stay(number: int) -> None:
     """Let this process outlive the signals by which a cluster asks the run to stop, not the run.
 
-    The run needs it for the step that it finishes first, and ends it then.
+    The run needs it for the step that it finishes first, and ends it then. Nor does it end because
+    nobody reads what a data set prints.
     """
+    keep_streams()
     go_everywhere()
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # what waited since the start is dropped
