@@ -2,22 +2,26 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from glob import glob
+from os.path import expanduser
 from pathlib import Path
 from typing import Final
 
 from gpipe_hpc.bench.collectives.workload import check, time_collectives
 from gpipe_hpc.bench.figures import Measured, table
 from gpipe_hpc.bench.plot import draw
-from gpipe_hpc.bench.running import measure
-from gpipe_hpc.bench.sweep import Point, points
+from gpipe_hpc.bench.running import code_of, measure, refusal
+from gpipe_hpc.bench.sweep import Point, at_point, points
 from gpipe_hpc.comm.saying import say
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.checks import check_ranges
+from gpipe_hpc.config import Config, check_config
+from gpipe_hpc.config.checks import check_timing
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, FAILED_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.spelling import suggestion
-from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.errors import GpipeError, is_users_mistake
+from gpipe_hpc.training.data.paths import expand
+from gpipe_hpc.training.preflight.layout import plan_layout
 
 _STEPS: Final = "steps"
 _COLLECTIVES: Final = "collectives"
@@ -34,23 +38,47 @@ def main() -> None:
 def _task(job: Job) -> int:
     config = job.config
     try:
-        check_ranges(config)
+        check_timing(config)
         workloads = _workloads(config)
         wanted = points(config) if _STEPS in workloads else []
         if _COLLECTIVES in workloads:
             check(config)
     except GpipeError as error:
         return say_error(error)
-    done = []
+    refused = {point: why for point in wanted if (why := _refusal(config, point)) is not None}
+    if wanted and len(refused) == len(wanted):
+        return say_error(refused[wanted[0]])
+    codes = []
     try:
         if _STEPS in workloads:
-            done.append(_time_steps(wanted, job))
+            codes.append(_time_steps(wanted, refused, job))
         if _COLLECTIVES in workloads:
-            done.append(time_collectives(config, job.words))
+            codes.append(time_collectives(config, job.words))
     except OSError as error:
         say(f"gpipe_hpc: bench.out: {error}")
         return FAILED_EXIT_CODE
-    return DONE_EXIT_CODE if all(done) else FAILED_EXIT_CODE
+    return max(codes, default=DONE_EXIT_CODE)
+
+
+def _refusal(config: Config, point: Point) -> GpipeError | None:
+    """Return why a point's settings cannot work, None if they may; nothing is measured."""
+    try:
+        own = at_point(config, point)
+        check_config(own, point.ranks)
+        _check_files(own)
+        plan_layout(own, point.ranks)
+    except GpipeError as error:
+        return error if is_users_mistake(error) else None
+    except Exception:
+        return None  # the ranks of the point say what goes wrong
+    return None
+
+
+def _check_files(config: Config) -> None:
+    """Raise MissingDataError for files of text or lines that are not there."""
+    for name in ("paths", "validation_paths"):
+        patterns = getattr(config.data, name, None) or ()
+        expand([each for each in patterns if not glob(expanduser(each), recursive=True)])
 
 
 def _workloads(config: Config) -> list[str]:
@@ -63,18 +91,22 @@ def _workloads(config: Config) -> list[str]:
     return names
 
 
-def _time_steps(wanted: Sequence[Point], job: Job) -> bool:
-    """Measure the steps of every point; say whether any could be measured."""
+def _time_steps(wanted: Sequence[Point], refused: Mapping[Point, GpipeError], job: Job) -> int:
+    """Measure the steps of every point that can work; return 0 if any could be measured."""
     found = []
     for number, point in enumerate(wanted, 1):
         say(f"{number}/{len(wanted)}: {point.named()}")
-        found.append(measure(point, job.words, job.config.bench.limit_s))
+        found.append(
+            Measured(point, failed=refusal(refused[point]))
+            if point in refused
+            else measure(point, job.words, job.config.bench.limit_s)
+        )
         if found[-1].failed:
             say(f"  {found[-1].failed}")
     print(table(found))
     if job.config.bench.out is not None:
         _keep(found, Path(job.config.bench.out))
-    return any(each.steps_s for each in found)
+    return code_of(any(each.steps_s for each in found), [each.failed for each in found])
 
 
 def _keep(found: list[Measured], folder: Path) -> None:

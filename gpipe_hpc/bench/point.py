@@ -11,11 +11,12 @@ from typing import Any, Final
 
 import torch
 
+from gpipe_hpc.bench.running import say_failure
 from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs
 from gpipe_hpc.engine.sums.told import tell_all
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.training.figures.throughput import tokens_per_sample
@@ -38,7 +39,7 @@ def _task(job: Job) -> int:
     try:
         _measure(job.config)
     except GpipeError as error:
-        return say_error(error)
+        return say_failure(error, job.config)
     return DONE_EXIT_CODE
 
 

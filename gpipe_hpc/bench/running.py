@@ -13,8 +13,17 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.bench.figures import Measured
 from gpipe_hpc.bench.sweep import Point
+from gpipe_hpc.config import Config
+from gpipe_hpc.config.commands import (
+    BAD_CONFIG_EXIT_CODE,
+    DONE_EXIT_CODE,
+    FAILED_EXIT_CODE,
+    say_error,
+)
+from gpipe_hpc.errors import GpipeError, PeerError
 
 _POINT: Final = "gpipe_hpc.bench.point"
+_CODE: Final = "exit_code"
 _GRACE_S: Final = 45.0  # torchrun itself waits 30 s for its ranks before it ends them by force
 
 
@@ -59,10 +68,32 @@ def run_ranks(
                 return Failed(f"took longer than bench.limit_s={limit_s:g} s")
             finally:
                 _end(process)
-        if code or not result.exists():
-            return Failed(_reason(log.read_text(errors="replace"), code))
-        told: dict[str, Any] = json.loads(result.read_text())
+        told: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+        if code or _CODE in told or not told:
+            # torchrun itself ends with 1, whatever its ranks end with.
+            return Failed(_reason(log.read_text(errors="replace"), told.get(_CODE, code)))
         return told
+
+
+def say_failure(error: GpipeError, config: Config) -> int:
+    """Print what ended a rank of `run_ranks`, and leave it its exit code; return that."""
+    code = say_error(error)
+    if config.bench.out is not None and not isinstance(error, PeerError):
+        Path(config.bench.out).write_text(json.dumps({_CODE: code}))
+    return code
+
+
+def refusal(error: GpipeError) -> str:
+    """Return why a point whose settings cannot work is not measured, as if it had been tried."""
+    return _failure(f"gpipe_hpc: {error}", BAD_CONFIG_EXIT_CODE)
+
+
+def code_of(is_any: bool, failures: Sequence[str]) -> int:
+    """Return the exit code of a sweep: 0 if it brought anything, 2 if no settings could work."""
+    if is_any:
+        return DONE_EXIT_CODE
+    are_refused = all(each.startswith(_failure("", BAD_CONFIG_EXIT_CODE)) for each in failures)
+    return BAD_CONFIG_EXIT_CODE if are_refused else FAILED_EXIT_CODE
 
 
 def _mpiexec() -> str:
@@ -95,4 +126,8 @@ def _reason(output: str, code: int) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("gpipe_hpc: ")]
     said = (ours or lines[-1:] or ["nothing was said"])[0]
+    return _failure(said, code)
+
+
+def _failure(said: str, code: int) -> str:
     return f"exit code {code}, {said}"

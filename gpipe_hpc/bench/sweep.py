@@ -1,6 +1,7 @@
 """The points of a sweep: what is varied, and the settings of each."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -33,6 +34,18 @@ class Point(NamedTuple):
             f"pipeline.microbatches={self.microbatches}",
             f"comm.backend={self.backend}",
         ]
+
+
+def at_point(config: Config, point: Point) -> Config:
+    """Return the settings of a run at a point, for checks; see `Point.overrides`."""
+    train = replace(config.train, batch_size=point.batch_size, num_threads=point.threads)
+    train.batch_ramp = replace(train.batch_ramp, start=None)
+    return replace(
+        config,
+        train=train,
+        pipeline=replace(config.pipeline, microbatches=point.microbatches),
+        comm=replace(config.comm, backend=point.backend),
+    )
 
 
 def points(config: Config) -> list[Point]:

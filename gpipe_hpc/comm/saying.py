@@ -20,11 +20,6 @@ _INPUT: Final = 0
 _OUTPUT: Final = 1
 _TELLING_S: Final = 2.0
 
-_kept: list[Any] = []  # streams that outlast what they write to
-_lost: dict[int, OSError] = {}  # by descriptor
-_tellers: list[Callable[[str], object]] = []
-_threads: list[threading.Thread] = []
-
 
 def say(text: str) -> None:
     """Write a text and the end of its line in one piece, so no other rank's comes in between.
@@ -48,37 +43,79 @@ def say(text: str) -> None:
             left = left[os.write(stream.fileno(), left) :]
 
 
+class _Streams:
+    """The standard streams of this process: which of them are lost, and who is told of it."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self._tellers: list[Callable[[str], object]] = []
+        self._threads: list[threading.Thread] = []
+        self.lost: dict[int, OSError] = {}  # by descriptor
+
+    def keep(self, descriptor: int) -> None:
+        """Open a closed descriptor, and let the stream that writes to one outlast it."""
+        try:
+            os.fstat(descriptor)
+        except OSError as error:
+            self.lose(descriptor, error)
+        name = _NAMES[descriptor]
+        stream = getattr(sys, name)
+        is_own = stream is None or stream is getattr(sys, f"__{name}__")
+        if descriptor != _INPUT and is_own and stream not in self._kept:
+            self._kept.append(_outlasting(stream, descriptor))
+            setattr(sys, name, self._kept[-1])
+            setattr(sys, f"__{name}__", self._kept[-1])
+
+    def lose(self, descriptor: int, error: OSError) -> None:
+        """Take note that a stream is lost, and give its descriptor to /dev/null."""
+        null = os.open(os.devnull, os.O_RDWR)
+        if null == descriptor:
+            os.set_inheritable(null, True)
+        else:
+            os.dup2(null, descriptor)
+            os.close(null)
+        if descriptor == _INPUT:
+            return
+        self.lost[descriptor] = error
+        for tell in self._tellers:
+            # By another thread: this one may be in the lock of the stream or of a log.
+            thread = threading.Thread(target=tell, args=(_told(descriptor, error),), daemon=True)
+            with contextlib.suppress(RuntimeError):  # Python ends
+                thread.start()
+                self._threads.append(thread)
+
+    @contextlib.contextmanager
+    def told(self, tell: Callable[[str], object]) -> Iterator[None]:
+        """Call `tell` with a line about each stream that is lost by now or in the block."""
+        for descriptor, error in self.lost.items():
+            tell(_told(descriptor, error))
+        self._tellers.append(tell)
+        try:
+            yield
+        finally:
+            while self._threads:
+                self._threads.pop().join(_TELLING_S)
+            self._tellers.remove(tell)
+
+
+_STREAMS: Final = _Streams()
+
+
 def keep_streams() -> None:
     """Let this process go on without a standard stream that is closed or takes no more.
 
     What is written to it after that goes nowhere. To be called before any file is opened: a closed
     stream's descriptor would be given to that file, and what is printed would be written into it.
     """
-    for descriptor, name in enumerate(_NAMES):
-        try:
-            os.fstat(descriptor)
-        except OSError as error:
-            _lose(descriptor, error)
-        stream = getattr(sys, name)
-        is_own = stream is None or stream is getattr(sys, f"__{name}__")
-        if descriptor and is_own and stream not in _kept:
-            _kept.append(_outlasting(stream, descriptor))
-            setattr(sys, name, _kept[-1])
-            setattr(sys, f"__{name}__", _kept[-1])
+    for descriptor in range(len(_NAMES)):
+        _STREAMS.keep(descriptor)
 
 
-@contextlib.contextmanager
-def telling_lost_streams(tell: Callable[[str], object]) -> Iterator[None]:
-    """Call `tell` with a line about each stream that was lost before or is lost in the block."""
-    for descriptor, error in _lost.items():
-        tell(_told(descriptor, error))
-    _tellers.append(tell)
-    try:
-        yield
-    finally:
-        while _threads:
-            _threads.pop().join(_TELLING_S)
-        _tellers.remove(tell)
+def telling_lost_streams(
+    tell: Callable[[str], object],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a block that calls `tell` with a line about each stream lost by now or within it."""
+    return _STREAMS.told(tell)
 
 
 def code_of_output(code: int) -> int:
@@ -88,7 +125,7 @@ def code_of_output(code: int) -> int:
     """
     if sys.stdout is not None:
         sys.stdout.flush()
-    error = _lost.get(_OUTPUT)
+    error = _STREAMS.lost.get(_OUTPUT)
     if error is None or error.errno in (errno.EPIPE, errno.EBADF):
         return code
     say(f"gpipe_hpc: {_WORDS[_OUTPUT]}: expected to write there, got {error}; look at its disk")
@@ -103,7 +140,7 @@ class _Outlasting(io.FileIO):
             while (written := super().write(data)) is None:
                 select.select([], [self], [])  # somebody has made it one that does not wait
         except OSError as error:
-            _lose(self.fileno(), error)
+            _STREAMS.lose(self.fileno(), error)
             return len(data)
         return written
 
@@ -122,25 +159,6 @@ def _outlasting(stream: Any, descriptor: int) -> Any:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-
-
-def _lose(descriptor: int, error: OSError) -> None:
-    """Take note that a stream is lost, and give its descriptor to /dev/null."""
-    null = os.open(os.devnull, os.O_RDWR)
-    if null == descriptor:
-        os.set_inheritable(null, True)
-    else:
-        os.dup2(null, descriptor)
-        os.close(null)
-    if descriptor == _INPUT:
-        return
-    _lost[descriptor] = error
-    for tell in _tellers:
-        # By another thread: this one may be in the lock of the stream or of a log.
-        thread = threading.Thread(target=tell, args=(_told(descriptor, error),), daemon=True)
-        with contextlib.suppress(RuntimeError):  # Python ends
-            thread.start()
-            _threads.append(thread)
 
 
 def _told(descriptor: int, error: OSError) -> str:

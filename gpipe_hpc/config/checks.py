@@ -193,6 +193,13 @@ def check_drawing(config: Config) -> None:
     _check_draw(config)
 
 
+def check_timing(config: Config) -> None:
+    """Refuse settings with which nothing can be timed; raises ConfigError that names one."""
+    check_ranges(config)
+    _check_choices(config)
+    _check_device(config)
+
+
 def check_report(config: Config) -> None:
     """Refuse settings with which nothing can be told; raises ConfigError that names one."""
     check_ranges(config)

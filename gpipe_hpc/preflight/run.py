@@ -24,13 +24,13 @@ from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.links import WITHIN, Links
 from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
 from gpipe_hpc.preflight.facts import Facts, try_device
-from gpipe_hpc.preflight.layout import Planned, plan_layout
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure
 from gpipe_hpc.preflight.report import Report, host_number, slow_texts
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.measuring.pricing import measure_prices
 from gpipe_hpc.training.preflight.before import skew_text
 from gpipe_hpc.training.preflight.folder import check_folder
+from gpipe_hpc.training.preflight.layout import Planned, plan_layout
 from gpipe_hpc.training.preflight.room import Room, own_rooms, probe_copies
 from gpipe_hpc.training.preflight.settings import check_settings
 from gpipe_hpc.training.run.folder import default_run_folder

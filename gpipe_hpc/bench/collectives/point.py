@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.bench.collectives.figures import Found, Timing
+from gpipe_hpc.bench.running import say_failure
 from gpipe_hpc.comm.collectives.costs import FORMS, Link
 from gpipe_hpc.comm.collectives.fitting import Fit, Sample, fit
 from gpipe_hpc.comm.collectives.menu import (
@@ -30,7 +31,7 @@ from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.training.joining import join_world
 
@@ -46,7 +47,7 @@ def _task(job: Job) -> int:
     try:
         _measure(job.config)
     except GpipeError as error:
-        return say_error(error)
+        return say_failure(error, job.config)
     return DONE_EXIT_CODE
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from gpipe_hpc.bench.collectives.figures import Found, advice, table
 from gpipe_hpc.bench.collectives.plot import draw
-from gpipe_hpc.bench.running import Failed, run_ranks
+from gpipe_hpc.bench.running import Failed, code_of, run_ranks
 from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.refusal import refuse
@@ -26,8 +26,8 @@ def check(config: Config) -> None:
         raise refuse("bench.message_bytes", "numbers from 4 up, one at least", got, "correct them")
 
 
-def time_collectives(config: Config, words: Sequence[str]) -> bool:
-    """Time, print and keep; say whether anything could be timed."""
+def time_collectives(config: Config, words: Sequence[str]) -> int:
+    """Time, print and keep; return 0 if anything could be timed."""
     found = []
     for ranks in config.bench.ranks or _DEFAULT_RANKS:
         say(f"collectives: {ranks} ranks")
@@ -37,7 +37,7 @@ def time_collectives(config: Config, words: Sequence[str]) -> bool:
     print(text := f"{table(found)}\n\n{advice(found)}")
     if config.bench.out is not None:
         _keep(found, text, Path(config.bench.out))
-    return any(each.timings for each in found)
+    return code_of(any(each.timings for each in found), [each.failed for each in found])
 
 
 def _time(config: Config, words: Sequence[str], ranks: int) -> Found:

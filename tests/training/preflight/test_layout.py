@@ -5,7 +5,7 @@ import pytest
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.preflight.layout import plan_layout
+from gpipe_hpc.training.preflight.layout import plan_layout
 
 TINY = ("model.num_layers=4", "model.width=16", "model.num_heads=2", "data=synthetic")
 
