@@ -120,18 +120,28 @@ def unflatten(leaves: Iterable[Any], tree: Tree) -> Nest:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nest: Nest) -> Nest:
-    """Return the nest with each tensor replaced by `function` of it, in new containers."""
+    """Return the nest with each tensor replaced by `function` of it, in new containers.
+
+    A tensor that occurs several times is replaced by one and the same.
+    """
     if isinstance(nest, torch.Tensor):
         return function(nest)
     leaves, tree = flatten(nest)
-    return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], tree)
+    made: dict[int, Any] = {}
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
+            made[id(leaf)] = function(leaf)
+    return unflatten([made.get(id(x), x) for x in leaves], tree)
 
 
 def tensors_of(nest: Nest) -> list[torch.Tensor]:
-    """Return the tensors of a nest in leaf order."""
+    """Return the tensors of a nest in leaf order, one that occurs several times once."""
     if isinstance(nest, torch.Tensor):
         return [nest]
-    return [leaf for leaf in flatten(nest)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in flatten(nest)[0] if isinstance(leaf, torch.Tensor)]
+    if len(tensors) > 1:
+        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    return tensors
 
 
 def _walk(nest: Nest, leaves: list[Any]) -> Tree:

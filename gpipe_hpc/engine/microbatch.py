@@ -186,7 +186,7 @@ class StageWork:
                 reported, term = _without_graph(reported, term)
                 state = _marked(state, self._promises.flags(segment, own, state, has_graph))
                 state = apart(state, own.tensors())
-                left = tensors_of(self._left(state, is_end))
+                left = self._left(state, is_end)
                 promised = tuple([tensor.requires_grad for tensor in left])
                 versions = tuple([tensor._version for tensor in given.tensors()])
                 kept.append(
@@ -197,7 +197,7 @@ class StageWork:
                 state, reported, term, losses = self._run(
                     part, segment, given, manner, is_end=is_end
                 )
-                edges = [_edge(tensor) for tensor in _differentiable(self._left(state, is_end))]
+                edges = [_edge(each) for each in self._left(state, is_end) if each.requires_grad]
                 starts = _starts(run, losses)
                 reported, term = _without_graph(reported, term)
                 kept.append(KeptSegment(segment, None, leaves, edges, starts))
@@ -207,7 +207,7 @@ class StageWork:
                     state = self._outlets.apart(state, given.tensors(), segment.place, ends)
             noted += reported
             if host is not None:
-                host.hold(tensors_of(given) if recomputes else leaves)
+                host.hold(given.tensors() if recomputes else leaves)
         num_leaves = [len(_differentiable(each)) for each in parts]
         self._kept[microbatch] = Kept(
             kept, num_leaves, num_samples, deferred, host, recipe.shares_casts
@@ -254,7 +254,7 @@ class StageWork:
             assert returning is not None, "made by the forward"
             manner = Manner(Again(returning), True, kept.shares_casts, kept.deferred)
             state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
-            left = self._promises.keep(segment, promised, tensors_of(self._left(state, is_end)))
+            left = self._promises.keep(segment, promised, self._left(state, is_end))
             edges = [None if tensor is None else edge_of(tensor) for tensor in left]
             starts = _starts(run, losses)
             kept.segments[number] = KeptSegment(segment, None, leaves, edges, starts)
@@ -297,6 +297,8 @@ class StageWork:
                     raise
                 if block is not None:
                     inside.leave(place, nest)
+                if watch.shares_memory:
+                    segment.refuse_shared(watch, layer)
                 if reports:
                     losses += reports.losses.values()
                     noted.append(Noted(layer.index, reports.take()))
@@ -455,9 +457,11 @@ class StageWork:
         assert self._room is not None, "made for every table with OFFLOAD"
         return HostCopy(lasting, stage.device, self._room)
 
-    def _left(self, state: State, is_end: bool) -> Nest:
+    def _left(self, state: State, is_end: bool) -> list[torch.Tensor]:
         """Return what of a segment's output gradients come back for, in their order."""
-        return self.stage.routes.scatter(state) if is_end else state
+        if not is_end:
+            return state.tensors()
+        return [each for part in self.stage.routes.scatter(state) for each in tensors_of(part)]
 
     def _written(self, microbatch: int) -> ModelError:
         layers = self.stage.layers

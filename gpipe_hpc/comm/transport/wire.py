@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from gpipe_hpc.comm.aliases import View, shared_blocks
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
 from gpipe_hpc.comm.pickling import dumps, loads
@@ -71,24 +72,40 @@ class TensorMeta(NamedTuple):
         return home.empty((self.num_elements,), self.dtype).as_strided_(self.shape, self.strides)
 
 
+class Again(NamedTuple):
+    """A leaf that is the same tensor as an earlier one."""
+
+    leaf: int
+
+
+class Part(NamedTuple):
+    """A leaf that shares memory with others, which travels once for all of them."""
+
+    block: int
+    view: View
+    requires_grad: bool
+
+
 @dataclass(frozen=True)
 class Structure:
     """The shape of a nest without its tensors' values.
 
-    `leaves` has one entry a leaf: a TensorMeta, or the pickled bytes of a value.
+    `leaves` has one entry a leaf: a TensorMeta, another leaf Again, a Part of a block, or the
+    pickled bytes of a value. `blocks`: memory that several leaves share; it travels last.
     """
 
     tree: Tree
-    leaves: tuple[TensorMeta | bytes, ...]
+    leaves: tuple[TensorMeta | Again | Part | bytes, ...]
+    blocks: tuple[TensorMeta, ...] = ()
     metas: tuple[TensorMeta, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
-        object.__setattr__(self, "metas", tensors)
+        object.__setattr__(self, "metas", (*tensors, *self.blocks))
 
     def to_bytes(self) -> bytes:
         """Serialise for a header."""
-        return dumps((self.tree, self.leaves), "boundary")
+        return dumps((self.tree, self.leaves, self.blocks), "boundary")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Structure":
@@ -114,10 +131,15 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
         return _single(*described), [elements]
     leaves, tree = flatten(nest)
     tensors: list[torch.Tensor] = []
-    metas: list[TensorMeta | bytes] = []
-    for leaf in leaves:
+    metas: list[TensorMeta | Again | Part | bytes] = []
+    places: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             metas.append(_pickled(leaf))
+            continue
+        first = places.setdefault(id(leaf), place)
+        if first != place:
+            metas.append(Again(first))
             continue
         elements = _elements(leaf)
         on_device = told is None or told.holds(elements)
@@ -125,7 +147,30 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
             _meta(leaf.shape, elements.stride(), leaf.dtype, leaf.requires_grad, on_device)
         )
         tensors.append(elements)
+    if len(tensors) > 1:
+        return _with_blocks(tree, metas, tensors)
     return Structure(tree, tuple(metas)), tensors
+
+
+def _with_blocks(
+    tree: Tree, leaves: list[TensorMeta | Again | Part | bytes], tensors: list[torch.Tensor]
+) -> tuple[Structure, list[torch.Tensor]]:
+    """Return what travels of several tensors: memory that some share does so once."""
+    blocks = shared_blocks(tensors)
+    if not blocks:
+        return Structure(tree, tuple(leaves)), tensors
+    own = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, TensorMeta)]
+    metas: list[TensorMeta] = []
+    for number, block in enumerate(blocks):
+        size = (block.memory.numel(),)
+        for tensor, view in block.views.items():
+            place, meta = own[tensor]
+            leaves[place] = Part(number, view, meta.requires_grad)
+        metas.append(TensorMeta(size, torch.uint8, False, None, meta.on_device))
+    in_blocks = {tensor for block in blocks for tensor in block.views}
+    alone = [tensor for place, tensor in enumerate(tensors) if place not in in_blocks]
+    travelling = [*alone, *(block.memory for block in blocks)]
+    return Structure(tree, tuple(leaves), tuple(metas)), travelling
 
 
 def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -178,13 +223,17 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
     """Rebuild a nest; each tensor is a leaf that requires grad where the sender's did."""
     if structure.tree.kind is None and structure.metas:  # one tensor alone
         return tensors[0].detach().requires_grad_(structure.metas[0].requires_grad)
-    arrived = iter(tensors)
-    leaves = [
-        next(arrived).detach().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, TensorMeta)
-        else _value_of(leaf)
-        for leaf in structure.leaves
-    ]
+    arrived, leaves = iter(tensors), list[Any]()
+    for leaf in structure.leaves:
+        if isinstance(leaf, TensorMeta):
+            leaves.append(next(arrived).detach().requires_grad_(leaf.requires_grad))
+        elif isinstance(leaf, Again):
+            leaves.append(leaves[leaf.leaf])
+        elif isinstance(leaf, Part):
+            memory = tensors[leaf.block - len(structure.blocks)]
+            leaves.append(leaf.view.on(memory).requires_grad_(leaf.requires_grad))
+        else:
+            leaves.append(_value_of(leaf))
     return unflatten(leaves, structure.tree)
 
 

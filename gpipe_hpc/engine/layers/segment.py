@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from gpipe_hpc.comm.aliases import cloned, shared_blocks
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.state.keyed import Keyed
@@ -89,8 +90,10 @@ class Segment:
         leaves, tree = flatten(state)
         if is_known:
             return _state(unflatten(leaves, tree)), Watch(mode, state.tensors(), is_copy=False)
-        copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        copies = [leaf for leaf in copied if isinstance(leaf, torch.Tensor)]
+        given = state.tensors()
+        copies = cloned(given)
+        own = {id(tensor): copy for tensor, copy in zip(given, copies, strict=True)}
+        copied = [own.get(id(leaf), leaf) for leaf in leaves]
         return _state(unflatten(copied, tree)), Watch(mode, copies, is_copy=True)
 
     def learn(self, watch: "Watch") -> None:
@@ -107,21 +110,50 @@ class Segment:
                 f"there, or write in place always"
             )
 
+    def refuse_shared(self, watch: "Watch", layer: PlacedLayer) -> None:
+        """Raise ModelError if a layer has written into one of several views of one memory."""
+        found = watch.written_together()
+        if found is None:
+            return
+        written, others = found
+        first = self._indices[0]
+        source = f"output of layers.{first - 1}" if first else "batch"
+        listed = ", ".join(map(str, others))
+        raise ModelError(
+            f"{layer.where}: wrote in place into tensor {written} of the {source}, which shares "
+            f"memory with tensor {listed} of it; the write would reach only one of them where the "
+            f"model is cut in between. Use inplace=False there, or let the layer before return "
+            f"tensors of their own (clone)"
+        )
+
 
 class Watch:
-    """The tensors that layers were given, and how often each had been written to before."""
+    """The tensors that layers were given, and how often each had been written to before.
 
-    __slots__ = ("_versions", "is_copy", "is_training", "tensors")
+    `shares_memory`: copies of different tensors that have elements in common.
+    """
+
+    __slots__ = ("_versions", "is_copy", "is_training", "shares_memory", "tensors")
 
     def __init__(
         self, is_training: bool, tensors: Sequence[torch.Tensor], *, is_copy: bool
     ) -> None:
         self.is_training, self.tensors, self.is_copy = is_training, tensors, is_copy
         self._versions = [tensor._version for tensor in tensors]
+        self.shares_memory = is_copy and len(tensors) > 1 and bool(shared_blocks(tensors))
 
     def shows_writes(self) -> bool:
         """Say whether any was written to since."""
         return self._versions != [tensor._version for tensor in self.tensors]
+
+    def written_together(self) -> tuple[int, list[int]] | None:
+        """Return a tensor that was written to, by position, and those it shares memory with."""
+        pairs = zip(self.tensors, self._versions, strict=True)
+        written = {place for place, (tensor, v) in enumerate(pairs) if tensor._version != v}
+        for block in shared_blocks(self.tensors):
+            for place in written & block.views.keys():
+                return place, [other for other in block.views if other != place]
+        return None
 
 
 def _state(nest: Nest) -> State:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd.graph import GradientEdge
 
+from gpipe_hpc.comm.aliases import cloned, is_plain
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.torch_compat import storage_use_count
@@ -47,7 +48,7 @@ class Outlets:
         saved = self._saved.get(key)
         if saved is None:
             found = _saved_storages(edge.node for edge in ends if edge is not None)
-            saved = [_is_plain(t) and t.untyped_storage()._cdata in found for t in tensors]
+            saved = [is_plain(t) and t.untyped_storage()._cdata in found for t in tensors]
             self._saved[key] = saved
         for tensor, is_saved in zip(tensors, saved, strict=True):
             # Of what torch did not allocate autograd does not know when it is written to.
@@ -75,8 +76,8 @@ def _held_elsewhere(
     """Return the storages, by address, that somebody besides `tensors` and `given` refers to."""
     storages: dict[int, Any] = {}
     counts: dict[int, int] = {}
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if _is_plain(tensor):
+    for tensor in tensors:
+        if is_plain(tensor):
             storage = tensor.untyped_storage()
             storages.setdefault(storage._cdata, storage)
             counts[storage._cdata] = counts.get(storage._cdata, 0) + 1
@@ -90,7 +91,7 @@ def _held_elsewhere(
     }
     if not held:
         return held
-    known = {tensor.untyped_storage()._cdata for tensor in given if _is_plain(tensor)}
+    known = {tensor.untyped_storage()._cdata for tensor in given if is_plain(tensor)}
     return {address: storage for address, storage in held.items() if address not in known}
 
 
@@ -117,21 +118,20 @@ def _saved_storages(nodes: Iterable[Any]) -> set[int]:
 def _plainly_saved(saved: Any) -> torch.Tensor | None:
     """Return what was saved without a hook: one may run the layer again (torch's checkpoint)."""
     tensor = getattr(saved, "data", None)
-    is_plain = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
-    return tensor if is_plain and getattr(saved, "unpack_hook", saved) is None else None
+    is_seen = isinstance(tensor, torch.Tensor) and is_plain(tensor)
+    return tensor if is_seen and getattr(saved, "unpack_hook", saved) is None else None
 
 
 def _copied(nest: N, held: Mapping[int, Any]) -> N:
     if not held:
         return nest
+    own = [t for t in _tensors(nest) if is_plain(t) and t.untyped_storage()._cdata in held]
+    copies = {
+        id(tensor): copy.requires_grad_(tensor.requires_grad)
+        for tensor, copy in zip(own, cloned([each.detach() for each in own]), strict=True)
+    }
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_plain(tensor) or tensor.untyped_storage()._cdata not in held:
-            return tensor
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies.get(id(tensor), tensor)
 
     return cast(N, nest.map(copied) if isinstance(nest, State) else map_tensors(copied, nest))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested

@@ -19,14 +19,17 @@ class State(NamedTuple):
     stashed: dict[str, Nest]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors in it."""
+        """Return all tensors in it, each once."""
         nest, stashed = self
-        return tensors_of(nest) + (tensors_of(stashed) if stashed else [])
+        return tensors_of((nest, stashed)) if stashed else tensors_of(nest)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "State":
         """Return it with each tensor replaced by `function` of it, in new containers."""
         nest, stashed = self
-        return State(map_tensors(function, nest), map_tensors(function, stashed) if stashed else {})
+        if not stashed:
+            return State(map_tensors(function, nest), {})
+        nest, stashed = map_tensors(function, (nest, stashed))
+        return State(nest, stashed)
 
 
 class Edge(NamedTuple):

@@ -1,0 +1,171 @@
+"""Tensors that a layer returns twice, or with views of them, mean the same wherever a cut lies."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.errors import GpipeError
+from tests.support import assert_close, batches, mean_square, together, train_plainly, train_ranks
+
+DATA = batches(2)
+RECOMPUTE = ("never", "except_last", "always")
+
+
+class Start(nn.Module):
+    """Return a tensor and something else that lies in its memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if self.kind == "twice":
+            return y, y
+        if self.kind == "in a dict":
+            return {"hidden": y, "more": [y + 2, y]}
+        if self.kind == "a view":
+            return y, y[:, 1:]
+        if self.kind == "all of it":
+            return y, y.view_as(y)
+        if self.kind == "detached":
+            return y, y.detach()
+        assert self.kind == "halves"
+        return y[:, :2], y[:, 2:]
+
+
+class Pass(nn.Module):
+    """Read, and pass everything on."""
+
+    def forward(self, nest: Any) -> Any:
+        return nest
+
+
+class Writes(nn.Module):
+    """Write in place into the first tensor."""
+
+    def forward(self, nest: Any) -> Any:
+        first = nest["hidden"] if isinstance(nest, dict) else nest[0]
+        first.mul_(3.0)
+        return nest
+
+
+class Asks(nn.Module):
+    """Do something else for one tensor than for two."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        one, other = pair
+        return one, torch.tanh(other) if one is other else other
+
+
+class End(nn.Module):
+    """Use everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, nest: Any) -> Tensor:
+        if isinstance(nest, dict):
+            return self.linear(nest["hidden"] * nest["more"][0] + nest["more"][1])
+        one, other = nest
+        if one.shape[1] == 2:
+            return self.linear(torch.cat([one, other], 1))
+        return self.linear(one + nn.functional.pad(other, (4 - other.shape[1], 0)))
+
+
+def cuts(layers: int, stages: int) -> list[list[int]]:
+    """Return all ways to cut so many layers."""
+    ends = itertools.combinations(range(1, layers), stages - 1)
+    bounds = ([0, *inner, layers] for inner in ends)
+    return [[b - a for a, b in itertools.pairwise(each)] for each in bounds]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("middle", [Writes, Asks])
+def test_a_tensor_returned_twice_arrives_as_one(middle, recompute):
+    layers = [Start("twice"), Pass(), middle(), End()]
+    right = train_plainly(layers, mean_square, DATA)
+    for counts in cuts(4, 2) + cuts(4, 3):
+        ours = train_ranks(
+            layers, mean_square, DATA, ranks=len(counts), microbatches=4, partition=counts,
+            recompute=recompute,
+        )  # fmt: skip
+        assert_close(together(ours), right, 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved", "dualpipe_v", "chimera"])
+@pytest.mark.parametrize("kind", ["twice", "in a dict"])
+def test_it_does_so_in_every_kind_of_schedule(kind, schedule):
+    layers = [Start(kind), Pass(), Writes(), End()]
+    right = train_plainly(layers, mean_square, DATA)
+    ours = train_ranks(
+        layers, mean_square, DATA, ranks=2, microbatches=4, partition="uniform",
+        schedule=schedule, recompute="always",
+    )  # fmt: skip
+    assert_close(together(ours), right, 1e-12)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("kind", ["a view", "all of it", "detached", "halves", "in a dict"])
+def test_views_that_are_only_read_keep_working(kind, recompute):
+    layers = [Start(kind), Pass(), End()]
+    right = train_plainly(layers, mean_square, DATA)
+    for counts in ([1, 1, 1], [2, 1], [1, 2]):
+        ours = train_ranks(
+            layers, mean_square, DATA, ranks=len(counts), microbatches=4, partition=counts,
+            recompute=recompute,
+        )  # fmt: skip
+        assert_close(together(ours), right, 1e-12)
+
+
+@pytest.mark.parametrize("counts", [[1, 3], [2, 2], [1, 1, 2], [1, 2, 1]])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("kind", ["a view", "all of it", "detached"])
+def test_views_that_are_written_to_behind_a_cut_are_refused_by_name(kind, recompute, counts):
+    with pytest.raises(GpipeError, match=r"layers\.2 \(Writes\): wrote in place into tensor 0 of"):
+        train_ranks(
+            [Start(kind), Pass(), Writes(), End()], mean_square, DATA, ranks=len(counts),
+            microbatches=1, partition=counts, recompute=recompute,
+        )  # fmt: skip
+
+
+def test_views_that_are_written_to_within_a_stage_train_as_in_one_piece():
+    layers = [Start("a view"), Writes(), Pass(), End()]
+    right = train_plainly(layers, mean_square, DATA)
+    for counts in ([2, 2], [3, 1]):
+        ours = train_ranks(
+            layers, mean_square, DATA, ranks=2, microbatches=4, partition=counts, recompute="always"
+        )
+        assert_close(together(ours), right, 1e-12)
+
+
+@pytest.mark.parametrize("counts", [[1, 2], [2, 1]])
+def test_parts_of_one_tensor_that_have_nothing_in_common_may_be_written_to(counts):
+    layers = [Start("halves"), Writes(), End()]
+    right = train_plainly(layers, mean_square, DATA)
+    ours = train_ranks(
+        layers, mean_square, DATA, ranks=2, microbatches=4, partition=counts, recompute="always"
+    )
+    assert_close(together(ours), right, 1e-12)
+
+
+def test_evaluation_and_prediction_see_one_tensor_too():
+    torch.manual_seed(0)
+    layers = [Start("twice"), Writes(), End()]
+    x, y = DATA[0]
+    with torch.no_grad():
+        right = nn.Sequential(*layers)(x)
+
+    def body(world):
+        pipe = Pipeline(layers, mean_square, microbatches=2, partition=[1, 2], world=world)
+        return pipe.evaluate(x, y).loss, pipe.predict(x)
+
+    for loss, output in run_on_threads(2, body):
+        assert abs(loss - float(mean_square(right, y))) < 1e-12
+        torch.testing.assert_close(output, right, rtol=1e-12, atol=1e-12)
