@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from gpipe_hpc.checkpoint import latest
     from gpipe_hpc.comm.pickling import register_boundary_type
     from gpipe_hpc.comm.threads import run_on_threads
+    from gpipe_hpc.engine.batch.cutting import whole
     from gpipe_hpc.engine.sums.results import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.pipeline import Pipeline
@@ -31,6 +32,7 @@ __all__ = [
     "latest",
     "register_boundary_type",
     "run_on_threads",
+    "whole",
 ]
 __version__ = "0.1.0"
 
@@ -49,6 +51,7 @@ def __getattr__(name: str) -> Any:
         "latest": "gpipe_hpc.checkpoint",
         "register_boundary_type": "gpipe_hpc.comm.pickling",
         "run_on_threads": "gpipe_hpc.comm.threads",
+        "whole": "gpipe_hpc.engine.batch.cutting",
     }
     if name not in homes:
         raise AttributeError(f"module 'gpipe_hpc' has no attribute {name!r}")

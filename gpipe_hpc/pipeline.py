@@ -20,7 +20,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.config.keywords import Keywords, Layers, by_keyword, name_of
 from gpipe_hpc.engine.batch.arrays import with_tensors
-from gpipe_hpc.engine.batch.cutting import Pieces, share_of
+from gpipe_hpc.engine.batch.cutting import BatchSplitter, Pieces, share_of, unwrapped
 from gpipe_hpc.engine.layers.compiling import chosen_backend, compile_layers
 from gpipe_hpc.engine.layers.precision import scaling
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
@@ -47,7 +47,14 @@ from gpipe_hpc.engine.sums.squares import parts_of
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
 from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError
-from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
+from gpipe_hpc.models import (
+    Layer,
+    find_ties,
+    layer_name,
+    layer_stages,
+    normalise_layers,
+    parameter_sizes,
+)
 from gpipe_hpc.planning import (
     Counted,
     Example,
@@ -134,6 +141,8 @@ class Pipeline:
             self._site = Site.of(self.world, self.mesh)
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
+        self._splitter = BatchSplitter()
+        self._last_layer = f"layers.{len(model) - 1} ({layer_name(model[-1])})" if model else "loss"
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
         self.layout = decide_layout(self.request, self._site, gauge, given.timeout_s)
         self.partition = self.layout.partition
@@ -166,7 +175,7 @@ class Pipeline:
         """Return what measures the layers on one micro-batch, if there is one."""
         given = None
         if example is not None:
-            inputs, targets = (with_tensors(part, "example") for part in example)
+            inputs, targets = (unwrapped(with_tensors(part, "example")) for part in example)
             given = Example(inputs, targets, loss_fn, request.seed, self.world.device)
         counted = Counted(model, given, request.precision, shares_casts=not request.offload)
         return Measured(counted)
@@ -439,7 +448,8 @@ class Pipeline:
     ) -> StepResult:
         """Run forward, backward and reduction on this replica's share of a global batch.
 
-        Every rank calls it. Both are tensors, arrays of NumPy's or nests of them. `inputs` are used
+        Every rank calls it. Both are tensors, arrays of NumPy's or nests of them, of which
+        `docs/reference/library.md` says what is cut into micro-batches. `inputs` are used
         by ranks with `needs_inputs`, `targets` by those with `needs_targets`; elsewhere None will
         do. Replaces `.grad` of every parameter: the gradient of the global loss, None where no
         replica used the parameter. The next step may use its memory again: clone what you keep.
@@ -499,7 +509,7 @@ class Pipeline:
         with together(self.world, "prediction"):
             run = self._run("prediction", inputs, None, None)
             with self._with_plan_of_memory():
-                return self._steps.predict(run)
+                return self._steps.predict(run, self._last_layer)
 
     def expect_memory(self, ranks: Sequence[RankForecast] | None) -> None:
         """Take note of what the ranks of a pipeline were planned to hold, None if nothing was.
@@ -773,7 +783,6 @@ class Pipeline:
 
     def _run(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Run:
         """Return what a run works on: this replica's share, cut into micro-batches."""
-        count = self.num_microbatches
         held = [index for stage in self.stages.values() for index in stage.layers]
         keys = random_keys(self.seed, self.steps_done, self.microbatches, [*held, self.num_layers])
         if self.needs_inputs and inputs is None:
@@ -786,10 +795,11 @@ class Pipeline:
             lane,
             keys,
             self.num_layers,
-            Pieces.of(with_tensors(inputs, "inputs"), count, "inputs")
-            if self.needs_inputs
-            else None,
-            Pieces.of(with_tensors(targets, "targets"), count, "targets") if uses_targets else None,
+            self._pieces(inputs, "inputs") if self.needs_inputs else None,
+            self._pieces(targets, "targets") if uses_targets else None,
             loss_fn,
             step=self.steps_done,
         )
+
+    def _pieces(self, batch: Nest, what: str) -> Pieces:
+        return self._splitter.split(with_tensors(batch, what), self.num_microbatches, what)

@@ -108,10 +108,13 @@ def _exactly(value: object) -> bytes:
         return str(id(value)).encode()
 
 
-def flatten(nest: Nest) -> tuple[list[Any], Tree]:
-    """Return the leaves of a nest in order, and its containers."""
+def flatten(nest: Nest, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Tree]:
+    """Return the leaves of a nest in order, and its containers.
+
+    `is_leaf`: which containers count as leaves, too.
+    """
     leaves: list[Any] = []
-    return leaves, _walk(nest, leaves)
+    return leaves, _walk(nest, leaves, is_leaf)
 
 
 def unflatten(leaves: Iterable[Any], tree: Tree) -> Nest:
@@ -144,18 +147,22 @@ def tensors_of(nest: Nest) -> list[torch.Tensor]:
     return tensors
 
 
-def _walk(nest: Nest, leaves: list[Any]) -> Tree:
+def _walk(nest: Nest, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Tree:
     kind = type(nest)
+    if is_leaf is not None and is_leaf(nest):
+        leaves.append(nest)
+        return LEAF
     if kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return Tree(kind, None, tuple([_walk(child, leaves) for child in nest]))
+        return Tree(kind, None, tuple([_walk(child, leaves, is_leaf) for child in nest]))
     if kind is dict or kind is OrderedDict:
         keys = tuple([key if type(key) is str else Key(key) for key in nest])
-        return Tree(kind, keys, tuple([_walk(child, leaves) for child in nest.values()]))
+        children = tuple([_walk(child, leaves, is_leaf) for child in nest.values()])
+        return Tree(kind, keys, children)
     # A torch.Size is registered, but comes back as a tuple: better a value.
     if isinstance(nest, torch.Tensor | torch.Size) or pytree.tree_is_leaf(nest):
         leaves.append(nest)
         return LEAF
-    inner, spec = pytree.tree_flatten(nest)
+    inner, spec = pytree.tree_flatten(nest, is_leaf)
     leaves.extend(inner)
     return Tree(Registered(spec), None, ())
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.batch.cutting import Output
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.memory.host_room import HostRoom
@@ -60,7 +60,7 @@ class Outcome:
     """
 
     losses: dict[int, LossTerm] = field(default_factory=dict)
-    outputs: dict[int, Nest] = field(default_factory=dict)
+    outputs: dict[int, Output] = field(default_factory=dict)
     noted: dict[int, list[Noted]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -73,7 +73,7 @@ class Outcome:
         if made.term is not None:
             self.losses[microbatch] = made.term
         for output in made.outputs:
-            self.outputs[microbatch] = output
+            self.outputs[microbatch] = Output(output, num_samples)
 
 
 class Executor:

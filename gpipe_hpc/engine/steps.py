@@ -9,7 +9,7 @@ from gpipe_hpc.comm.group import Gathering, Group, SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.batch.cutting import join
+from gpipe_hpc.engine.batch.cutting import Output, join
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.outer.apart.apart import Apart
@@ -406,19 +406,22 @@ class Steps:
         self._end_apart(outcome)
         return StepResult(self._end(outcome).loss)
 
-    def predict(self, run: Run) -> Nest:
-        """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
+    def predict(self, run: Run, where: str) -> Nest:
+        """Return the outputs of this replica's micro-batches put together, on each of its ranks.
+
+        `where` names the last layer.
+        """
         site = self._site
         self._begin()
         with training_modes(self._stages.values(), False):
             outcome = self._evaluator.run(run)
         self._note(outcome)
         self._end_apart(outcome)
-        everywhere: dict[int, Nest] = {}
+        everywhere: dict[int, Output] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
             everywhere |= broadcast_nest(outcome.outputs, site.pipeline, root, site.world)
-        return join([everywhere[m] for m in sorted(everywhere)])
+        return join(everywhere, where)
 
     def _refuse_empty(self, run: Run) -> None:
         """Raise DataError where replicas would wait in vain to normalise a micro-batch."""

@@ -6,8 +6,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, unflatten
+from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, tensors_of, unflatten
 from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.engine.batch.cutting import cut, lists_of, num_samples_of, share_of, unwrapped
 from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.training.optimizers.lr import set_lr
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
@@ -19,6 +20,9 @@ from gpipe_hpc.verify.watching import Kind, Observations
 
 Facts = dict[str, Any]
 """What a rank says of a step, see `run_step`."""
+
+Piece = tuple[Nest, Nest, int]
+"""Inputs, targets and the number of samples of a micro-batch."""
 
 _SLACK: Final = 16  # in units of the last place of the largest sum
 _ONE_SUM: Final = 32  # times that, where one kernel sums a whole batch
@@ -50,7 +54,8 @@ class Judge:
         self._optimizer = build_optimizer(self._plain.parameters.items(), config.optimizer)
         self.report = Report(_heading(config, pipe))
         self.observed = Observations()
-        self._pieces: list[tuple[Nest, Nest, int]] = []
+        self._pieces: list[Piece] = []
+        self._uncut: list[Piece] = []  # each replica's
         self._order_effect = 0.0
         self._outputs: list[Nest] = []  # of the model, by global micro-batch
         self._whole: list[tuple[float, float | None]] = []  # by step: in pieces, and at once
@@ -102,9 +107,11 @@ class Judge:
 
     def _whole_loss(self) -> float | None:
         """Return the loss function's value of the whole batch; None if it has none."""
-        targets = [piece for _, piece, size in self._pieces if size]
+        sizes = [size for *_, size in self._pieces if size]
+        given = [(targets, size) for _, targets, size in self._uncut if size]
         try:
-            whole = _joined(self._outputs), _joined(targets)
+            outputs = _joined(list(zip(self._outputs, sizes, strict=True)), is_output=True)
+            whole = outputs, _joined(given, is_output=False)
         except (RuntimeError, ValueError):  # of shapes that differ between micro-batches
             return None
         finally:
@@ -135,6 +142,8 @@ class Judge:
         self._compare_whole()
         plain = self._plain.evaluate(self._pieces)
         self._number("loss of an evaluation", loss, plain)
+        if len(self._pieces) > len(self._uncut):
+            self._compare_uncut(plain)
         line = self.report.line("what a checkpoint brings back")
         kept: dict[str, Any] = {}
         for saved, _ in reversed(states):
@@ -151,13 +160,63 @@ class Judge:
         if not self.report.is_same:
             self.report.first = f"first seen in {self.first_line} ({self.first_name})"
 
-    def _cut(self, facts: Sequence[Facts]) -> list[tuple[Nest, Nest, int]]:
-        """Return the global micro-batches: what ranks were given, cut by `torch.tensor_split`."""
-        count = self._plain.layout.portions.total
-        inputs = _split(_joined(self._by_replica(facts, "inputs")), count)
-        targets = _split(_joined(self._by_replica(facts, "targets")), count)
-        sizes = [_num_samples(piece) for piece in inputs]
-        return list(zip(inputs, targets, sizes, strict=True))
+    def _cut(self, facts: Sequence[Facts]) -> list[Piece]:
+        """Return the global micro-batches: what ranks were given, cut as they cut it."""
+        pieces: list[Piece] = []
+        self._uncut = []
+        given = [self._by_replica(facts, what) for what in ("inputs", "targets")]
+        counts = self._plain.layout.portions.counts
+        for inputs, targets, count in zip(*given, counts, strict=True):
+            total = num_samples_of(inputs, "inputs")
+            slices = [share_of(total, count, m, 1) for m in range(count)]
+            sizes = [each.stop - each.start for each in slices]
+            nests = cut(inputs, count, "inputs"), cut(targets, count, "targets")
+            pieces += zip(*nests, sizes, strict=True)
+            self._uncut.append((unwrapped(inputs), unwrapped(targets), total))
+        return pieces
+
+    def _compare_uncut(self, loss: float) -> None:
+        """Note a loss that is another one if the batch of a replica is not cut."""
+        try:
+            uncut = self._plain.evaluate(self._uncut)
+        except Exception as error:  # whatever the user's layers raise
+            shown = f"{type(error).__name__}: {error}"
+            self.report.notes.append(f"Batches were compared as they are cut alone: uncut, {shown}")
+            return
+        bound = self._cut_slack * abs(uncut)
+        if abs(uncut - loss) <= bound:
+            return
+        self.report.notes.append(
+            f"The loss of an evaluation depends on the number of micro-batches: it is {loss:.9g} "
+            f"as the batch is cut, {uncut:.9g} if it is not. {self._first_mixing()} A tensor that "
+            f"is for all samples may have been cut with them (mark it: gpipe_hpc.whole), a "
+            f"layer may mix samples, or the loss may be no mean over samples."
+        )
+
+    def _first_mixing(self) -> str:
+        """Say which layer's output for a sample first depends on the other samples."""
+        ours, theirs = (self._by_layer(pieces) for pieces in (self._pieces, self._uncut))
+        for layer, name in enumerate(self.layer_names):
+            pairs = zip(ours[layer], theirs[layer], strict=True)
+            for one, other in pairs:
+                bound = self._cut_slack * float(other.abs().max()) if other.numel() else 0.0
+                if one.shape != other.shape or float((one - other).abs().max()) > bound:
+                    return f"It begins in layers.{layer} ({name})."
+        return "Outputs of layers do not."
+
+    def _by_layer(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:
+        """Return the floating-point outputs of each layer for all samples, put together."""
+        found: list[list[list[Tensor]]] = [[] for _ in self.layer_names]
+
+        def watch(layer: int, g: int, nest: Nest) -> None:
+            tensors = [each for each in tensors_of(nest) if each.is_floating_point()]
+            found[layer].append([each.detach().double().cpu() for each in tensors if each.dim()])
+
+        self._plain.evaluate(pieces, watch)
+        return [
+            [torch.cat([part.flatten() for part in column]) for column in zip(*parts, strict=False)]
+            for parts in found
+        ]
 
     def _by_replica(self, facts: Sequence[Facts], what: str) -> list[Nest]:
         given = []
@@ -221,6 +280,14 @@ class Judge:
         self.report.line(what).add(what, _number(ours), _number(theirs), bound)
 
     @property
+    def _cut_slack(self) -> float:
+        """Return the same where layers run other kernels, as for another number of samples."""
+        kernels = AUTOCAST.get(self._config.train.precision)
+        if kernels is not None:
+            return 4 * torch.finfo(kernels).eps
+        return self._slack * _OTHER_KERNELS / _SLACK
+
+    @property
     def _slack(self) -> float:
         """Return the largest rounding, relative to the magnitudes that were summed."""
         # Gradients are added up in the dtype of the weights, whatever forwards compute in.
@@ -264,26 +331,25 @@ def _seed(weight: float) -> Tensor:
     return torch.ldexp(torch.ones_like(number), -torch.frexp(number).exponent)
 
 
-def _joined(nests: Sequence[Nest]) -> Nest:
-    flat = [flatten(nest) for nest in nests]
+def _joined(parts: Sequence[tuple[Nest, int]], *, is_output: bool) -> Nest:
+    """Return nests put together by samples, of which each has so many.
+
+    Rows of an output are samples also where it has several of each.
+    """
+    flat = [flatten(nest, lists_of(size)) for nest, size in parts]
+    sizes = [size for _, size in parts]
+
+    def joined(column: Sequence[Any]) -> Any:
+        if all(type(each) in (list, tuple) for each in column):
+            return type(column[0])(value for each in column for value in each)
+        if all(isinstance(each, Tensor) and each.dim() for each in column) and (
+            is_output or [each.shape[0] for each in column] == sizes
+        ):
+            return torch.cat(list(column))
+        return column[0]
+
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [
-        torch.cat(list(column)) if isinstance(column[0], Tensor) and column[0].dim() else column[0]
-        for column in columns
-    ]
-    return unflatten(joined, flat[0][1])
-
-
-def _split(nest: Nest, count: int) -> list[Nest]:
-    def piece(number: int) -> Any:
-        return map_tensors(lambda t: t.tensor_split(count)[number] if t.dim() else t, nest)
-
-    return [piece(number) for number in range(count)]
-
-
-def _num_samples(nest: Nest) -> int:
-    leaves = [leaf for leaf in flatten(nest)[0] if isinstance(leaf, Tensor) and leaf.dim()]
-    return len(leaves[0])
+    return unflatten([joined(column) for column in columns], flat[0][1])
 
 
 def _number(value: float | None) -> Tensor:

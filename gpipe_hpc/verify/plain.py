@@ -276,12 +276,14 @@ class PlainTraining:
             is_skipped=is_skipped,
         )
 
-    def evaluate(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> float:
+    def evaluate(
+        self, pieces: Sequence[tuple[Nest, Nest, int]], watcher: Watcher | None = None
+    ) -> float:
         """Return the loss of a global batch in evaluation mode."""
         terms: list[_Terms] = []
         with self._apart(), self._evaluating(), torch.no_grad():
             for g, (inputs, targets, size) in enumerate(pieces):
-                terms.append(self._forward(g, inputs, targets, size, None) if size else _Terms())
+                terms.append(self._forward(g, inputs, targets, size, watcher) if size else _Terms())
         weight = 1.0 if self._is_sum else _added(each.weight for each in terms)
         return _loss(terms, weight, is_sum=self._is_sum)[0]
 

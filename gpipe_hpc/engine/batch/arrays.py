@@ -1,5 +1,6 @@
 """NumPy's arrays as torch's tensors: what a user hands over need not be converted first."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
+from gpipe_hpc.engine.batch.cutting import Whole
 from gpipe_hpc.errors import DataError
 
 
@@ -30,12 +32,25 @@ def as_tensor(array: npt.NDArray[Any], what: str) -> torch.Tensor:
 
 
 def with_tensors(nest: Nest, what: str) -> Nest:
-    """Return a nest whose arrays have become tensors; one without arrays as it is."""
+    """Return a nest whose arrays have become tensors; one without arrays as it is.
+
+    Mappings of other classes, such as a BatchEncoding, become dicts.
+    """
     if isinstance(nest, torch.Tensor):
         return nest
     leaves, tree = flatten(nest)
-    if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
+    if not any(isinstance(leaf, np.ndarray | Mapping | Whole) for leaf in leaves):
         return nest
-    return unflatten(
-        [as_tensor(leaf, what) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves], tree
-    )
+    made: dict[int, Any] = {}
+    for leaf in leaves:
+        if id(leaf) not in made:
+            made[id(leaf)] = _converted(leaf, what)
+    return unflatten([made[id(leaf)] for leaf in leaves], tree)
+
+
+def _converted(leaf: Any, what: str) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return as_tensor(leaf, what)
+    if isinstance(leaf, Whole):
+        return Whole(with_tensors(leaf.value, what))
+    return with_tensors(dict(leaf), what) if isinstance(leaf, Mapping) else leaf

@@ -1,12 +1,62 @@
-"""Cutting a batch into micro-batches, and putting outputs together again."""
+"""Cutting a batch into micro-batches, and putting outputs together again.
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+One rule for every nest of inputs, targets or outputs. Its first tensor gives the number of samples
+B. Samples are: tensors whose first dimension is B; lists and tuples of B values that are no tensors
+(texts, numbers, dicts); and lists and tuples of B values with tensors whose first dimensions are
+not all B. All other lists, tuples and dicts are several inputs. Tensors without a dimension, or
+with a first one of 1, values that are no tensors, and what is marked by `whole` go to every
+micro-batch as they are. A tensor with another first dimension is refused.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
-from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.comm.nests import LEAF, Nest, flatten, tensors_of, unflatten
+from gpipe_hpc.comm.pickling import register_boundary_type
+from gpipe_hpc.errors import DataError, ModelError
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+
+@register_boundary_type
+class Whole:
+    """A part of a batch that is not cut."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Nest) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the value."""
+        return Whole, (self.value,)
+
+    def __repr__(self) -> str:
+        """Return how it is made."""
+        return f"whole({self.value!r})"
+
+
+def whole(value: Nest) -> Whole:
+    """Mark a part of a batch that every micro-batch is given as it is, as a mask for all samples.
+
+    Of a list with one dict of tensors for each sample, mark each dict: the list is cut then.
+    """
+    return Whole(value)
+
+
+def unwrapped(nest: Nest) -> Nest:
+    """Return a nest with the values that are marked `whole` in place of the marks."""
+    if isinstance(nest, Tensor):
+        return nest
+    leaves, tree = flatten(nest)
+    if not any(isinstance(leaf, Whole) for leaf in leaves):
+        return nest
+    found = [unwrapped(leaf.value) if isinstance(leaf, Whole) else leaf for leaf in leaves]
+    return unflatten(found, tree)
 
 
 class Pieces(NamedTuple):
@@ -15,31 +65,50 @@ class Pieces(NamedTuple):
     nests: list[Nest]
     sizes: list[int]
 
-    @classmethod
-    def of(cls, batch: Nest, num_microbatches: int, what: str) -> "Pieces":
+
+class BatchSplitter:
+    """Cuts batches by the rule; warns once of each place where the rule may be wrong."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def split(self, batch: Nest, num_microbatches: int, what: str) -> Pieces:
         """Cut this replica's share; DataError if it has no samples to cut."""
-        total = num_samples_of(batch, what)
-        slices = [share_of(total, num_microbatches, m, 1) for m in range(num_microbatches)]
-        sizes = [piece.stop - piece.start for piece in slices]
-        return cls(cut(batch, num_microbatches, what), sizes)
+        rule = _Rule(batch, what)
+        slices = [share_of(rule.total, num_microbatches, m, 1) for m in range(num_microbatches)]
+        leaves, tree = rule.leaves()
+        if num_microbatches > 1 and tree is not LEAF:
+            for place, text in rule.doubts(leaves):
+                if place not in self._warned:
+                    self._warned.add(place)
+                    log.warning("%s: %s", place, text)
+        columns = rule.columns(leaves, slices)
+        nests = [unflatten(column, tree) for column in zip(*columns, strict=True)]
+        return Pieces(nests, [each.stop - each.start for each in slices])
 
 
 def num_samples_of(batch: Nest, what: str) -> int:
-    """Return the leading dimension that all tensors of a nest share.
+    """Return the number of samples in a nest; DataError if nothing in it says so."""
+    return _Rule(batch, what).total
 
-    Raises DataError if there is no tensor with a leading dimension, or they disagree.
-    """
-    sizes = {len(leaf) for leaf in _batched(batch)}
-    if len(sizes) == 1:
-        return sizes.pop()
-    if not sizes:
-        raise DataError(
-            f"{what}: expected a nest with at least one tensor of shape (samples, ...), got "
-            f"{type(batch).__name__}; put the samples in the first dimension"
-        )
-    raise DataError(
-        f"{what}: expected tensors with one common first dimension (samples), got {sorted(sizes)}"
+
+def cut(batch: Nest, num_microbatches: int, what: str) -> list[Nest]:
+    """Cut a nest into micro-batches, without a warning."""
+    rule = _Rule(batch, what)
+    slices = [share_of(rule.total, num_microbatches, m, 1) for m in range(num_microbatches)]
+    leaves, tree = rule.leaves()
+    return [unflatten(each, tree) for each in zip(*rule.columns(leaves, slices), strict=True)]
+
+
+def without_samples(batch: Nest, what: str) -> Nest:
+    """Return a batch of the same kind with no samples; what is marked `whole` stays so."""
+    rule = _Rule(batch, what)
+    leaves, tree = rule.leaves()
+    columns = rule.columns(leaves, [slice(0, 0)])
+    kept = (
+        leaf if isinstance(leaf, Whole) else c[0] for leaf, c in zip(leaves, columns, strict=True)
     )
+    return unflatten(kept, tree)
 
 
 def share_of(num_samples: int, pieces: int, first: int, count: int) -> slice:
@@ -55,40 +124,290 @@ def share_of(num_samples: int, pieces: int, first: int, count: int) -> slice:
     return slice(start(first), start(first + count))
 
 
-def cut(batch: Nest, num_microbatches: int, what: str) -> list[Nest]:
-    """Cut a nest into micro-batches along the first dimension of its tensors.
+class _Rule:
+    """What is samples in one batch of `total`, given by the part `_source` of it."""
 
-    Zero-dimensional tensors and values that are no tensors go to every micro-batch.
+    def __init__(self, batch: Nest, what: str) -> None:
+        self._batch, self._what = batch, what
+        self.total, self._source = _count(batch, what)
+        way = _way(batch, self._source) or []
+        self._around = {id(container) for container, _ in way}
+        self._ambiguous: list[Any] = []  # lists that might as well have been samples
+
+    def leaves(self) -> tuple[list[Any], Any]:
+        """Return the parts of the batch that are cut or not, and the containers around them."""
+        if isinstance(self._batch, Tensor):
+            return [self._batch], LEAF
+        return flatten(self._batch, self._is_list_of_samples)
+
+    def columns(self, leaves: Sequence[Any], slices: Sequence[slice]) -> list[list[Any]]:
+        """Return the pieces of each part; one that occurs twice has the same ones."""
+        known: dict[int, list[Any]] = {}
+        for leaf in leaves:
+            if id(leaf) not in known:
+                known[id(leaf)] = self._pieces(leaf, slices)
+        return [known[id(leaf)] for leaf in leaves]
+
+    def _pieces(self, leaf: Any, slices: Sequence[slice]) -> list[Any]:
+        if isinstance(leaf, Whole):
+            return [unwrapped(leaf.value) for _ in slices]
+        if type(leaf) in (list, tuple):  # as leaves these are samples
+            return [type(leaf)(map(unwrapped, leaf[each])) for each in slices]
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return [leaf for _ in slices]
+        size = leaf.shape[0]
+        if size == self.total:
+            return [leaf[each] for each in slices] if not leaf.is_nested else _unbound(leaf, slices)
+        if size == 1:
+            return [leaf for _ in slices]
+        place, source = self._place(leaf), self._place(self._source)
+        raise DataError(
+            f"{place}: expected {self.total} samples in its first dimension, as {source} has, got "
+            f"shape {list(leaf.shape)} (first dimensions {sorted({self.total, size})}); put the "
+            f"samples first everywhere, or mark what is for all samples: "
+            f"gpipe_hpc.whole(...) in place of {place}"
+        )
+
+    def _is_list_of_samples(self, nest: Any) -> bool:
+        """Say whether a container is cut itself; else it is several inputs."""
+        if type(nest) not in (list, tuple) or len(nest) != self.total or not nest:
+            return False
+        if nest is self._source:
+            return True
+        if id(nest) in self._around:
+            return False
+        sizes = {len_of(tensor) for tensor in _sized(nest)}
+        if not sizes:
+            is_square = all(type(e) in (list, tuple) and len(e) == self.total for e in nest)
+            is_mixed = self.total <= _FEW and len(set(map(type, nest))) > 1
+            if is_mixed or (is_square and type(nest) is tuple):
+                return False
+            if is_square or (self.total <= _FEW and all(isinstance(e, _SCALARS) for e in nest)):
+                self._ambiguous.append(nest)
+            return True
+        if sizes == {self.total}:
+            if self.total > 1 and _are_alike(nest):
+                self._ambiguous.append(nest)
+            return False
+        if sizes <= {self.total, 1}:
+            raise DataError(
+                f"{self._place(nest)}: a list of {self.total} parts in a batch of {self.total} "
+                f"samples, with tensors whose first dimensions are {sorted(sizes)}: it may be one "
+                f"part for each sample, or so many inputs; {_LIST_REMEDY}"
+            )
+        return True
+
+    def doubts(self, leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        """Yield places where the rule may be wrong, and why."""
+        total = self.total
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                is_square = tuple(leaf.shape[:2]) == (total, total)
+                if is_square and total > 1 and leaf is not self._source:
+                    yield (
+                        self._place(leaf),
+                        f"its shape {list(leaf.shape)} begins with the number of samples twice, "
+                        f"and it is cut along the first dimension, as samples are. If it is for "
+                        f"all samples, as a causal mask is, give gpipe_hpc.whole(...) of it",
+                    )
+            elif _is_sequence(leaf) and len(leaf) == total > 1:
+                yield (
+                    self._place(leaf),
+                    f"a {type(leaf).__name__} of {total} values in a batch of {total} samples, "
+                    f"which every micro-batch is given whole, as it is no list, tuple or tensor. "
+                    f"Give a list to have it cut, or gpipe_hpc.whole(...) of it",
+                )
+        for nest in self._ambiguous:
+            reads = "samples" if any(nest is leaf for leaf in leaves) else "several inputs"
+            yield (
+                self._place(nest),
+                f"a {type(nest).__name__} of {total} parts in a batch of {total} samples, which "
+                f"is taken as {reads}; {_LIST_REMEDY}",
+            )
+
+    def _place(self, part: Any) -> str:
+        """Return how a user writes a part of the batch."""
+        way = _way(self._batch, part)
+        return self._what + "".join(key for _, key in way or [])
+
+
+_FEW: Final = 3  # as many numbers may be a size
+_SCALARS: Final = (bool, int, float, str)
+_LIST_REMEDY: Final = (
+    "if every micro-batch is to have all of it, give gpipe_hpc.whole(...) of it; if it has one "
+    "part for each sample, give a tensor, or a list in which each part is marked, "
+    "[gpipe_hpc.whole(part) for part in ...]"
+)
+
+
+def len_of(tensor: Tensor) -> int:
+    """Return the first dimension."""
+    return int(tensor.shape[0])
+
+
+def _count(batch: Nest, what: str) -> tuple[int, Any]:
+    """Return the number of samples, and the part of the batch that gives it."""
+    tensors = _sized(batch)
+    if tensors:
+        total = len_of(tensors[0])
+        fits = all(len_of(tensor) in (total, 1) for tensor in tensors)
+        # A list of dicts, one for each sample, with tensors of any sizes.
+        if not fits and type(batch) in (list, tuple) and _are_alike(batch, needs_containers=True):
+            return len(batch), batch
+        return total, tensors[0]
+    found = _first_list(batch)
+    if found is None:
+        raise DataError(
+            f"{what}: expected a nest with at least one tensor of shape (samples, ...), got "
+            f"{type(batch).__name__}; put the samples in the first dimension"
+        )
+    return len(found), found
+
+
+def _first_list(nest: Nest) -> Any:
+    """Return the first list of values in a nest without tensors."""
+    if isinstance(nest, Mapping):
+        return next((x for x in map(_first_list, nest.values()) if x is not None), None)
+    if type(nest) not in (list, tuple) or not nest:
+        return None
+    if any(type(each) in (list, tuple) for each in nest):
+        return next((x for x in map(_first_list, nest) if x is not None), None)
+    return nest
+
+
+def _sized(nest: Nest) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(nest) if tensor.dim() > 0]
+
+
+def _are_alike(nest: Sequence[Any], *, needs_containers: bool = False) -> bool:
+    """Say whether all parts of a list are built alike, of tensors that differ in size alone.
+
+    Bare tensors are so only if their shapes are the same: several inputs seldom are.
     """
-    total = num_samples_of(batch, what)
-    leaves, tree = flatten(batch)
-    slices = [share_of(total, num_microbatches, m, 1) for m in range(num_microbatches)]
-
-    def piece(leaf: Any, where: slice) -> Any:
-        return leaf[where] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-
-    return [unflatten([piece(leaf, w) for leaf in leaves], tree) for w in slices]
+    flat = [flatten(each) for each in nest]
+    if any(tree != flat[0][1] for _, tree in flat):
+        return False
+    if flat[0][1] is LEAF:
+        return not needs_containers and len({(x.shape, x.dtype) for x in nest}) == 1
+    return True
 
 
-def join(outputs: Sequence[Nest]) -> Nest:
+def _is_sequence(leaf: Any) -> bool:
+    """Say whether a value has values by number, and is neither a text nor a list of samples."""
+    if isinstance(leaf, str | bytes | Whole | torch.Size) or type(leaf) in (list, tuple):
+        return False
+    return hasattr(type(leaf), "__len__") and hasattr(type(leaf), "__getitem__")
+
+
+def _way(nest: Nest, part: Any) -> list[tuple[Any, str]] | None:
+    """Return the containers around a part of a nest and its key in each, None if it is not there.
+
+    Those that torch's pytree walks are not looked into.
+    """
+    if nest is part:
+        return []
+    keys: Sequence[str]
+    if isinstance(nest, Mapping):
+        keys = [f'["{key}"]' if isinstance(key, str) else f"[{key!r}]" for key in nest]
+        children: Sequence[Any] = list(nest.values())
+    elif isinstance(nest, list | tuple) and not isinstance(nest, torch.Size):
+        names = getattr(nest, "_fields", None)
+        keys = [f".{x}" for x in names] if names else [f"[{n}]" for n in range(len(nest))]
+        children = nest
+    else:
+        return None
+    for key, child in zip(keys, children, strict=True):
+        way = _way(child, part)
+        if way is not None:
+            return [(nest, key), *way]
+    return None
+
+
+def _unbound(tensor: Tensor, slices: Sequence[slice]) -> list[Any]:
+    """Return pieces of a nested tensor; it has no slices. Nobody looks at a piece of none."""
+    parts = tensor.unbind()
+    return [
+        torch.nested.as_nested_tensor(list(parts[each]), layout=tensor.layout)
+        if each.stop > each.start
+        else None
+        for each in slices
+    ]
+
+
+class Output(NamedTuple):
+    """What the last layer made of a micro-batch, and how many samples that has."""
+
+    nest: Nest
+    num_samples: int
+
+
+def join(outputs: Mapping[int, Output], where: str) -> Nest:
     """Put the outputs of micro-batches together along the first dimension, in their order.
 
-    Zero-dimensional tensors are stacked; values that are no tensors become a list, one a
-    micro-batch, unless all are None.
+    Lists with a value for each sample become one list. Zero-dimensional tensors are stacked; values
+    that are no tensors become a list, one a micro-batch, unless all are None. `where` names the
+    layer that made them. Raises ModelError for tensors whose first dimension is not the samples of
+    their micro-batch, and for outputs that differ in anything else.
     """
     if not outputs:
         return None
-    flat = [flatten(output) for output in outputs]
+    order = sorted(outputs)
+    flat = [flatten(outputs[m].nest, lists_of(outputs[m].num_samples)) for m in order]
     tree = flat[0][1]
+    for m, (_, other) in zip(order, flat, strict=True):
+        if other != tree:
+            raise ModelError(
+                f"{where}: the outputs of micro-batches {order[0]} and {m} are built of other "
+                f"tuples, lists or dicts, expected the same of all, to put them together; predict "
+                f"with microbatches=1, or let the layer return the same for all inputs"
+            )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return unflatten([_join_leaf(list(column)) for column in columns], tree)
+    joined = []
+    for number, column in enumerate(columns):
+        if len(order) > 1:
+            _check_column(column, {m: outputs[m].num_samples for m in order}, where, number)
+        joined.append(_join_leaf(list(column)))
+    return unflatten(joined, tree)
+
+
+def lists_of(num_samples: int) -> Callable[[Any], bool]:
+    """Return what says whether a value is a list of so many values without tensors."""
+
+    def is_leaf(nest: Any) -> bool:
+        is_list = type(nest) in (list, tuple) and len(nest) == num_samples
+        return is_list and not tensors_of(nest)
+
+    return is_leaf
+
+
+def _check_column(column: Sequence[Any], sizes: Mapping[int, int], where: str, number: int) -> None:
+    """Refuse tensors that cannot be put together sample by sample."""
+    if not all(isinstance(leaf, Tensor) for leaf in column):
+        return
+    if not any(tensor.dim() for tensor in column):
+        return
+    rest = column[0].shape[1:]
+    for (m, size), tensor in zip(sizes.items(), column, strict=True):
+        shape = list(tensor.shape)
+        if not shape or shape[0] != size:
+            raise ModelError(
+                f"{where}: output {number} of micro-batch {m} has shape {shape}, expected its "
+                f"{size} samples in the first dimension, along which predict puts micro-batches "
+                f"together; let the layer return the samples first (x.transpose(0, 1)), or predict "
+                f"with microbatches=1"
+            )
+        if tensor.shape[1:] != rest:
+            raise ModelError(
+                f"{where}: output {number} of micro-batch {m} has shape {shape}, that of "
+                f"micro-batch {min(sizes)} {list(column[0].shape)}, expected them to differ in the "
+                f"first dimension alone, along which predict puts them together; let the layer pad "
+                f"to one length, or predict with microbatches=1"
+            )
 
 
 def _join_leaf(column: list[Any]) -> Any:
-    if all(isinstance(leaf, torch.Tensor) for leaf in column):
+    if all(isinstance(leaf, Tensor) for leaf in column):
         return torch.stack(column) if column[0].dim() == 0 else torch.cat(column)
+    if all(type(leaf) in (list, tuple) for leaf in column):
+        return type(column[0])(value for leaf in column for value in leaf)
     return None if all(leaf is None for leaf in column) else column
-
-
-def _batched(batch: Nest) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(batch) if tensor.dim() > 0]

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from gpipe_hpc.comm.nests import Nest, flatten, map_tensors
+from gpipe_hpc.comm.nests import Nest, flatten
 from gpipe_hpc.config import bind_target
 from gpipe_hpc.config.data import DataConfig, Shape, Shapes
 from gpipe_hpc.config.targets import own_call
 from gpipe_hpc.engine.batch.arrays import with_tensors
+from gpipe_hpc.engine.batch.cutting import without_samples
 from gpipe_hpc.errors import ConfigError, DataError, UnfitDataError
 from gpipe_hpc.models import GENERATOR_LOCK
 from gpipe_hpc.training.data.dataset import Dataset
@@ -143,7 +144,10 @@ class OwnDataset:
             found = [self._item(index, epoch) for index in wanted]
             batch = self._together(wanted, found)
         pair = self._pair(batch)
-        return pair if indices else map_tensors(lambda tensor: tensor[:0], pair)
+        if indices:
+            return pair
+        inputs, targets = (without_samples(part, "data") for part in pair)
+        return inputs, targets
 
     def digest(self) -> str:
         """Return a short text of what it is called and how long it is."""
@@ -176,7 +180,7 @@ class OwnDataset:
             _seed_generators(_key(self.seed, epoch, wanted[0]))
             with own_call(f"data: reading items of {self.name}", DataError):
                 found = with_tensors(read(wanted), "data")
-        return found if indices else map_tensors(lambda tensor: tensor[:0], found)
+        return found if indices else without_samples(found, "data")
 
     def _pair(self, batch: Any) -> tuple[Nest, Nest]:
         if not isinstance(batch, tuple | list) or len(batch) != 2:

@@ -3,6 +3,7 @@
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
+from gpipe_hpc.engine.batch.cutting import unwrapped
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.training.data import BatchReader, DataSource, ReadRequest, ShuffledSampler, tolerance
@@ -40,4 +41,4 @@ def read_samples(config: Config, source: DataSource, indices: list[int]) -> tupl
     reader = BatchReader(source.train, True, True, tolerance(config.data))
     with samples_that_fit():
         reading = reader.read(ReadRequest(indices, epoch=0))
-    return reading.inputs, reading.targets
+    return unwrapped(reading.inputs), unwrapped(reading.targets)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.engine.batch.cutting import cut, join, num_samples_of, share_of
+from gpipe_hpc.engine.batch.cutting import Output, cut, join, num_samples_of, share_of
 from gpipe_hpc.errors import DataError
 
 
@@ -40,16 +40,18 @@ def test_a_nest_is_cut_leaf_by_leaf():
 )
 def test_what_has_no_number_of_samples(nest, words):
     with pytest.raises(DataError, match=f"targets.*{words}"):
-        num_samples_of(nest, "targets")
+        cut(nest, 2, "targets")
 
 
 def test_outputs_are_joined_in_order():
-    outputs = [
-        {"x": torch.full((n, 2), n), "scalar": torch.tensor(n), "size": n, "none": None}
-        for n in (2, 1, 3)
-    ]
-    joined = join(outputs)
+    outputs = {
+        m: Output(
+            {"x": torch.full((n, 2), n), "scalar": torch.tensor(n), "size": n, "none": None}, n
+        )
+        for m, n in ((1, 1), (0, 2), (2, 3))
+    }
+    joined = join(outputs, "layers.1 (Head)")
     assert joined["x"][:, 0].tolist() == [2, 2, 1, 3, 3, 3]
     assert joined["scalar"].tolist() == [2, 1, 3]
     assert joined["size"] == [2, 1, 3] and joined["none"] is None
-    assert join([]) is None
+    assert join({}, "layers.1 (Head)") is None
