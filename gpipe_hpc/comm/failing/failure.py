@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from gpipe_hpc.comm.failing.report import Report
+from gpipe_hpc.comm.joining.sealed_store import cloned
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.introduction import Introduction
@@ -150,7 +151,8 @@ class FailureBoard:
         self._main = threading.get_ident()
         self._stacks = StackSignal()
         self._helper = Helper()
-        self._watched = _clone(store)
+        # A connection of its own, so that it never waits behind the main thread.
+        self._watched = cloned(store)
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
@@ -309,7 +311,7 @@ class FailureBoard:
             stack_file=f"/proc/{os.getpid()}/fd/{self._stacks.descriptor}",
             display=f"/proc/{os.getpid()}/fd/{self._display.descriptor}",
         )
-        return Introduction(self._watched, self._helper, self._rank, self._size, self._address)
+        return Introduction(self._watched[0], self._helper, self._rank, self._size, self._address)
 
     def _ask(self, introduction: Introduction) -> Introduction | None:
         try:
@@ -454,13 +456,3 @@ def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:
     if re.search("timed? ?out", text, re.IGNORECASE):
         return TimeoutError(f"waited in vain for {what}: {text}")
     return ConnectionError(f"lost {what}: {text}")
-
-
-def _clone(store: Store) -> Store:
-    """Return a connection of the watcher's own, so that it never waits behind the main thread."""
-    duplicate: Any = getattr(store, "clone", None)
-    try:
-        own: Store = store if duplicate is None else duplicate()
-    except RuntimeError:  # a file store, say
-        return store
-    return own

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.torch_compat import Store
+from gpipe_hpc.torch_compat import PrefixStore, Store
 
 
 class SealedStore(Store):
@@ -15,7 +15,8 @@ class SealedStore(Store):
     take an address or a report of his. A value is bound to its key. Numbers (`add`) are as they
     were: the server counts them. Raises `ProofError` where a value is not proved.
 
-    torch calls it from C++: an object that is still in use there must be kept alive here.
+    torch calls it from C++ and does not keep the Python object alive; of clones that torch asks for
+    this does the store that they come from.
     """
 
     def __init__(self, store: Store, secret: Secret) -> None:
@@ -85,6 +86,32 @@ class SealedStore(Store):
         self._clones.append(clone)
         return clone
 
+    def let_go(self, clone: "SealedStore") -> None:
+        """Keep a clone alive no longer: whoever uses it does."""
+        self._clones = [each for each in self._clones if each is not clone]
+
     def _sealed(self, key: str, value: str | bytes) -> bytes:
         plain = value.encode() if isinstance(value, str) else value
         return self._secret.seal(f"the store's {key}", plain)
+
+
+def cloned(store: Store) -> tuple[Store, object]:
+    """Return a store with a connection of its own, and what to keep alive while it is used.
+
+    The connection is closed when both are gone. The store itself if it cannot be cloned (a file).
+    """
+    duplicate: Any = getattr(store, "clone", None)
+    try:
+        own: Store = store if duplicate is None else duplicate()
+    except RuntimeError:
+        return store, None
+    inner, source = _innermost(own), _innermost(store)
+    if inner is not source and isinstance(inner, SealedStore) and isinstance(source, SealedStore):
+        source.let_go(inner)
+    return own, inner
+
+
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
