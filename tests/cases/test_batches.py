@@ -260,6 +260,18 @@ def test_a_list_that_may_be_samples_or_inputs_is_warned_of_or_refused(caplog):
         pipe.predict((x, [torch.zeros(1, 3), torch.zeros(2, 3)]))
 
 
+def test_a_list_that_was_seen_to_be_samples_is_not_in_doubt_later(caplog):
+    class First(nn.Module):
+        def forward(self, nest: Any) -> Tensor:
+            assert len(nest[0]) == len(nest[1])
+            return nest[0]
+
+    pipe = pipe_of(2, [First()])
+    for size in (B, 2):
+        pipe.predict((X[:size], WORDS[:size]))
+    assert not caplog.records
+
+
 def test_a_sequence_of_another_class_is_warned_of(caplog):
     class First(nn.Module):
         def forward(self, nest: Any) -> Tensor:

@@ -70,7 +70,7 @@ class BatchSplitter:
     """Cuts batches by the rule; warns once of each place where the rule may be wrong."""
 
     def __init__(self) -> None:
-        self._warned: set[str] = set()
+        self._settled: set[str] = set()  # places that were warned of, or seen not to be in doubt
 
     def split(self, batch: Nest, num_microbatches: int, what: str) -> Pieces:
         """Cut this replica's share; DataError if it has no samples to cut."""
@@ -79,9 +79,9 @@ class BatchSplitter:
         leaves, tree = rule.leaves()
         if num_microbatches > 1 and tree is not LEAF:
             for place, text in rule.doubts(leaves):
-                if place not in self._warned:
-                    self._warned.add(place)
+                if text and place not in self._settled:
                     log.warning("%s: %s", place, text)
+                self._settled.add(place)
         columns = rule.columns(leaves, slices)
         nests = [unflatten(column, tree) for column in zip(*columns, strict=True)]
         return Pieces(nests, [each.stop - each.start for each in slices])
@@ -198,9 +198,12 @@ class _Rule:
         return True
 
     def doubts(self, leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
-        """Yield places where the rule may be wrong, and why."""
+        """Yield places where the rule may be wrong, and why; no reason: it is surely right."""
         total = self.total
+        ambiguous = {id(nest) for nest in self._ambiguous}
         for leaf in leaves:
+            if type(leaf) in (list, tuple) and id(leaf) not in ambiguous:
+                yield self._place(leaf), ""
             if isinstance(leaf, Tensor):
                 is_square = tuple(leaf.shape[:2]) == (total, total)
                 if is_square and total > 1 and leaf is not self._source:
