@@ -115,6 +115,36 @@ def test_a_loss_does_not_depend_on_the_number_of_microbatches(kind, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [[1.0] * (n % 3 + 1) for n in range(B)],
+        tuple({"tokens": [1.0] * (n % 3 + 1)} for n in range(B)),
+        ([[1.0] * (n % 3 + 1) for n in range(B)], WORDS),
+        {"words": tuple(WORDS), "tokens": [[1.0] * B for n in range(B)]},
+    ],
+)
+def test_lists_without_a_tensor_are_samples(inputs):
+    class Count(nn.Module):
+        def forward(self, nest: Any) -> Tensor:
+            parts = list(nest.values()) if isinstance(nest, dict) else nest
+            lists = (
+                parts
+                if isinstance(nest, tuple | dict) and type(parts[0]) in (list, tuple)
+                else [parts]
+            )
+            (size,) = {len(each) for each in lists}
+            return torch.full((size, 1), float(size))
+
+    output = pipe_of(2, [Count()]).predict(inputs)
+    assert output[:, 0].tolist() == [B / 2] * B
+
+
+def test_a_list_of_equal_lists_without_a_tensor_is_refused():
+    with pytest.raises(DataError, match="lists with a value for each sample in a tuple or dict"):
+        pipe_of(2).predict([WORDS, SIGNS])
+
+
 def test_texts_alone_are_samples():
     table = {"minus": -1.0, "plus": 1.0}
 

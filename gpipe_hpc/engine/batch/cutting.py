@@ -170,9 +170,9 @@ class _Rule:
 
     def _is_list_of_samples(self, nest: Any) -> bool:
         """Say whether a container is cut itself; else it is several inputs."""
-        if type(nest) not in (list, tuple) or len(nest) != self.total or not nest:
+        if type(nest) not in (list, tuple) or len(nest) != self.total:
             return False
-        if nest is self._source:
+        if nest is self._source or not nest:
             return True
         if id(nest) in self._around:
             return False
@@ -258,24 +258,33 @@ def _count(batch: Nest, what: str) -> tuple[int, Any]:
         if not fits and type(batch) in (list, tuple) and _are_alike(batch, needs_containers=True):
             return len(batch), batch
         return total, tensors[0]
-    found = _first_list(batch)
-    if found is None:
+    lists = list(_lists(batch))
+    if not lists:
         raise DataError(
-            f"{what}: expected a nest with at least one tensor of shape (samples, ...), got "
-            f"{type(batch).__name__}; put the samples in the first dimension"
+            f"{what}: expected a nest with at least one tensor of shape (samples, ...), or lists "
+            f"with a value for each sample in a tuple or dict, got {type(batch).__name__}; put the "
+            f"samples in the first dimension"
         )
+    found = next((each for each in lists if each), lists[0])
     return len(found), found
 
 
-def _first_list(nest: Nest) -> Any:
-    """Return the first list of values in a nest without tensors."""
+def _lists(nest: Nest) -> Iterator[Any]:
+    """Yield the lists of values in a nest without tensors.
+
+    A list of lists is one if these are of unequal lengths; else it may be several inputs.
+    """
     if isinstance(nest, Mapping):
-        return next((x for x in map(_first_list, nest.values()) if x is not None), None)
-    if type(nest) not in (list, tuple) or not nest:
-        return None
-    if any(type(each) in (list, tuple) for each in nest):
-        return next((x for x in map(_first_list, nest) if x is not None), None)
-    return nest
+        for each in nest.values():
+            yield from _lists(each)
+    if type(nest) not in (list, tuple):
+        return
+    inner = [each for each in nest if type(each) in (list, tuple)]
+    if not inner or (type(nest) is list and len(set(map(len, inner))) > 1):
+        yield nest
+    elif type(nest) is tuple:
+        for each in inner:
+            yield from _lists(each)
 
 
 def _sized(nest: Nest) -> list[Tensor]:
