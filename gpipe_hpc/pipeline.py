@@ -468,6 +468,8 @@ class Pipeline:
             self._refuse_own_optimizer()
             with self._with_plan_of_memory():
                 run = self._run("training", inputs, targets, self.loss_fn)
+                digests = self._steps.same_data.says(self.steps_done, inputs, targets)
+                run = replace(run, digests=digests) if digests else run
                 result = self._steps.train(run, tell)
         self.steps_done += 1
         self._whole_model.watch()

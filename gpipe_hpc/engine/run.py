@@ -23,7 +23,7 @@ class Run:
     micro-batch of this replica, the key of each layer. `inputs`, `targets`: by micro-batch.
     `num_layers`: of the whole model; behind them the loss has a key, too. `loss_fn`: None if the
     outputs themselves are wanted. `seed`: the gradient that backward starts from, a scalar; None
-    for 1. `step`: how many were done before.
+    for 1. `step`: how many were done before. `digests`: of what the caller has given, if due.
     """
 
     lane: str
@@ -34,6 +34,7 @@ class Run:
     loss_fn: LossFunction | None = None
     seed: torch.Tensor | None = None
     step: int = 0
+    digests: Sequence[torch.Tensor | float] = ()
 
     def input(self, microbatch: int, intake: Intake) -> Message:
         """Return what the first stage is given of a micro-batch."""

@@ -11,6 +11,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.batch.cutting import Output, join
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
+from gpipe_hpc.engine.batch.same_data import SameData
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.outer.apart.apart import Apart
 from gpipe_hpc.engine.outer.compress.compression import Compression
@@ -127,6 +128,7 @@ class Steps:
             )
             for index, stage in stages.items()
         }
+        self.same_data = SameData(self._placement, site.stage_rank)
         self._portions = portions
         self._first = portions.of(site.replica).start
         num_global = portions.total
@@ -214,7 +216,8 @@ class Steps:
         squares = self._squares() if self._part_of else None
         for tied in self._tied:
             tied.start_reduction()
-        known = self._end(outcome, self._own_flags, tell, self._overflows, squares)
+        known = self._end(outcome, self._own_flags, tell, self._overflows, squares, run.digests)
+        self.same_data.note(run.step, known.digests)
         has_changed = Flags.HAS_CHANGED in known.flags
         if has_changed:
             known = known._replace(overflows=self._sum_late(known.overflows))
@@ -242,7 +245,10 @@ class Steps:
         if has_changed:
             self._adopt()
         parts = self._parts(known.loss, divisor)
-        return StepResult(known.loss, is_skipped, scale, parts, known.told, known.left_s)
+        loss = known.loss
+        if self.same_data.is_waiting:
+            loss = replace(loss, on_read=self.same_data.judge)
+        return StepResult(loss, is_skipped, scale, parts, known.told, known.left_s)
 
     def _judge_weight(self, loss: StepLoss, weight: torch.Tensor) -> None:
         """Refuse a negative weight: one of a device when it is read or has come, not now."""
@@ -464,6 +470,7 @@ class Steps:
         tell: Tell | None = None,
         overflows: Callable[[], torch.Tensor | None] = lambda: None,
         squares: Mapping[int, torch.Tensor] | None = None,
+        digests: Sequence[torch.Tensor | float] = (),
     ) -> Known:
         """End a run; return its loss and what else all ranks then know.
 
@@ -475,7 +482,7 @@ class Steps:
         noted = {first + m: noted for m, noted in outcome.noted.items()}
         told = () if tell is None else tell()
         own = {*flags(), *(Flags.IS_SUM for t in losses.values() if isinstance(t, SumTerm))}
-        return self._meeting(Says(losses, noted, own, overflows(), told, squares))
+        return self._meeting(Says(losses, noted, own, overflows(), told, squares, digests))
 
 
 def _sharing(

@@ -15,6 +15,7 @@ import torch
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.engine.batch.same_data import NUM_DIGESTS
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
@@ -31,7 +32,7 @@ class Says:
     `losses` and `noted`: by global micro-batch. `flags`: the numbers of those that are set.
     `overflows`: how many of its gradients are not finite, float64[] on the device. `told`: at most
     `NUM_TOLD` numbers of this rank. `squares`: of this rank's parts of the gradients, by global
-    micro-batch, on all ranks or on none.
+    micro-batch, on all ranks or on none. `digests`: of its data, `NUM_DIGESTS` numbers or none.
     """
 
     losses: Mapping[int, LossTerm]
@@ -40,12 +41,13 @@ class Says:
     overflows: torch.Tensor | None = None
     told: Sequence[float] = ()
     squares: Mapping[int, torch.Tensor] | None = None
+    digests: Sequence[torch.Tensor | float] = ()
 
 
 class Known(NamedTuple):
     """What all ranks know then, the same on each.
 
-    `flags`: those set on any rank. `overflows`: the sum, float64[1], on its way to the host.
+    `flags`: those set on any rank. `overflows`, `digests`: the sums, on their way to the host.
     `told`: what the ranks tell of themselves, in sum. `left_s`: when this rank left, on its clock.
     """
 
@@ -54,6 +56,7 @@ class Known(NamedTuple):
     overflows: Fetched
     told: Overall
     left_s: float
+    digests: Fetched
 
 
 class _Summed(NamedTuple):
@@ -102,7 +105,7 @@ class Meeting:
             summed = self._sum(says, found)
         fetched = Fetched.of(summed.terms, self._device)
         num_rows = num_terms(self._rows)
-        values = summed.terms[:-1].view(-1, self._num_global)
+        values = summed.terms[: -1 - NUM_DIGESTS].view(-1, self._num_global)
         flags = frozenset(summed.flags.nonzero().flatten().tolist())
         return Known(
             StepLoss(
@@ -117,6 +120,7 @@ class Meeting:
             fetched.part(slice(-1, None)),
             self._slots.read(summed.told),
             summed.left_s,
+            fetched.part(slice(-1 - NUM_DIGESTS, -1)),
         )
 
     def _sum(self, says: Says, found: Found) -> _Summed:
@@ -143,11 +147,12 @@ class Meeting:
         self._group.climb(flat, partial(self._slots.lift, slots))
 
     def _terms(self, says: Says, found: Found) -> torch.Tensor:
-        """Return, as float64[n], the terms of the loss, the squares if any, and the overflows.
+        """Return as float64[n] the terms of the loss, squares if any, digests and the overflows.
 
         No device is waited for: numbers of the host travel there from pinned memory.
         """
-        size = (num_terms(self._rows) + (says.squares is not None)) * self._num_global + 1
+        size = (num_terms(self._rows) + (says.squares is not None)) * self._num_global
+        size += NUM_DIGESTS + 1
         places = dict(zip(self._rows, positions(self._rows), strict=True))
         entries: dict[int, torch.Tensor | float] = {}
         for index, term in says.losses.items():
@@ -159,6 +164,7 @@ class Meeting:
                     entries[(places[row] + offset) * self._num_global + index] = number
         for index, square in (says.squares or {}).items():
             entries[num_terms(self._rows) * self._num_global + index] = square
+        entries |= dict(enumerate(says.digests, size - 1 - NUM_DIGESTS))
         if says.overflows is not None:
             entries[size - 1] = says.overflows
         on_device = {}

@@ -3,7 +3,7 @@
 And what layers reported besides: further losses, which are part of it, and metrics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -41,6 +41,7 @@ class StepLoss:
     host; what reads them waits for the device, nothing else does. `add`: how numbers of the device
     are summed. `squares`: float64[replicas x micro-batches], those of the gradients' parts, if
     measured. `is_sum`: the loss is the sum itself, of weight 1; the weights are then samples.
+    `on_read`: called when the numbers are read.
     """
 
     terms: torch.Tensor
@@ -49,6 +50,7 @@ class StepLoss:
     rows: tuple[Row, ...] = ()
     squares: torch.Tensor | None = None
     is_sum: bool = False
+    on_read: Callable[[], None] | None = None
 
     @cached_property
     def weight(self) -> torch.Tensor:
@@ -110,6 +112,8 @@ class StepLoss:
 
     @property
     def _on_host(self) -> torch.Tensor:
+        if self.on_read is not None:
+            self.on_read()
         return self.fetched.read().view(self.terms.shape)
 
     @cached_property

@@ -285,8 +285,8 @@ def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, m
         return [p.grad is not None for p in pipe.parameters()]
 
     assert all(map(all, run_on_threads(replicas, body)))
-    # Two terms for each micro-batch, the overflows; new rows, and the common flags: not one more.
-    assert set(lengths) == {2 * replicas + 1 + 1 + Flags.NUM_COMMON + slots}
+    # Two terms for each micro-batch, digests, overflows; new rows, and the common flags.
+    assert set(lengths) == {2 * replicas + 4 + 1 + 1 + Flags.NUM_COMMON + slots}
 
 
 def test_a_tied_parameter_adds_its_own_reduction_alone():

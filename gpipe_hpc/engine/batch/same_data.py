@@ -1,0 +1,199 @@
+"""Whether the ranks of a replica were given the same samples: digests that travel with a step.
+
+The first rank uses inputs and the last one targets. If each shuffles for itself, inputs meet
+targets of other samples, and training goes on with wrong pairs. So the ranks that hold data add up
+digests of what they were given: of targets if all have them, otherwise of inputs. The numbers are
+weighted such that they add up to 0 if all are equal.
+"""
+
+import logging
+import math
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.comm.nests import Nest, flatten
+from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.schedule import Placement
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+NUM_DIGESTS: Final = 4
+"""How many numbers travel: sums of digests of targets and of inputs, each with what is missing."""
+
+_FIRST_STEPS: Final = 3
+_EVERY: Final = 1000
+_MOST_NUMBERS: Final = 2**14  # of a tensor, spread over all of it
+_MOST_VALUES: Final = 2**10  # of a nest that are no tensors
+_MOST_TEXT: Final = 2**10
+_BITS: Final = 36  # sums of digests are exact in float64, for 2**17 ranks with data
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
+_FACTORS: Final = (0x9E3779B97F4A7C15 - 2**64, 0x3C79AC492BA7B653, 0x1C69B3F74AC4AE35)
+
+
+class SameData:
+    """Digests what one rank is given in the first steps and then rarely, and judges the sums."""
+
+    def __init__(self, placement: Placement, stage_rank: int) -> None:
+        holders = {*placement.holders(0), *placement.holders(placement.num_stages - 1)}
+        self._has_data = stage_rank in holders and len(holders) > 1
+        self._weight = float(len(holders) - 1 if stage_rank == min(holders) else -1)
+        self._needs_targets = stage_rank in placement.holders(placement.num_stages - 1)
+        self._num_steps = 0
+        self._is_due = self._is_said = False
+        self._unread: deque[tuple[int, Fetched]] = deque(maxlen=_FIRST_STEPS)
+
+    def says(self, step: int, inputs: Nest, targets: Nest) -> Sequence[Tensor | float]:
+        """Return what this rank adds to the sums in a step; nothing in most steps.
+
+        `inputs`, `targets`: as the caller has given them. Waits for no device.
+        """
+        self._num_steps += 1
+        is_first = self._num_steps <= _FIRST_STEPS
+        self._is_due = self._has_data and (is_first or step % _EVERY == 0)
+        if not self._is_due:
+            return ()
+        # Inputs are compared only for the sake of targets that were given elsewhere.
+        lacks_pair = inputs is None or (self._needs_targets and targets is None)
+        return (*self._digested(targets, targets is None), *self._digested(inputs, lacks_pair))
+
+    def note(self, step: int, sums: Fetched) -> None:
+        """Keep the sums of a step over all ranks, to be judged when a loss is read."""
+        if self._is_due and not self._is_said:
+            self._unread.append((step, sums))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Say whether there are sums that were not judged."""
+        return bool(self._unread)
+
+    def judge(self) -> None:
+        """Warn, once, if ranks of a replica were given different data."""
+        while self._unread:
+            step, sums = self._unread.popleft()
+            differing = _differing(sums.read().tolist())
+            if differing and not self._is_said:
+                self._is_said = True
+                log.warning(
+                    "step %d: expected all ranks of a replica to be given the same samples in the "
+                    "same order, got different %s on ranks that use inputs and on ranks that use "
+                    "targets, so outputs are compared with targets of other samples; shuffle alike "
+                    "on all ranks: DataLoader(..., shuffle=True, generator=torch.Generator()."
+                    "manual_seed(seed)), and take this replica's part by pipe.share, not by a "
+                    "DistributedSampler over all ranks (a rank may pass None for what it does not "
+                    "use: pipe.needs_inputs, pipe.needs_targets)",
+                    step,
+                    differing,
+                )
+
+    def _digested(self, nest: Nest, is_missing: bool) -> tuple[Tensor | float, float]:
+        return (0.0, 1.0) if is_missing else (digest(nest) * self._weight, 0.0)
+
+
+def _differing(sums: Sequence[float]) -> str | None:
+    targets, lack_targets, inputs, lack_inputs = sums
+    if not lack_targets:
+        return "targets" if targets else None
+    return "inputs" if inputs and not lack_inputs else None
+
+
+def digest(nest: Nest) -> Tensor | float:
+    """Return a whole number below 2**36 that depends on a nest's values and their order.
+
+    Equal nests have equal digests, on whatever device they are. Of a large tensor some elements
+    count. A tensor of a device gives a float64[] of that device, at once.
+    """
+    leaves, _ = flatten(nest)
+    known = len(leaves)
+    on_device: Tensor | None = None
+    texts: list[str] = []
+    for index, leaf in enumerate(leaves):
+        found = _mixed(leaf)
+        if found is None:
+            texts += [_text(leaf)] if len(texts) < _MOST_VALUES else []
+            continue
+        factor = 2 * index + 1
+        known += zlib.crc32(repr(tuple(leaf.shape)).encode()) * factor
+        if on_host(found):
+            known += int(found) * factor
+        elif on_device is None:
+            on_device = found * factor
+        elif on_device.device == found.device:
+            on_device += found * factor
+    known += zlib.crc32("\0".join(texts).encode(errors="replace")) * _FACTORS[1]
+    known = (known + 2**63) % 2**64 - 2**63
+    mask = 2**_BITS - 1
+    if on_device is None:
+        return float(known >> 64 - _BITS & mask)
+    return torch.bitwise_and(on_device + known >> 64 - _BITS, mask).to(torch.float64)
+
+
+def _text(value: object) -> str:
+    """Return a text that is the same for equal values on all ranks, of a bounded part of them."""
+    if isinstance(value, str | bytes):
+        return repr(value[:_MOST_TEXT])
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
+
+
+def _mixed(leaf: object) -> Tensor | None:
+    """Return int64[] that depends on some elements of a tensor or array, and on their places.
+
+    None for anything else: its digest is that of a value.
+    """
+    try:
+        with torch.no_grad():
+            numbers = _integers(leaf)
+            if numbers is None:
+                return None
+            place = torch.arange(1, len(numbers) + 1, device=numbers.device) * _FACTORS[0]
+            weights = (place ^ (place >> 29)) * _FACTORS[1] | 1
+            numbers = numbers * _FACTORS[2]
+            # High bits reach low ones, too: floats of few digits differ in their high bits alone.
+            return ((numbers ^ (numbers >> 32 & 2**32 - 1)) * weights).sum()
+    except (RuntimeError, TypeError, ValueError):  # a kind of tensor without these operators
+        return None
+
+
+def _integers(leaf: object) -> Tensor | None:
+    """Return the bits of some elements as int64[n], spread over samples and places within one."""
+    if isinstance(leaf, np.ndarray):
+        step = _stride(leaf.size, len(leaf)) if leaf.ndim else 1
+        some = np.ascontiguousarray(leaf.flat[::step])
+        return _bits(torch.from_numpy(some.astype(some.dtype.newbyteorder("=")))).flatten().long()
+    if not isinstance(leaf, Tensor) or type(leaf) not in (Tensor, torch.nn.Parameter):
+        return None
+    if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
+        return None
+    step = _stride(leaf.numel(), len(leaf)) if leaf.dim() else 1
+    bits = _bits(leaf.detach().resolve_conj().resolve_neg())
+    width = bits.numel() // max(1, leaf.numel())  # a complex number has two
+    bits = bits.view(-1, width) if bits.is_contiguous() else bits
+    if bits.is_contiguous():
+        return bits[::step].flatten().long()
+    first = torch.arange(0, leaf.numel(), step, device=leaf.device) * width
+    return bits.take(torch.stack([first + i for i in range(width)], 1).flatten()).long()
+
+
+def _stride(num_elements: int, num_samples: int) -> int:
+    """Return which elements to take: not always the same of each sample."""
+    step = num_elements // _MOST_NUMBERS
+    if step <= 1:
+        return 1
+    width = max(1, num_elements // max(1, num_samples))
+    step |= 1
+    while math.gcd(step, width) != 1:
+        step += 2
+    return step
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return tensor.view(kinds[tensor.itemsize])
