@@ -142,6 +142,32 @@ def test_settings_compose_and_fill_all_ranks(name):
     assert config.run.dir.startswith("/work/") and config.checkpoint.every > 0
 
 
+def batch_script():
+    """Return the text of train.sbatch, and the settings of its command."""
+    text = (CLUSTER / "slurm" / "train.sbatch").read_text("utf-8")
+    words = shlex.split(re.search(r"COMMAND=\((.*?)\)\n\}", text, re.S)[1])
+    assert words[:3] == ["python", "-m", "gpipe_hpc.train"]
+    return text, words[3:]
+
+
+@pytest.mark.parametrize("name", [*ALL, "train.sbatch"])
+def test_a_sample_trains_on_tokens_of_its_model(name):
+    """Bytes were trained on under the vocabulary of GPT-2."""
+    settings = batch_script()[1] if name == "train.sbatch" else command(name)[1]
+    config = compose_config(settings)
+    assert config.model["vocab_size"] == config.data.vocab_size
+    assert config.data.seq_len <= config.model["block_size"]
+
+
+def test_the_batch_script_goes_on_in_the_folder_of_its_name_and_shows_what_sites_ask_for():
+    """Each job had a folder of its own, so a second job began anew."""
+    text, settings = batch_script()
+    assert "\nRUN_DIR=runs/$SLURM_JOB_NAME\n" in text and "\n#SBATCH --job-name=" in text
+    assert compose_config(settings).checkpoint.resume == "auto"
+    for option in ("partition", "account", "mem"):
+        assert re.search(rf"^##SBATCH --{option}=", text, re.M)
+
+
 @each_one
 def test_a_stopped_pod_has_time_to_save_and_is_not_counted(name):
     job = job_of(name)
