@@ -13,7 +13,7 @@ from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Counted, Example
 from gpipe_hpc.planning.advice import Advice, Known, advise, layer_times
-from gpipe_hpc.planning.costs.meta import meta_copy
+from gpipe_hpc.planning.costs.meta import meta_copies
 from gpipe_hpc.planning.forecast import RankForecast, rank_forecasts
 from gpipe_hpc.planning.memory.by_rank import memory_limits
 from gpipe_hpc.planning.shares import microbatch_shares
@@ -108,10 +108,7 @@ def foresee(
         request, counts = pipe.request, pipe.partition.counts
         shares = shares_of(pipe, num_samples)
         # Those that come built would be kept with all their weights.
-        light = [
-            layer if isinstance(layer, LayerSpec) else meta_copy(layer, f"layers.{index}")
-            for index, layer in enumerate(normalise_layers(layers))
-        ]
+        light = meta_copies(normalise_layers(layers))
         on = Example(*given, loss_fn, request.seed, pipe.world.device)
         counted = Counted(light, on, request.precision, shares_casts=not request.offload)
         stages = count_stages(counted.count, counts)

@@ -1,11 +1,12 @@
 """Count what the layers of a model cost without running them: see `LayerCount`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpipe_hpc.models import (
     Layer,
+    LayerSpec,
     Skip,
     SkipNames,
     Tie,
@@ -32,12 +33,16 @@ from gpipe_hpc.planning.costs.walk import Given, Passed, Visit, walk
 class ModelCount:
     """The layers of a model, the loss behind them if it was counted, and what they share.
 
-    `names` are what each layer stashes and pops, `skips` the same as pairs of layers.
+    `parameter_names`: of each layer, in the order of its weights. Equal specs share one
+    `LayerCount`, but name their parameters as they like: each block of a Hugging Face model has
+    its number in them. `names` are what each layer stashes and pops, `skips` the same as pairs of
+    layers.
     `library_bytes`: what the device's libraries keep once layers have run on it.
     """
 
     inputs: Crossing
     layers: tuple[LayerCount, ...]
+    parameter_names: tuple[tuple[str, ...], ...]
     loss: LayerCount | None
     ties: tuple[Tie, ...]
     names: tuple[SkipNames, ...]
@@ -53,8 +58,9 @@ class ModelCount:
         tied = {place: tie.name for tie in self.ties for place in tie.places}
         found: dict[str, Weight] = {}
         for index in layers:
-            for weight in self.layers[index].weights:
-                name = tied.get((index, weight.name), global_name(index, weight.name))
+            weights = self.layers[index].weights
+            for own, weight in zip(self.parameter_names[index], weights, strict=True):
+                name = tied.get((index, own), global_name(index, own))
                 cast_bytes = found.get(name, weight).cast_bytes
                 # Not every layer that shares a weight needs it cast.
                 is_cast = cast_bytes > weight.cast_bytes
@@ -107,9 +113,37 @@ def count_model(
     return ModelCount(
         inputs=crossing(value),
         layers=tuple(counts),
+        parameter_names=tuple(_parameter_names(counts, layers)),
         loss=loss,
         ties=tuple(find_ties(layers)),
         names=tuple(map(skip_names, layers)),
         skips=find_skips(layers),
         library_bytes=library_bytes,
     )
+
+
+def _parameter_names(
+    counts: Sequence[LayerCount], layers: Sequence[Layer]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the names of each layer's parameters.
+
+    A layer that shares its count is built again, unless it is of the same call.
+    """
+    first: dict[int, Layer] = {}
+    for index, (count, layer) in enumerate(zip(counts, layers, strict=True)):
+        if _is_same_call(first.setdefault(id(count), layer), layer):
+            yield tuple(weight.name for weight in count.weights)
+        else:
+            yield tuple(name for name, _ in meta_layer(layer, index).named_parameters())
+
+
+def _is_same_call(one: Layer, other: Layer) -> bool:
+    """Say whether two equal specs have not only equal arguments but the same."""
+    if one is other or not (isinstance(one, LayerSpec) and isinstance(other, LayerSpec)):
+        return one is other
+    pairs = zip(_arguments(one), _arguments(other), strict=True)
+    return all(own is its or isinstance(own, str | int | float) for own, its in pairs)
+
+
+def _arguments(spec: LayerSpec) -> tuple[Any, ...]:
+    return *spec.args, *(value for _, value in sorted(spec.keywords))

@@ -1,6 +1,7 @@
 """Modules on the meta device: shapes without values."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -24,12 +25,29 @@ def meta_layer(layer: Layer, index: int) -> nn.Module:
     return meta_copy(layer, f"layers.{index}")
 
 
-def meta_copy(module: nn.Module, where: str) -> nn.Module:
-    """Return a copy of a module without its values; raise `ModelError` if it cannot be copied."""
-    memo: dict[int, Any] = {id(buffer): buffer.to(META) for buffer in module.buffers()}
+def meta_copies(layers: Sequence[Layer]) -> list[Layer]:
+    """Return layers without the values of those that come built; what these share is shared still.
+
+    Raises `ModelError` for one that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    return [
+        layer if isinstance(layer, LayerSpec) else meta_copy(layer, f"layers.{index}", memo)
+        for index, layer in enumerate(layers)
+    ]
+
+
+def meta_copy(module: nn.Module, where: str, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a copy of a module without its values; raise `ModelError` if it cannot be copied.
+
+    `memo`: copies that were made already, as `copy.deepcopy` has it.
+    """
+    memo = {} if memo is None else memo
+    for buffer in module.buffers():
+        memo.setdefault(id(buffer), buffer.to(META))
     for parameter in module.parameters():
         empty = nn.Parameter(torch.empty_like(parameter, device=META), parameter.requires_grad)
-        memo[id(parameter)] = empty
+        memo.setdefault(id(parameter), empty)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
