@@ -21,9 +21,10 @@ from gpipe_hpc.models.huggingface.companions import (
 from gpipe_hpc.models.huggingface.configs import CONFIG_FILE, empty_model
 from gpipe_hpc.models.huggingface.library import transformers, transformers_part
 from gpipe_hpc.models.huggingface.stand_ins import StandIn
-from gpipe_hpc.models.huggingface.structure import Structure, find_structure
+from gpipe_hpc.models.huggingface.structure import find_structure
 from gpipe_hpc.models.huggingface.weights import WeightFolder
 from gpipe_hpc.models.randomness import GENERATOR_LOCK
+from gpipe_hpc.models.ties import first_names
 
 _INITIALISED = "_is_hf_initialized"
 
@@ -47,18 +48,9 @@ class Blueprint:
         self.source = source
         self.model = _quiet(empty_model(config, attention, dtype))
         self.kind = type(self.model).__name__
-        self.structure = self._find_structure()
+        # Of a copy: some modules keep what they last computed, such as rotary frequencies.
+        self.structure = find_structure(self.copied(self.model))
         self.weights = weights
-
-    def _find_structure(self) -> Structure:
-        try:
-            return find_structure(self.model)
-        except ModelError:
-            # Kernels of experts are there for bfloat16 alone where tensors have no values.
-            config, attention, _ = self._made_of
-            with suppress(ModelError):
-                return find_structure(_quiet(empty_model(config, attention, "bfloat16")))
-            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what the model is made of."""
@@ -103,17 +95,46 @@ class Blueprint:
             module.__dict__.pop(_INITIALISED, None)
         if torch.empty(0).is_meta:
             return
+        names = first_names(layer)
         layer.to_empty(device="cpu")
+        for name, first in names.items():
+            if name != first:  # to_empty makes a parameter of its own for each name
+                owner, _, leaf = name.rpartition(".")
+                setattr(layer.get_submodule(owner), leaf, layer.get_parameter(first))
         with torch.no_grad(), GENERATOR_LOCK, _default_dtype(self.model.dtype):
             loaded = self._load(layer) if self.weights is not None else []
             unset = _poisoned(layer)
             with transformers_part("initialization").guard_torch_init_functions():
                 self._initialise(part, self._whole_around(path, part))
             for tensor in loaded:
-                del tensor.__dict__[_INITIALISED]
+                tensor.__dict__.pop(_INITIALISED, None)
             self._check_set(unset)
         for module in part.modules():
             module.__dict__.pop(_INITIALISED, None)
+
+    def perhaps_unset(self) -> list[str]:
+        """Return names of tensors that perhaps neither the folder nor transformers' start sets.
+
+        Without values it is only seen what is written to, and not by all of torch's functions;
+        of blocks that are alike the first counts. `fill` knows.
+        """
+        first: dict[str, nn.Module] = {}
+        blocks = self.model.get_submodule(self.structure.blocks).children()
+        others = [each for each in blocks if first.setdefault(str(each), each) is not each]
+        whole = self.copied(self.model, {id(each): StandIn(each) for each in others})
+        versions = {name: tensor._version for name, tensor in _numbers(whole).items()}
+        with suppress(Exception), torch.device("meta"), torch.no_grad():  # some read values
+            self._initialise(whole, whole)
+        return [
+            name
+            for name, tensor in _numbers(whole).items()
+            if tensor._version == versions.get(name) and not self._is_stored(name)
+        ]
+
+    def _is_stored(self, name: str) -> bool:
+        ties = self.ties()
+        names = {name, *(other for other in ties if ties[other] == ties.get(name))}
+        return self.weights is not None and any(each in self.weights for each in names)
 
     def _check_set(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -195,10 +216,15 @@ class Blueprint:
         return files
 
 
+def _numbers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of floating point."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+
+
 def _poisoned(layer: nn.Module) -> dict[str, Tensor]:
     """Fill the numbers that are not loaded with NaN, so that none can stay unset unnoticed."""
-    named = [*layer.named_parameters(), *layer.named_buffers()]
-    unset = {n: t for n, t in named if t.is_floating_point() and not hasattr(t, _INITIALISED)}
+    unset = {n: t for n, t in _numbers(layer).items() if not hasattr(t, _INITIALISED)}
     for tensor in unset.values():
         tensor.fill_(torch.nan)
     return unset

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpipe_hpc.models.building import build_layer
 from gpipe_hpc.models.huggingface.blueprint import Blueprint
 from gpipe_hpc.models.huggingface.calls import unknown
 from gpipe_hpc.models.huggingface.configs import read_config
@@ -59,7 +60,12 @@ def huggingface_layers(
         *((f"{path}.", LayerSpec(HuggingFaceNorm, blueprint, path)) for path in parts.closing),
         ("", LayerSpec(HuggingFaceHead, blueprint)),
     ]
-    ties = _by_layer(blueprint.ties(), [prefix for prefix, _ in layers])
+    prefixes = [prefix for prefix, _ in layers]
+    doubtful = {_owner(name, prefixes) for name in blueprint.perhaps_unset()}
+    for index, (prefix, layer) in enumerate(layers):
+        if prefix in doubtful:
+            build_layer(layer, index=index, seed=0)  # raises ModelError for what stays unset
+    ties = _by_layer(blueprint.ties(), prefixes)
     return [layer.tied(ties[prefix]) if ties[prefix] else layer for prefix, layer in layers]
 
 
@@ -91,6 +97,9 @@ def _by_layer(ties: Mapping[str, str], prefixes: Sequence[str]) -> dict[str, dic
     """Sort tied names into layers: each belongs to the layer with the longest fitting prefix."""
     sorted_in: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
     for name, label in ties.items():
-        fitting = [prefix for prefix in prefixes if name.startswith(prefix)]
-        sorted_in[max(fitting, key=len)][name] = label
+        sorted_in[_owner(name, prefixes)][name] = label
     return sorted_in
+
+
+def _owner(name: str, prefixes: Sequence[str]) -> str:
+    return max((prefix for prefix in prefixes if name.startswith(prefix)), key=len)

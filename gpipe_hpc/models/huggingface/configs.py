@@ -105,6 +105,8 @@ def empty_model(config: Any, attention: str | None, dtype: str) -> Any:
         )
     auto = _task(config)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    if dtype == "float64":  # of which transformers' first choice for experts has no kernel
+        options["experts_implementation"] = "batched_mm"
     # transformers sets torch's default dtype meanwhile, and replaces its initialisers.
     with GENERATOR_LOCK, torch.device("meta"):
         try:

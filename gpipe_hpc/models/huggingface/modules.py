@@ -5,6 +5,7 @@ rotary angles), each tensor once: `Boundary`.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +17,7 @@ from gpipe_hpc.models.huggingface.blueprint import Blueprint
 from gpipe_hpc.models.huggingface.calls import Call
 from gpipe_hpc.models.huggingface.companions import Companion
 from gpipe_hpc.models.huggingface.stand_ins import Given, Listener
-from gpipe_hpc.models.huggingface.valueless import run_as_with_values
+from gpipe_hpc.models.huggingface.valueless import is_valueless, run_as_with_values
 
 _TENSOR_INPUTS: Final = frozenset(
     {"input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values"}
@@ -83,6 +84,14 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         core = blueprint.copied(model.get_submodule(parts.core), instead)
         self._place(parts.core, core)
         blueprint.fill(self, parts.core)
+        # Rotary embeddings whose angles change for good with the first longer sequence.
+        self._stretched = [
+            (module, name, value)
+            for module in core.modules()
+            if "dynamic" in str(getattr(module, "rope_type", ""))
+            for name, value in vars(module).items()
+            if name.endswith("max_seq_len_cached")
+        ]
 
     def forward(self, inputs: Any) -> Boundary:
         """Embed a micro-batch and work out what each block is to be called with."""
@@ -91,6 +100,8 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         try:
             with run_as_with_values(arguments[parts.main_input]):
                 self.get_submodule(parts.core)(**arguments)
+            if self._stretched and not is_valueless(arguments[parts.main_input]):
+                self._refuse_stretching()
             found = [Call.of(args, kwargs, "embedding") for args, kwargs in calls]
         finally:
             calls.clear()  # or what a micro-batch made would live till the next
@@ -101,6 +112,18 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
                 f"give other inputs, or write the model as a sequence of layers"
             )
         return _boundary(found)
+
+    def _refuse_stretching(self) -> None:
+        for module, name, before in self._stretched:
+            now = vars(module)[name]
+            if isinstance(now, Tensor) or now != before:
+                raise ModelError(
+                    f"huggingface: with rope_type 'dynamic' a sequence that is longer than all "
+                    f"before it changes the angles of later ones, so training would depend on the "
+                    f"order of micro-batches; expected at most {before} positions "
+                    f"(max_position_embeddings), got {int(now)}; give shorter sequences, or set "
+                    f"another rope_type in the config"
+                )
 
     def _named(self, inputs: Any) -> dict[str, Any]:
         parts = self.blueprint.structure
@@ -153,7 +176,9 @@ class HuggingFaceBlock(HuggingFaceLayer):
         # Recomputation marks every boundary as in need of a gradient: these are not.
         values = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
         leaves = [values[slot] for slot in slots[kinds[self.index]]]
-        output = parts.forms[self.index].call(self.get_submodule(self._path), hidden, leaves)
+        block = self.get_submodule(self._path)
+        with run_as_with_values(hidden) if is_valueless(hidden) else nullcontext():
+            output = parts.forms[self.index].call(block, hidden, leaves)
         hidden = output[0] if parts.num_returned else output
         if self.index == parts.num_blocks - 1:
             return hidden

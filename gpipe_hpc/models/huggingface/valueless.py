@@ -15,12 +15,20 @@ from gpipe_hpc.torch_compat import FakeTensor
 # One thread at a time may tell transformers what to take for tracing.
 _TOLD: Final = threading.Lock()
 
+# What multiplies the rows of each expert with its own weights, in new and old versions of torch.
+_GROUPED: Final = tuple(
+    getattr(owner, name)
+    for owner, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if hasattr(owner, name)
+)
+
 
 class SayYes(TorchFunctionMode):
     """Answer yes where a model asks whether something holds of tensors without values.
 
     transformers asks whether all tokens count, and whether all positions are of one sequence, to
-    leave out masks that mask nothing.
+    leave out masks that mask nothing. Products of experts have no kernel without values but for
+    some shapes in bfloat16: one product of all rows takes their place.
     """
 
     def __torch_function__(
@@ -33,6 +41,9 @@ class SayYes(TorchFunctionMode):
         """Run one function of torch."""
         if func is Tensor.__bool__ and is_valueless(args[0]) and args[0].dtype == torch.bool:
             return True
+        if func in _GROUPED and is_valueless(args[0]):
+            rows, weights = args[:2]
+            return rows @ weights[0]
         return func(*args, **(kwargs or {}))
 
 
