@@ -3,25 +3,31 @@ PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
 WORKERS ?= auto
-CI_WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
+# While a slow test waits for its processes another worker has the core: two for each core.
+SLOW_WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
 
-CI_TESTS := "not product and not two_hosts and not cluster and not browser"
+# What runs when, and what only the longer targets find: tests/tiers.py.
+ELSEWHERE := not product and not simulated and not long and not two_hosts and not cluster and not browser
+FAST := "not slow and $(ELSEWHERE)"
+SLOW := "slow and $(ELSEWHERE)"
+PYTEST := $(BIN)/python -m pytest -q --maxprocesses 8 --dist worksteal
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-ci test-product test-two-hosts test-cluster test-browser test-all check docs format clean
+.PHONY: help .venv train bench test test-slow test-product test-simulated test-long test-two-hosts test-cluster test-browser test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
 	@echo "make bench      beside torch's own pipelining, against the figures kept (five minutes)"
-	@echo "make test       the fast tests"
-	@echo "make test-slow  what kills, starts many processes, or builds the wheel"
-	@echo "make test-ci    both of these in one run, as continuous integration does"
-	@echo "make test-product  every combination of what those sample (half an hour on two cores)"
-	@echo "make test-all   all of these"
+	@echo "make test       the fast tests (five minutes on two cores)"
+	@echo "make test-slow  what kills, starts many processes, or builds the wheel (five minutes)"
+	@echo "make test-product    every combination of what those sample (an hour)"
+	@echo "make test-simulated  training on the simulated accelerator (twenty minutes)"
+	@echo "make test-long  soak, scale, sweeps, studies and benchmarks (twenty minutes)"
+	@echo "make test-all   all of these, and make check"
 	@echo "make test-two-hosts  two hosts over a slow link (Linux, root or user namespaces; minutes)"
 	@echo "make test-cluster  a real Slurm, containers, Kubernetes (Debian: slurm-wlm munge podman buildah runc debootstrap; kubectl 1.29)"
 	@echo "make test-browser  a report in a real browser (Debian: chromium)"
@@ -44,22 +50,23 @@ train: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# Tests of up to ten files that fail are run a second time, by themselves: a machine that others use
+# too can starve a process for longer than any limit. What fails again has failed; what passes is
+# named, because it is a race in the test or in the package.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not product and not two_hosts and not cluster and not browser" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m $(FAST) --ignore tests/test_fitness.py $(ARGS) || $(BIN)/python tests/once_more.py -m $(FAST) $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts and not cluster and not browser" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
-
-# Both in one run, for continuous integration: collecting all tests takes each worker ten seconds,
-# and while a slow test waits for its processes another worker has the core: two for each core.
-# Tests of up to ten files that fail in this crowd are tried once more, by themselves: a machine
-# that others use too can starve a process for longer than any limit. What fails again has failed;
-# what passes is named, for it is a race in the test or in the package.
-test-ci: $(STAMP)
-	$(BIN)/python -m pytest -q -m $(CI_TESTS) -n $(CI_WORKERS) --maxprocesses 8 --dist worksteal $(ARGS) || $(BIN)/python tests/once_more.py -m $(CI_TESTS) $(ARGS)
+	$(PYTEST) -n $(SLOW_WORKERS) -m $(SLOW) $(ARGS) || $(BIN)/python tests/once_more.py -m $(SLOW) $(ARGS)
 
 test-product: $(STAMP)
-	$(BIN)/python -m pytest -q -m product -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m product $(ARGS)
+
+test-simulated: $(STAMP)
+	$(PYTEST) -n $(WORKERS) -m simulated $(ARGS)
+
+test-long: $(STAMP)
+	$(PYTEST) -n $(WORKERS) -m long $(ARGS)
 
 test-two-hosts: $(STAMP)
 	$(BIN)/python -m pytest -q -m two_hosts $(ARGS)
@@ -70,7 +77,7 @@ test-cluster: $(STAMP)
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -q -m browser $(ARGS)
 
-test-all: test test-slow test-product
+test-all: check test test-slow test-product test-simulated test-long
 
 # mypy has one core for twenty seconds: the rest is done beside it.
 check: $(STAMP)
@@ -86,12 +93,6 @@ types: $(STAMP)
 
 fitness: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests/test_fitness.py
-
-# That all tests can be collected. Each of them is rewritten by pytest, which keeps the result: nine
-# CPU seconds less for each worker that comes later.
-collected: $(STAMP)
-	@mkdir -p build
-	@$(BIN)/python -m pytest -qq --collect-only -m $(CI_TESTS) >build/collected.txt || { cat build/collected.txt; exit 1; }
 
 site: $(STAMP)
 	$(BIN)/mkdocs build --quiet

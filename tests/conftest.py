@@ -30,6 +30,7 @@ from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
 from gpipe_hpc.comm.threads import run_on_threads
 from tests import support
 from tests.support import patience
+from tests.tiers import sort_into_tiers
 
 # How long an example takes says nothing on a machine that others use too.
 hypothesis.settings.register_profile("gpipe_hpc", deadline=None)
@@ -60,6 +61,12 @@ def on_threads(device: Device) -> Callable[..., list[Any]]:
         return device
 
     return partial(run_on_threads, device=own)
+
+
+@pytest.hookimpl(tryfirst=True)  # ahead of -m, which reads the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what only the longer targets of the Makefile run."""
+    sort_into_tiers(items)
 
 
 def pytest_collection_finish() -> None:

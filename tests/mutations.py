@@ -31,7 +31,10 @@ PACKAGES = ("schedule", "comm", "engine", "planning", "checkpoint", "training")
 WHOLE = ("tests/engine/test_exactness.py", "tests/pipeline", "tests/training/run")
 LIMIT_S = 600
 USAGE_ERROR = 4  # of pytest: as for a file that is not there
-FAST = "not slow and not product and not two_hosts and not cluster and not browser"
+FAST = (
+    "not slow and not product and not simulated and not long"
+    " and not two_hosts and not cluster and not browser"
+)
 TURNED = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,

@@ -1,0 +1,100 @@
+"""Which tests run when, beyond the markers that stand at the tests themselves.
+
+    make test            the fast tests: five minutes on two cores
+    make test-slow       starts of several processes, kills, the wheel: five minutes
+    make test-product    the combinations of settings of which the fast tests are a sample
+    make test-simulated  training on the simulated accelerator (tests/played)
+    make test-long       soak, scale, sweeps, studies and benchmarks
+
+Continuous integration runs `make check` and the first two. Only the others find faults of these
+kinds: a setting that is wrong in one combination (product); a missing wait between streams, or an
+unwanted wait of the host, on an accelerator (simulated); leaks, growth with the number of ranks,
+and damage to the studies and benchmarks (long). Run them before you resolve an issue that touches
+one of these.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+
+SIMULATED: Final = "tests/played/"
+# They test the simulated device itself, or sample what is trained on it.
+SIMULATED_FAST: Final = ("test_tracker.py", "test_transport.py", "test_astray.py")
+LONG: Final = (
+    "tests/bench/test_sweep.py",
+    "tests/benchmarks/test_bench.py",
+    "tests/benchmarks/test_memory.py",
+    "tests/comm/host/test_allocator.py",
+    "tests/comm/host/test_flight_recorder.py",
+    "tests/comm/mpi/test_training.py",
+    "tests/experiments/test_characterisation.py",
+    "tests/experiments/test_gpu.py",
+    "tests/experiments/test_network_faults.py",
+    "tests/experiments/test_papers.py",
+    "tests/experiments/test_plan_against_runs.py",
+    "tests/experiments/test_resilience.py",
+    "tests/experiments/test_scale_simulation.py",
+    "tests/experiments/test_scale_startup.py",
+    "tests/experiments/test_scale_startup_processes.py",
+    "tests/experiments/test_slow_link.py",
+    "tests/experiments/test_soak.py",
+    "tests/train/test_cores.py",
+)
+# How many cases of each parametrized test function stay in its tier; the others are products.
+# Chosen by cost: a file stands here if its cases took more than a few seconds together.
+CASES: Final = {
+    "tests/comm/collectives/test_exactness.py": 12,
+    "tests/comm/mpi/test_mpiexec.py": 8,
+    "tests/config/test_checks.py": 8,
+    "tests/config/test_commands.py": 4,
+    "tests/config/test_complaints.py": 12,
+    "tests/draw/test_pictures.py": 3,
+    "tests/engine/outer/test_wide_copies.py": 2,
+    "tests/engine/test_batchnorm.py": 4,
+    "tests/engine/test_catalogue.py": 20,
+    "tests/engine/test_holes.py": 4,
+    "tests/engine/test_networks.py": 4,
+    "tests/engine/test_schedules_run.py": 6,
+    "tests/engine/test_skips.py": 6,
+    "tests/export/test_trust.py": 8,
+    "tests/models/zoo/test_settings.py": 8,
+    "tests/models/zoo/test_training.py": 3,
+    "tests/plan/test_plan.py": 3,
+    "tests/planning/search/test_ranking.py": 3,
+    "tests/schedule/passes/test_offload.py": 24,
+    "tests/schedule/search/test_auto.py": 3,
+    "tests/schedule/test_closed_forms.py": 12,
+    "tests/schedule/test_skips.py": 12,
+    "tests/train/test_command_line.py": 6,
+    "tests/train/test_faults.py": 6,
+    "tests/train/test_launch.py": 6,
+    "tests/test_fitness.py": 400,
+}
+
+
+def sort_into_tiers(items: Sequence[pytest.Item]) -> None:
+    """Mark tests as simulated, long or product, by the tables above."""
+    groups: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        path = item.nodeid.partition("::")[0]
+        if path.startswith(SIMULATED) and not path.endswith(SIMULATED_FAST):
+            item.add_marker(pytest.mark.simulated)
+        elif path in LONG:
+            item.add_marker(pytest.mark.long)
+        elif path in CASES and not item.get_closest_marker("product"):
+            groups[path, item.nodeid.partition("[")[0]].append(item)
+    for (path, _), cases in groups.items():
+        for case in beyond(cases, CASES[path]):
+            case.add_marker(pytest.mark.product)
+
+
+def beyond(cases: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
+    """Return all but `number` cases, which are spread evenly over the list."""
+    if len(cases) <= number:
+        return []
+    kept = Counter(
+        round(position * (len(cases) - 1) / max(1, number - 1)) for position in range(number)
+    )
+    return [case for position, case in enumerate(cases) if position not in kept]
