@@ -1,4 +1,4 @@
-"""Nests: tuples, lists and dicts, in one another, whose leaves are tensors or other values.
+"""Nests: tuples, lists and mappings, in one another, whose leaves are tensors or other values.
 
 A walk of our own over the plain containers: each call of torch's `tree_flatten` leaves a circle
 of references behind that only the garbage collector frees, dozens in a step. Containers that are
@@ -6,7 +6,7 @@ registered with torch's pytree are walked by it.
 """
 
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,11 +160,28 @@ def _walk(nest: Nest, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) 
         return Tree(kind, keys, children)
     # A torch.Size is registered, but comes back as a tuple: better a value.
     if isinstance(nest, torch.Tensor | torch.Size) or pytree.tree_is_leaf(nest):
+        if isinstance(nest, dict | UserDict):
+            return _walk_mapping(nest, leaves, is_leaf)
         leaves.append(nest)
         return LEAF
     inner, spec = pytree.tree_flatten(nest, is_leaf)
     leaves.extend(inner)
     return Tree(Registered(spec), None, ())
+
+
+def _walk_mapping(
+    nest: "dict[Any, Any] | UserDict[Any, Any]",
+    leaves: list[Any],
+    is_leaf: Callable[[Any], bool] | None,
+) -> Tree:
+    """Walk a mapping of a class of its own, as a BatchEncoding; it is a value without tensors."""
+    own: list[Any] = []
+    children = tuple([_walk(child, own, is_leaf) for child in nest.values()])
+    if not any(isinstance(leaf, torch.Tensor) or type(leaf) in (list, tuple) for leaf in own):
+        leaves.append(nest)
+        return LEAF
+    leaves.extend(own)
+    return Tree(type(nest), tuple([k if type(k) is str else Key(k) for k in nest]), children)
 
 
 def _build(tree: Tree, leaves: Iterator[Any]) -> Nest:
@@ -176,5 +193,9 @@ def _build(tree: Tree, leaves: Iterator[Any]) -> Nest:
     children = [_build(child, leaves) for child in tree.children]
     if tree.keys is not None:
         keys = [key.value if isinstance(key, Key) else key for key in tree.keys]
-        return tree.kind(zip(keys, children, strict=True))
+        items = dict(zip(keys, children, strict=True))
+        try:
+            return tree.kind(items)
+        except TypeError:  # of a class that is made in another way
+            return items
     return tree.kind(*children) if hasattr(tree.kind, "_fields") else tree.kind(children)

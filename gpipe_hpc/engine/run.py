@@ -52,7 +52,8 @@ class Run:
             raise DataError(
                 f"targets: expected {num_samples} samples in micro-batch {microbatch}, as its "
                 f"inputs have, got {sizes[microbatch]}{known}; give as many targets as inputs, of "
-                f"the same slice of the batch on every rank"
+                f"the same slice of the batch on every rank (a list of tensors counts as several "
+                f"of all samples: stack them, or mark each of them, [gpipe_hpc.whole(x) for ...])"
             )
         return intake.bring(nests[microbatch])
 

@@ -13,6 +13,7 @@ from gpipe_hpc import Pipeline, run_on_threads, whole
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import DataError, GpipeError, ModelError
 from gpipe_hpc.verify.run import verify
+from tests.support import losses as losses_of
 from tests.support import mean_square
 
 B, WIDTH = 8, 4
@@ -71,6 +72,11 @@ def right() -> float:
 class Encoding(collections.UserDict[str, Any]):
     """A mapping of a class of its own, as a BatchEncoding is."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
 
 Named = collections.namedtuple("Named", ("x", "signs"))
 INPUTS: dict[str, tuple[Any, Any]] = {
@@ -100,7 +106,15 @@ INPUTS: dict[str, tuple[Any, Any]] = {
         lambda batch: (batch[0], [float(each[0, 0]) for each in batch[1]]),
     ),
     "arrays": ((X.numpy(), np.array(SIGNS)), lambda batch: (batch[0], batch[1].tolist())),
-    "a mapping": (Encoding(x=X, signs=WORDS), lambda batch: (batch["x"], batch["signs"])),
+    "a mapping": (Encoding(x=X, signs=WORDS), lambda batch: (batch.x, batch["signs"])),
+    "a mapping of arrays": (
+        Encoding(x=X.numpy(), signs=np.array(SIGNS)),
+        lambda batch: (batch.x, batch.signs.tolist()),
+    ),
+    "a mapping inside": (
+        (X, Encoding(signs=WORDS), Encoding(kind="signs")),
+        lambda batch: (batch[0], batch[1][batch[2].kind]),
+    ),
     "a whole mapping": (
         (X, whole({"minus": -1.0, "plus": 1.0}), WORDS),
         lambda batch: (batch[0], [batch[1][word] for word in batch[2]]),
@@ -437,3 +451,87 @@ def test_verify_names_a_layer_that_makes_the_loss_depend_on_the_cut(mixes, tmp_p
     depends = "The loss of an evaluation depends on the number of micro-batches"
     assert (depends in str(report)) == mixes
     assert ("It begins in layers.1 (Centred)" in str(report)) == mixes
+
+
+OWN = """
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, whole
+
+
+class Items:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        drawn = torch.Generator().manual_seed(index)
+        target = {"y": torch.randn(index % 4 + 1, generator=drawn)}
+        return torch.randn(6, 4, generator=drawn), "minus" if index % 3 else "plus", target
+
+
+def collate(items):
+    x, words, targets = zip(*items)
+    mask = torch.full((6, 6), -1e9).triu(1)
+    return {"x": torch.stack(x), "words": words, "mask": whole(mask)}, list(map(whole, targets))
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        x, words = batch["x"], batch["words"]
+        sign = torch.tensor([1.0 if word == "plus" else -1.0 for word in words])
+        hidden = self.linear(x) * sign[:, None, None]
+        hidden = (hidden @ hidden.transpose(1, 2) + batch["mask"]).softmax(-1) @ hidden
+        return hidden, hidden, hidden[:, :3]
+
+
+class Second(nn.Module):
+    def forward(self, parts):
+        one, other, view = parts
+        view = view.sum(1, keepdim=True)
+        return one * 0.5 + view if one is other else one
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: -2 * gradient)
+        return self.linear(hidden.mean(1))
+
+
+def build():
+    return [LayerSpec(First), LayerSpec(Second), LayerSpec(Last)]
+
+
+def loss(output, targets):
+    pairs = zip(output, targets, strict=True)
+    return torch.stack([(o[: len(t["y"])] - t["y"]).square().mean() for o, t in pairs]).mean()
+"""
+
+
+@pytest.mark.slow
+def test_processes_train_on_such_batches_as_one_does(train, tmp_path):
+    (tmp_path / "own_batches.py").write_text(OWN)
+    settings = (
+        *("data=own", "data._target_=own_batches.Items", "data.collate=own_batches.collate"),
+        *("model=own", "model._target_=own_batches.build", "loss._target_=own_batches.loss"),
+        *("data.validation_fraction=0", "train.batch_size=8", "train.steps=3", "train.seed=0"),
+        *("lr.warmup_steps=0", "optimizer.lr=0.05"),
+    )
+    found = []
+    for ranks, microbatches in ((1, 1), (2, 4)):
+        run = tmp_path / f"run{ranks}"
+        pipeline = (f"run.dir={run}", f"pipeline.microbatches={microbatches}")
+        env = {"PYTHONPATH": str(tmp_path)}
+        train(ranks, *settings, *pipeline, "pipeline.recompute=always", env=env)
+        found.append(losses_of(run))
+    assert len(found[0]) == 3
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

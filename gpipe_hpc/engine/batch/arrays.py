@@ -1,6 +1,6 @@
 """NumPy's arrays as torch's tensors: what a user hands over need not be converted first."""
 
-from collections.abc import Mapping
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,11 @@ def as_tensor(array: npt.NDArray[Any], what: str) -> torch.Tensor:
 
 
 def with_tensors(nest: Nest, what: str) -> Nest:
-    """Return a nest whose arrays have become tensors; one without arrays as it is.
-
-    Mappings of other classes, such as a BatchEncoding, become dicts.
-    """
+    """Return a nest whose arrays have become tensors; one without arrays as it is."""
     if isinstance(nest, torch.Tensor):
         return nest
     leaves, tree = flatten(nest)
-    if not any(isinstance(leaf, np.ndarray | Mapping | Whole) for leaf in leaves):
+    if not any(isinstance(leaf, np.ndarray | dict | UserDict | Whole) for leaf in leaves):
         return nest
     made: dict[int, Any] = {}
     for leaf in leaves:
@@ -53,4 +50,8 @@ def _converted(leaf: Any, what: str) -> Any:
         return as_tensor(leaf, what)
     if isinstance(leaf, Whole):
         return Whole(with_tensors(leaf.value, what))
-    return with_tensors(dict(leaf), what) if isinstance(leaf, Mapping) else leaf
+    if isinstance(leaf, dict | UserDict):  # without tensors, as far as it was looked at
+        found = with_tensors(dict(leaf), what)
+        changed = any(found[key] is not value for key, value in leaf.items())
+        return type(leaf)(found) if changed else leaf
+    return leaf
