@@ -147,6 +147,23 @@ def tensors_of(nest: Nest) -> list[torch.Tensor]:
     return tensors
 
 
+def with_dicts(nest: Nest) -> Nest:
+    """Return a nest with a dict in place of each mapping of another class, as a BatchEncoding.
+
+    Other processes may not know the class.
+    """
+    leaves, tree = flatten(nest)
+    found = [dict(leaf) if isinstance(leaf, UserDict) else leaf for leaf in leaves]
+    return unflatten(found, _with_dicts(tree))
+
+
+def _with_dicts(tree: Tree) -> Tree:
+    kind = tree.kind
+    if isinstance(kind, type) and issubclass(kind, dict | UserDict) and kind is not OrderedDict:
+        kind = dict
+    return Tree(kind, tree.keys, tuple([_with_dicts(child) for child in tree.children]))
+
+
 def _walk(nest: Nest, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Tree:
     kind = type(nest)
     if is_leaf is not None and is_leaf(nest):

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, tensors_of, unflatten
 from gpipe_hpc.config import Config, build_target
-from gpipe_hpc.engine.batch.cutting import cut, lists_of, num_samples_of, share_of, unwrapped
+from gpipe_hpc.engine.batch.cutting import (
+    cut,
+    lists_of,
+    num_samples_of,
+    put_together,
+    share_of,
+    unwrapped,
+)
 from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.training.optimizers.lr import set_lr
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
@@ -56,6 +63,7 @@ class Judge:
         self.observed = Observations()
         self._pieces: list[Piece] = []
         self._uncut: list[Piece] = []  # each replica's
+        self._targets: list[Nest] = []  # of each, with the marks of what is not cut
         self._order_effect = 0.0
         self._outputs: list[Nest] = []  # of the model, by global micro-batch
         self._whole: list[tuple[float, float | None]] = []  # by step: in pieces, and at once
@@ -108,15 +116,13 @@ class Judge:
     def _whole_loss(self) -> float | None:
         """Return the loss function's value of the whole batch; None if it has none."""
         sizes = [size for *_, size in self._pieces if size]
-        given = [(targets, size) for _, targets, size in self._uncut if size]
         try:
-            outputs = _joined(list(zip(self._outputs, sizes, strict=True)), is_output=True)
-            whole = outputs, _joined(given, is_output=False)
-        except (RuntimeError, ValueError):  # of shapes that differ between micro-batches
+            outputs = _joined(list(zip(self._outputs, sizes, strict=True)))
+            return self._plain.whole_loss(outputs, put_together(self._targets, "targets"))
+        except Exception:  # of what cannot be put together, or of the user's loss
             return None
         finally:
             self._outputs = []
-        return self._plain.whole_loss(*whole)
 
     def _compare_whole(self) -> None:
         """Hold the loss in pieces, which the layout has, against that of the batch at once."""
@@ -163,7 +169,7 @@ class Judge:
     def _cut(self, facts: Sequence[Facts]) -> list[Piece]:
         """Return the global micro-batches: what ranks were given, cut as they cut it."""
         pieces: list[Piece] = []
-        self._uncut = []
+        self._uncut, self._targets = [], []
         given = [self._by_replica(facts, what) for what in ("inputs", "targets")]
         counts = self._plain.layout.portions.counts
         for inputs, targets, count in zip(*given, counts, strict=True):
@@ -173,6 +179,8 @@ class Judge:
             nests = cut(inputs, count, "inputs"), cut(targets, count, "targets")
             pieces += zip(*nests, sizes, strict=True)
             self._uncut.append((unwrapped(inputs), unwrapped(targets), total))
+            if total:
+                self._targets.append(targets)
         return pieces
 
     def _compare_uncut(self, loss: float) -> None:
@@ -331,22 +339,15 @@ def _seed(weight: float) -> Tensor:
     return torch.ldexp(torch.ones_like(number), -torch.frexp(number).exponent)
 
 
-def _joined(parts: Sequence[tuple[Nest, int]], *, is_output: bool) -> Nest:
-    """Return nests put together by samples, of which each has so many.
-
-    Rows of an output are samples also where it has several of each.
-    """
-    flat = [flatten(nest, lists_of(size)) for nest, size in parts]
-    sizes = [size for _, size in parts]
+def _joined(outputs: Sequence[tuple[Nest, int]]) -> Nest:
+    """Return outputs put together by samples; each has so many, or some rows of each sample."""
+    flat = [flatten(nest, lists_of(size)) for nest, size in outputs]
 
     def joined(column: Sequence[Any]) -> Any:
         if all(type(each) in (list, tuple) for each in column):
             return type(column[0])(value for each in column for value in each)
-        if all(isinstance(each, Tensor) and each.dim() for each in column) and (
-            is_output or [each.shape[0] for each in column] == sizes
-        ):
-            return torch.cat(list(column))
-        return column[0]
+        has_rows = all(isinstance(each, Tensor) and each.dim() for each in column)
+        return torch.cat(list(column)) if has_rows else column[0]
 
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return unflatten([joined(column) for column in columns], flat[0][1])

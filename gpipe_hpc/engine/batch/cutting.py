@@ -111,6 +111,26 @@ def without_samples(batch: Nest, what: str) -> Nest:
     return unflatten(kept, tree)
 
 
+def put_together(batches: Sequence[Nest], what: str) -> Nest:
+    """Return one batch with the samples of several, as replicas are given shares of one.
+
+    What is for all samples is that of the first. Raises ValueError if they are built otherwise.
+    """
+    rules = [_Rule(batch, what) for batch in batches]
+    flat = [rule.leaves() for rule in rules]
+
+    def joined(column: Sequence[Any]) -> Any:
+        first = column[0]
+        if type(first) in (list, tuple):
+            return type(first)(unwrapped(value) for leaf in column for value in leaf)
+        if isinstance(first, Tensor) and first.dim() and len_of(first) == rules[0].total:
+            return torch.cat(list(column))
+        return unwrapped(first)
+
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return unflatten([joined(column) for column in columns], flat[0][1])
+
+
 def share_of(num_samples: int, pieces: int, first: int, count: int) -> slice:
     """Return where pieces first..first+count-1 of `num_samples` cut in `pieces` lie.
 

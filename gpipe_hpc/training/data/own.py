@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from gpipe_hpc.comm.nests import Nest, flatten
+from gpipe_hpc.comm.nests import Nest, flatten, with_dicts
 from gpipe_hpc.config import bind_target
 from gpipe_hpc.config.data import DataConfig, Shape, Shapes
 from gpipe_hpc.config.targets import own_call
@@ -179,7 +179,7 @@ class OwnDataset:
         with _kept_generators():
             _seed_generators(_key(self.seed, epoch, wanted[0]))
             with own_call(f"data: reading items of {self.name}", DataError):
-                found = with_tensors(read(wanted), "data")
+                found = with_dicts(with_tensors(read(wanted), "data"))
         return found if indices else without_samples(found, "data")
 
     def _pair(self, batch: Any) -> tuple[Nest, Nest]:
@@ -195,7 +195,7 @@ class OwnDataset:
                 f"let __getitem__ return a pair, as {pair}, or make pairs in data.collate"
             )
         inputs, targets = (with_tensors(part, f"data: {self.name}") for part in batch)
-        return inputs, targets
+        return with_dicts(inputs), with_dicts(targets)
 
 
 def open_own(config: OwnDataConfig, seed: int) -> PairSource:
