@@ -1,7 +1,6 @@
 """What is in a checkpoint's folder, and what is said when it cannot be written or read."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts, read_manifest
-from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, read_metadata
+from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, Facts, read_manifest, read_part
+from gpipe_hpc.checkpoint.metadata import StoredTensor, read_metadata
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def read_facts(path: Path) -> Facts:
 def read_owner(path: Path, key: str) -> str | None:
     """Return what a checkpoint, whole or cut short, says in `extra` of who writes it, or None."""
     try:
-        owner = json.loads((path / MANIFEST).read_text())["extra"][key]
+        owner = read_part(path)["extra"][key]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return owner if isinstance(owner, str) else None

@@ -173,14 +173,16 @@ def _plan(pipe: "Pipeline", found: Source, optimizer: torch.optim.Optimizer | No
     if optimizer is not None:
         held = pipe.held_parameters()
         named = [(name, each.parameter) for name, each in held.items()]
-        options = stored_options(named, optimizer, facts.get("optimizer", []), path)
+        options = stored_options(named, optimizer, facts.get("optimizer") or [], path)
         states = _stored_states(named, [*stored, *facts["values"]], reading)
+        _check_described(path, facts, states, named)
         _say_no_optimizer(pipe, found)
         kept, made, cuts = _places(optimizer, states, stored, list(held.values()))
         targets |= kept
         wanted |= made
     extra_states = _extra_states(pipe, found)
     for _, state in extra_states:
+        _check_decodes(path, state)
         for name, on_cpu in tensor_names(state):
             wanted[name] = torch.device("cpu") if on_cpu else pipe.world.device.torch
     outer: list[str] = []
@@ -236,11 +238,42 @@ def _lacks(path: Path, name: str) -> CheckpointError:
     )
 
 
+def _check_decodes(path: Path, state: object) -> None:
+    """Refuse an extra state that cannot be put together again, while nothing has changed."""
+    no_tensor = torch.empty(0)
+    try:
+        decode(state, {name: no_tensor for name, _ in tensor_names(state)})
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {path}: expected a state that a module gave by get_extra_state, got "
+            f"{error}; {other_checkpoint(path)}"
+        ) from error
+
+
+def _check_described(
+    path: Path,
+    facts: Mapping[str, Any],
+    states: Mapping[nn.Parameter, Mapping[str, str]],
+    named: Sequence[tuple[str, nn.Parameter]],
+) -> None:
+    """Refuse states of the optimizer without the options that they were made with."""
+    if facts["format"] == 1 or "optimizer" not in facts:
+        return
+    described = {name for entry in facts["optimizer"] for name in entry["parameters"]}
+    for name, parameter in named:
+        if parameter in states and name not in described:
+            raise CheckpointError(
+                f"checkpoint {path}: expected the options of the optimizer for {name}, whose state "
+                f"it has, got none; {other_checkpoint(path)}"
+            )
+
+
 def _say_no_optimizer(pipe: "Pipeline", found: Source) -> None:
     """Warn that an optimizer starts from nothing, as none was saved."""
     # Copies in memory have no list of groups, nor had the first checkpoints.
     is_listed = found.facts.get("optimizer", True) or not found.facts["parameters"]
-    if is_listed or pipe.world.rank != pipe.everybody.ranks[0]:
+    is_there = any(name.startswith("optimizer.") for name in found.stored)
+    if is_listed or is_there or pipe.world.rank != pipe.everybody.ranks[0]:
         return
     log.warning(
         "checkpoint %s: it was saved without an optimizer, so this optimizer starts again with "

@@ -17,14 +17,58 @@ import torch
 
 from gpipe_hpc import __version__
 from gpipe_hpc.checkpoint.states import join
+from gpipe_hpc.small_files import Number, OrNull, Values, mismatch, parse_json, read_bytes
 
 MANIFEST: Final = "gpipe_hpc.json"
 FORMAT: Final = 2
 TYPED: Final = "typed"
 """The key of what JSON alone would change: entries of `extra` and `values`, encoded by `split`."""
+METADATA: Final = ".metadata"
+"""The file beside it in which torch lists the tensors."""
+MOST_BYTES: Final = 2**28
+_MOST_VALUES: Final = 16_000_000
+_MOST_STEPS: Final = 2**53
 _NEEDED: Final = frozenset({"parameters", "values", "steps_done", "loss_weight", "extra"})
 _NEEDED_SINCE_2: Final = frozenset({"files", "block_bytes", "tensors", "states"})
 _TAIL: Final = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n}\n\Z')
+
+_COUNT: Final = Number(0, is_whole=True)
+_ANY_COUNT: Final = OrNull(Number(1, is_whole=True))
+_NUMBERS: Final = OrNull([Number(0)])
+_GROUPS: Final = [{"kind": str, "options": {}, "state": [str], "parameters": [str]}]
+_SHAPE: Final[dict[str, Any]] = {
+    "steps_done": _COUNT,
+    "loss_weight": Number(is_finite=False),
+    "loss_scale": OrNull({"value": Number(0), "num_good": _COUNT, "num_skipped": _COUNT}),
+    "parameters": Values(_COUNT),
+    "values": {},
+    "extra": {},
+    "optimizer": OrNull(_GROUPS),
+    "partition": OrNull(
+        {
+            "counts": [_COUNT],
+            "costs": [Number(0)],
+            "measure": str,
+            "times": OrNull([[Number(0)]]),
+            "seconds": OrNull([[Number(0)]]),
+            "paces": _NUMBERS,
+            "rank_paces": _NUMBERS,
+            "num_ranks": _ANY_COUNT,
+            "pins": OrNull([list]),
+            "made_on": OrNull(str),
+        }
+    ),
+    "apart": OrNull({"replicas": Number(1, is_whole=True), "differ": bool}),
+    "versions": OrNull(Values(str)),
+    "schedule": OrNull(str),
+    **dict.fromkeys(("num_layers", "ranks", "stages", "replicas", "microbatches"), _ANY_COUNT),
+}
+_SHAPE_SINCE_2: Final[dict[str, Any]] = {
+    "tensors": Values({"shape": [_COUNT], "dtype": str}),
+    "states": {},
+    "optimizer": _GROUPS,
+    TYPED: OrNull({"extra": OrNull([list]), "values": OrNull([list])}),
+}
 
 Facts = dict[str, Any]
 """What a manifest says: see `save` for the keys."""
@@ -33,9 +77,11 @@ Facts = dict[str, Any]
 def manifest_text(facts: Mapping[str, Any]) -> bytes:
     """Return the file's bytes, with the digest of all others as its last entry.
 
-    Raises TypeError or ValueError if JSON cannot hold the facts.
+    Raises TypeError or ValueError if JSON cannot hold the facts, or they are too many.
     """
     body = json.dumps(facts, indent=1).removesuffix("\n}").encode()
+    if len(body) > MOST_BYTES - 100:
+        raise ValueError(f"a {MANIFEST} of {len(body):,} bytes, more than {MOST_BYTES:,}")
     return body + b',\n "digest": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
@@ -44,13 +90,13 @@ def read_manifest(path: Path) -> Facts:
 
     Raises OSError if there is none, ValueError if it is damaged or not one.
     """
-    raw = (path / MANIFEST).read_bytes()
+    raw = _read(path)
     tail = _TAIL.search(raw)
     if not _is_as_written(raw):
         raise ValueError(f"a {MANIFEST} whose bytes are not those that were written")
     try:
-        facts: Facts = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        facts: Facts = parse_json(raw, _MOST_VALUES)
+    except ValueError as error:
         raise ValueError(f"a {MANIFEST} that is no JSON ({error})") from error
     needed = _NEEDED | _NEEDED_SINCE_2 if tail else _NEEDED
     lacking = needed - facts.keys() if isinstance(facts, dict) else needed
@@ -64,9 +110,15 @@ def read_manifest(path: Path) -> Facts:
         )
     if tail and not _lists_files(facts):
         raise ValueError(f"a {MANIFEST} that lists files as nobody would write them")
-    typed = facts.pop(TYPED, {})
+    wrong = mismatch(facts, _SHAPE | (_SHAPE_SINCE_2 if tail else {})) or _disagreement(facts)
+    if wrong:
+        raise ValueError(f"a {MANIFEST} that nobody would write: {wrong}")
+    typed = facts.pop(TYPED, None) or {}
     for key in ("extra", "values"):
-        facts[key] = join(facts[key], typed.get(key, []))
+        try:
+            facts[key] = join(facts[key], typed.get(key) or [])
+        except ValueError as error:
+            raise ValueError(f"a {MANIFEST} whose {key} nobody would write: {error}") from error
     facts["digest"] = hashlib.sha256(raw).hexdigest()
     return facts
 
@@ -74,9 +126,21 @@ def read_manifest(path: Path) -> Facts:
 def is_manifest_as_written(path: Path) -> bool:
     """Say whether nothing of a manifest, if there is one, is known to have changed since."""
     try:
-        return _is_as_written((path / MANIFEST).read_bytes())
-    except OSError:
+        return _is_as_written(_read(path))
+    except (OSError, ValueError):
         return True
+
+
+def read_part(path: Path) -> Any:
+    """Return what the manifest of a checkpoint holds, be it whole or not.
+
+    Raises OSError or ValueError if it cannot be read.
+    """
+    return parse_json(_read(path), _MOST_VALUES)
+
+
+def _read(path: Path) -> bytes:
+    return read_bytes(path / MANIFEST, MOST_BYTES)
 
 
 def _is_as_written(raw: bytes) -> bool:
@@ -88,7 +152,7 @@ def _is_as_written(raw: bytes) -> bool:
 def _lists_files(facts: Mapping[str, Any]) -> bool:
     """Say whether each entry is of a file in this folder, with a digest for each of its blocks."""
     size, files = facts["block_bytes"], facts["files"]
-    if not isinstance(files, dict) or type(size) is not int or size < 1:
+    if not isinstance(files, dict) or type(size) is not int or size < 1 or METADATA not in files:
         return False
     for name, entry in files.items():
         if Path(name).name != name or name in ("", "..") or not isinstance(entry, dict):
@@ -99,6 +163,20 @@ def _lists_files(facts: Mapping[str, Any]) -> bool:
         if len(digests) != -(-num_bytes // size):
             return False
     return True
+
+
+def _disagreement(facts: Mapping[str, Any]) -> str | None:
+    """Return what does not fit together in a manifest whose parts are as their shapes say."""
+    if facts["steps_done"] > _MOST_STEPS:
+        return f"{facts['steps_done']} steps"
+    apart = facts.get("apart")
+    if apart is None:
+        return None
+    if apart["replicas"] != facts.get("replicas"):
+        return f"{apart['replicas']} replicas that train apart of {facts.get('replicas')}"
+    if apart["differ"] and apart["replicas"] > len(facts["tensors"]):
+        return f"{apart['replicas']} replicas that differ in {len(facts['tensors'])} tensors"
+    return None
 
 
 def versions() -> dict[str, str]:

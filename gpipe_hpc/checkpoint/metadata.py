@@ -7,8 +7,9 @@ checked: whole tensors alone, in files of this folder (a value of any other type
 by torch without restriction).
 """
 
+import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,10 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from gpipe_hpc.checkpoint.manifest import METADATA
+from gpipe_hpc.small_files import read_bytes
 from gpipe_hpc.torch_compat import storage_info
 
-METADATA: Final = ".metadata"
-
+_MOST_BYTES: Final = 2**30
+_MOST_PARTS: Final = 1000
 _OF_METADATA: Final = "torch.distributed.checkpoint.metadata"
 # What torch writes; the path of the folder at saving was stored by format 1.
 _KNOWN: Final = frozenset(
@@ -62,17 +65,20 @@ class StoredTensor(NamedTuple):
     length: int
 
 
+def listed(tensor: StoredTensor) -> dict[str, Any]:
+    """Return what a manifest says of a tensor."""
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
 def read_metadata(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the checkpoint at `path` by their names in it.
 
     Raises OSError if there is no ``.metadata``, ValueError for anything but what torch writes
     for whole tensors: nothing of it is run.
     """
+    raw = read_bytes(path / METADATA, _MOST_BYTES)
     try:
-        with open(path / METADATA, "rb") as file:
-            root = _Reader(file).load()
-    except OSError:
-        raise
+        root = _Reader(io.BytesIO(raw)).load()
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{type(error).__name__}: {error or 'it ends too early'}") from error
     try:
@@ -127,12 +133,21 @@ class _Record:
         self.state = state
 
 
-class _Reader(pickle.Unpickler):
-    """An unpickler that knows the names of checkpoint metadata and dtypes, nothing else."""
+class _Reader(pickle._Unpickler):
+    """An unpickler that knows the names of checkpoint metadata and dtypes, nothing else.
 
-    def __init__(self, file: Any) -> None:
+    Python's own rather than the one in C, as only there can opcodes be left out and tuples be
+    counted. A tuple of tuples that share their parts, sixty levels deep, takes 130 bytes, and
+    hashing it as a key takes for ever; so all parts of a tuple are counted as often as they occur.
+    """
+
+    stack: list[Any]
+
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._kinds: dict[tuple[str, str], type[_Record]] = {}
+        self._sizes: dict[int, int] = {}  # of the tuples so far, by their addresses
+        self._tuples: list[tuple[Any, ...]] = []  # so that no address is used again
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a record type of this reading for a known name, a dtype for a dtype's."""
@@ -144,6 +159,40 @@ class _Reader(pickle.Unpickler):
             )
         return self._kinds.setdefault((module, name), type(name, (_Record,), {}))
 
+    def _count_tuple(self) -> None:
+        """Refuse the tuple that was just put on the stack if it has too many parts."""
+        made = self.stack[-1]
+        size = 1 + len(made) + sum(self._sizes.get(id(part), 0) for part in made)
+        if size > _MOST_PARTS:
+            raise pickle.UnpicklingError(f"a tuple of more than {_MOST_PARTS} parts")
+        self._sizes[id(made)] = size
+        self._tuples.append(made)
+
+
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def loaded(reader: _Reader) -> None:
+        load(reader)
+        reader._count_tuple()
+
+    return loaded
+
+
+_TUPLES: Final = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+_OPCODES: Final = (
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.POP, pickle.POP_MARK),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1),
+    *(pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE),
+    *(pickle.BINUNICODE, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+    *(pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, *_TUPLES),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
+)
+_Reader.dispatch = {
+    code[0]: _counted(load) if code in _TUPLES else load
+    for code in _OPCODES
+    for load in (pickle._Unpickler.dispatch[code[0]],)
+}
+
 
 def _stored_tensors(root: Any) -> dict[str, StoredTensor]:
     listed, places = _state(root, "Metadata", "state_dict_metadata", "storage_data")
@@ -151,7 +200,8 @@ def _stored_tensors(root: Any) -> dict[str, StoredTensor]:
     place_of: dict[str, Any] = {}
     for index, place in places.items():
         (name,) = _state(index, "MetadataIndex", "fqn")
-        _expect(name not in place_of, f"{name} in pieces")
+        _expect(isinstance(name, str), "a name that is no text")
+        _expect(name not in place_of, "a tensor in pieces")
         place_of[name] = place
     _expect(place_of.keys() == listed.keys(), "tensors without a place")
     return {name: _stored_tensor(name, entry, place_of[name]) for name, entry in listed.items()}
@@ -170,7 +220,7 @@ def _stored_tensor(name: Any, entry: Any, place: Any) -> StoredTensor:
     dtype = properties.state[0]
     _expect(isinstance(dtype, torch.dtype), f"no dtype of {name}")
     file, offset, num_bytes = _state(place, "_StorageInfo", "relative_path", "offset", "length")
-    _expect(isinstance(file, str) and Path(file).name == file, f"a file elsewhere: {file!r}")
+    _expect(isinstance(file, str) and Path(file).name == file, "a file elsewhere")
     _expect(type(offset) is int and type(num_bytes) is int and offset >= 0 < num_bytes, "no bytes")
     _expect(not place.state.get("transform_descriptors"), f"{name} encoded")
     return StoredTensor(shape, dtype, file, offset, num_bytes)

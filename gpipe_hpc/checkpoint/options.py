@@ -18,6 +18,9 @@ from gpipe_hpc.errors import CheckpointError
 
 # Not kept: lists of this rank, and how this machine is to compute.
 _OWN: Final = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_NEEDED: Final = {"lr", "betas", "eps", "weight_decay", "momentum"}  # never None
+_AMSGRAD: Final = {"amsgrad": "max_exp_avg_sq"}
+_STATE_OF: Final = {"Adam": _AMSGRAD, "AdamW": _AMSGRAD, "RMSprop": {"centered": "grad_avg"}}
 # Switched on, these need state from the first step on.
 _NEED_STATE: Final = ("amsgrad", "centered", "momentum")
 
@@ -76,8 +79,49 @@ def stored_options(
         options = _the_one(known, path) if group["params"] else _agreed(entries)
         for _, entry in known:
             _check_state(group, entry, path)
-        found.append({k: _restored(v, group.get(k)) for k, v in options.items()})
+        found.append({k: _checked(k, v, group, path) for k, v in options.items()})
     return found
+
+
+def _checked(key: str, written: Any, group: Mapping[str, Any], path: Path) -> Any:
+    """Return an option's stored value; CheckpointError if it is of another kind than the group's.
+
+    A group without it, or with None, takes any value.
+    """
+    own = group.get(key)
+    try:
+        value = _restored(written, own)
+    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise _unfit(path, key, "what an optimizer's option is written as", error) from error
+    kind, expected = _kind(value), _kind(own)
+    if key in group and own is not None and kind != expected:
+        is_truth = value in (0, 1) and own in (0, 1)
+        if not is_truth and (value is not None or key in _NEEDED):
+            raise _unfit(path, key, f"{expected} as in this optimizer", f"{value!r:.80}")
+    return value
+
+
+def _unfit(path: Path, key: str, expected: str, got: object) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path}: expected the optimizer's option {key} to be {expected}, got {got}; "
+        f"load another checkpoint, or the weights alone: pipe.load without an optimizer"
+    )
+
+
+def _kind(value: Any) -> str:
+    """Return which values of an option may take the place of one another, in words."""
+    match value:
+        case bool():
+            return "true or false"
+        case int() if value.bit_length() > 1000:  # no float
+            return f"a number of {value.bit_length()} bits"
+        case torch.Tensor() | numbers.Real():
+            return "a number"
+        case str():
+            return "a text"
+        case tuple() | list():
+            return f"({', '.join(map(_kind, value))})"
+    return f"of type {type(value).__name__}"
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, entries: Sequence[Entry], path: Path) -> None:
@@ -101,6 +145,11 @@ def _check_state(group: Mapping[str, Any], entry: Entry, path: Path) -> None:
                 f"saved, got {key}={group[key]}, whose state is not there; go on with "
                 f"{key}={options[key]}, or load the weights alone: pipe.load without an optimizer"
             )
+
+    needed = _STATE_OF.get(entry["kind"], {})
+    for key, state in needed.items() if entry["state"] else ():
+        if options.get(key) and state not in entry["state"]:
+            raise _unfit(path, key, f"off, as its state has no {state}", options[key])
 
 
 def _the_one(known: Sequence[tuple[str, Entry]], path: Path) -> dict[str, Any]:

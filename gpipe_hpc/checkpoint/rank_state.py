@@ -21,6 +21,7 @@ from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.host_copy import HostBuffer, fill, lay_side_by_side, views
 from gpipe_hpc.checkpoint.manifest import FORMAT, TYPED, Facts
 from gpipe_hpc.checkpoint.states import PREFIX, Split, decode, encode, join
+from gpipe_hpc.small_files import parse_json
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -29,6 +30,7 @@ DIGEST_BYTES: Final = 32
 LENGTH_BYTES: Final = 8
 _BLOCK_BYTES: Final = 16 * 2**20
 _NUM_THREADS: Final = 4
+_MOST_VALUES: Final = 16_000_000
 STAGES_HELD: Final = "stages_held"
 """The name, in what a state says of itself, of the indices of the stages that are in it."""
 NUM_STAGES: Final = "num_stages"
@@ -96,7 +98,7 @@ def pack(
 def read_about(header: bytes) -> dict[str, Any]:
     """Return what the writer said, from the JSON of a header; StateError if it is none."""
     try:
-        told = json.loads(header)
+        told = parse_json(header, _MOST_VALUES)
         about: dict[str, Any] = told["about"]
         if not isinstance(about, dict):
             raise TypeError("about is no table")
@@ -113,7 +115,7 @@ def unpack(memory: torch.Tensor) -> StoredState:
         raise StateError("other bytes than were written")
     length = int.from_bytes(raw[:LENGTH_BYTES].tobytes(), "little")
     text = raw[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
-    about, header = read_about(text), json.loads(text)
+    about, header = read_about(text), parse_json(text, _MOST_VALUES)
     places = {
         name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
         for name, dtype, shape, _, _ in header["tensors"]

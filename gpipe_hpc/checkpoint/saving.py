@@ -26,8 +26,8 @@ from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import BLOCK_BYTES, blocks_of, digests
 from gpipe_hpc.checkpoint.contents import Contents, collect
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, room_at, said, sync
-from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts, manifest_text
-from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, write_metadata
+from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, TYPED, Facts, manifest_text
+from gpipe_hpc.checkpoint.metadata import StoredTensor, listed, write_metadata
 from gpipe_hpc.comm.device import on_host
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpipe_hpc.checkpoint")
 
 
+_MOST_EXTRA: Final = 64 * 2**20
 _COPIED_AHEAD: Final = 10_000_000  # bytes, of tensors on a device: as torch does
 
 
@@ -114,6 +115,13 @@ def _leads(pipe: "Pipeline") -> bool:
 
 def _prepare(path: Path, partial: Path, facts: Facts) -> None:
     """Refuse what cannot be written, and make the folder; what is new is on the disk."""
+    size = len(json.dumps([facts["extra"], facts["values"], facts.get(TYPED)]))
+    if size > _MOST_EXTRA:
+        raise CheckpointError(
+            f"checkpoint {path}: expected at most {_MOST_EXTRA:,} bytes of `extra` and of values "
+            f"of the optimizer that are no tensors, got {size:,}; keep large data in a file of "
+            f"your own"
+        )
     try:
         if path.exists():
             raise CheckpointError(
@@ -206,10 +214,7 @@ def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[Writte
         _check_here(partial, parts)
         write_metadata(partial, tensors)
         facts = dict(contents.facts)
-        facts["tensors"] = {
-            name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-            for name, tensor in sorted(tensors.items())
-        }
+        facts["tensors"] = {name: listed(tensor) for name, tensor in sorted(tensors.items())}
         facts["block_bytes"] = BLOCK_BYTES
         facts["files"] = {name: entry for part in parts for name, entry in part.files.items()}
         facts["files"][METADATA] = _entry(partial / METADATA)

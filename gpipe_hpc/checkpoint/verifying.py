@@ -8,15 +8,15 @@ import logging
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
 from gpipe_hpc.checkpoint.folder import other_checkpoint, read_facts, read_stored, said
-from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts
-from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, fill
+from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, Facts
+from gpipe_hpc.checkpoint.metadata import StoredTensor, fill, listed
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
@@ -152,6 +152,8 @@ def _damaged(path: Path, blocks: list[tuple[Block, str]]) -> CheckpointError | N
 def _stored_in_files(path: Path, facts: Facts) -> dict[str, StoredTensor]:
     """Return the tensors that the checkpoint lists; refuse those behind the end of their file."""
     stored = read_stored(path)
+    if "tensors" in facts and _listed(stored) != facts["tensors"]:
+        raise _refusal(path, MANIFEST, f"a list of other tensors than {METADATA} has")
     ends: dict[str, int] = {}
     for tensor in stored.values():
         ends[tensor.file] = max(ends.get(tensor.file, 0), tensor.offset + tensor.length)
@@ -166,6 +168,10 @@ def _stored_in_files(path: Path, facts: Facts) -> dict[str, StoredTensor]:
         if size < end:
             raise _refusal(path, name, f"{size:,} bytes where tensors lie up to {end:,}")
     return stored
+
+
+def _listed(stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    return {name: listed(tensor) for name, tensor in stored.items()}
 
 
 def _refusal(path: Path, name: str, got: str, error: OSError | None = None) -> CheckpointError:

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
+from gpipe_hpc.small_files import parse_yaml
 
 
 def flat_settings(text: str) -> dict[str, Any]:
     """Return what a file of settings says, by full name, nothing that it refers to looked up.
 
-    Empty where it is no mapping. Raises what OmegaConf raises where it is no YAML.
+    Empty where it is no mapping. Raises ValueError where it is no YAML.
     """
-    told = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    told = parse_yaml(text)
     return flat(told) if isinstance(told, dict) else {}
 
 

@@ -10,14 +10,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.config import Config, build_target, check_stored_target
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
+from gpipe_hpc.small_files import read_yaml
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.resuming import newest_whole
 
@@ -80,11 +79,11 @@ def _free_name(taken: Path) -> Path:
 def _stored_model(settings: Path, trusts: bool) -> dict[str, Any]:
     """Return the run's settings of its model, as they stand: nothing they refer to is looked up."""
     try:
-        told = OmegaConf.to_container(OmegaConf.load(settings), resolve=False)
-        model = told["model"] if isinstance(told, dict) else None
+        told = read_yaml(settings)
+        model = told.get("model") if isinstance(told, dict) else None
         if not isinstance(model, dict):
-            raise TypeError(f"model is a {type(model).__name__}")
-    except Exception as error:  # a damaged file may raise anything
+            raise ValueError(f"model is a {type(model).__name__}")
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"export: {settings.parent} is no run, expected its config.yaml, got "
             f"{type(error).__name__}: {error}; {os_remedy(error) or 'correct run.dir'}"

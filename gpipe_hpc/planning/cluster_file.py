@@ -7,15 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from gpipe_hpc.errors import ConfigError, ScheduleError, os_remedy
 from gpipe_hpc.schedule import Cluster, Link
+from gpipe_hpc.small_files import read_yaml
 
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 _WAY: Final = ("source", "destination")
+_MOST_RANKS: Final = 1_000_000
 _REMEDY: Final = "have it written: python -m gpipe_hpc.preflight preflight.out=links.yaml"
 
 
@@ -38,13 +36,13 @@ def read_cluster(path: str | Path) -> Cluster:
     Raises ConfigError, which names the file and the key.
     """
     try:
-        read = OmegaConf.to_container(OmegaConf.load(path))
+        read = read_yaml(path)
     except OSError as error:
         raise ConfigError(
             f"{path}: not readable, expected the description of a cluster, got {error}; correct "
             f"the path, or {_REMEDY}"
         ) from None
-    except (UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    except ValueError as error:
         raise ConfigError(
             f"{path}: not readable as YAML, expected the description of a cluster, got {error}; "
             "correct the path or the file"
@@ -135,7 +133,7 @@ class _File:
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
         """Raise for one key."""
         raise ConfigError(
-            f"{self.path}: {key or 'top'}, expected {expected}, got {got!r}; correct it, or "
+            f"{self.path}: {key or 'top'}, expected {expected}, got {got!r:.200}; correct it, or "
             f"{_REMEDY}"
         )
 
@@ -196,6 +194,15 @@ class _File:
         if isinstance(hosts, list):
             if "ranks_per_host" in top:
                 self.refuse("ranks_per_host", "none beside a list of hosts", top["ranks_per_host"])
-            return tuple(self.number(ranks, "hosts", least=1) for ranks in hosts)
+            counts = [self.number(ranks, "hosts", least=1) for ranks in hosts]
+            self.check_size(sum(counts))
+            return tuple(counts)
         number = self.number(hosts, "hosts", least=1)
-        return (self.number(top.get("ranks_per_host"), "ranks_per_host", least=1),) * number
+        each = self.number(top.get("ranks_per_host"), "ranks_per_host", least=1)
+        self.check_size(number * each)
+        return (each,) * number
+
+    def check_size(self, num_ranks: int) -> None:
+        """Refuse more ranks than are planned for."""
+        if num_ranks > _MOST_RANKS:
+            self.refuse("hosts", f"at most {_MOST_RANKS:,} ranks in all", num_ranks)

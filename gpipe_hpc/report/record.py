@@ -1,6 +1,6 @@
 """What a run has left in its folder, read without running anything of it."""
 
-import json
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,15 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.config.flat import flat_settings
 from gpipe_hpc.errors import ConfigError, DataError, GpipeError
-from gpipe_hpc.report.shapes import SUMMARY, Number, disagreement, mismatch
+from gpipe_hpc.report.shapes import SUMMARY, disagreement
 from gpipe_hpc.schedule import mean_costs, schedule_of, simulate
+from gpipe_hpc.small_files import Number, mismatch, open_regular, parse_json, read_bytes
 from gpipe_hpc.training.run.opening import CONFIG_FILE
 from gpipe_hpc.training.summary.compose import SUMMARY_FILE
 from gpipe_hpc.training.traces.files import ReadStep, read_step, typical_trace
 from gpipe_hpc.training.writers import METRICS_FILE
 
+_MOST_BYTES: Final = 2**31  # of the lines of a long run
 _LINE: Final = re.compile(
     r"(?P<moment>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (?P<level>[A-Z]+) rank (?P<rank>\d+) "
     r"stage \S+ \S+: (?P<text>.*)"
@@ -146,11 +148,12 @@ def _no_run(folder: Path, doubts: Sequence[str], happened: Sequence[Happening]) 
 def _text(path: Path, doubts: list[str]) -> str | None:
     """Return what is in a file; None where there is none, or it cannot be read."""
     try:
-        return path.read_text("utf-8", errors="replace")
+        return read_bytes(path, _MOST_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        doubts.append(f"{path.name} cannot be read ({error.strerror})")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        doubts.append(f"{path.name} cannot be read ({why})")
         return None
 
 
@@ -160,7 +163,7 @@ def _summary(path: Path, doubts: list[str]) -> Mapping[str, Any]:
     if text is None:
         return {}
     try:
-        told = json.loads(text)
+        told = parse_json(text)
     except ValueError as error:
         doubts.append(f"{path.name} is damaged ({error})")
         return {}
@@ -190,7 +193,7 @@ def _lines(path: Path, doubts: list[str]) -> tuple[Mapping[str, Any], ...]:
 
 def _line(text: str) -> Mapping[str, Any] | None:
     try:
-        told = json.loads(text)
+        told = parse_json(text)
     except ValueError:
         return None
     if not isinstance(told, dict) or type(told.get("step")) is not int:
@@ -206,8 +209,8 @@ def _settings(path: Path, doubts: list[str]) -> Mapping[str, Any]:
         return {}
     try:
         return flat_settings(text)
-    except Exception as error:  # a damaged file may raise anything
-        doubts.append(f"{path.name} is damaged ({type(error).__name__})")
+    except ValueError as error:
+        doubts.append(f"{path.name} is damaged ({error})")
         return {}
 
 
@@ -272,10 +275,11 @@ def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[Happening, ...], int
 def _log_lines(path: Path, doubts: list[str]) -> Iterator[str]:
     """Yield the lines of a log, which may be too long to be held."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            yield from lines
-    except OSError as error:
-        doubts.append(f"logs/{path.name} cannot be read ({error.strerror})")
+        with open_regular(path) as file:
+            yield from io.TextIOWrapper(file, "utf-8", "replace")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        doubts.append(f"logs/{path.name} cannot be read ({why})")
 
 
 def _fold(happened: list[Happening]) -> Iterator[Happening]:

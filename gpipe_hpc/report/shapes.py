@@ -1,23 +1,10 @@
 """What files of a run must hold for a report to read them, and where they do not."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-
-class OrNull(NamedTuple):
-    """A value of a shape, or null, or none at all."""
-
-    shape: Any
-
-
-class Number(NamedTuple):
-    """A finite number from `least` up; `is_whole`: an integer."""
-
-    least: float = -math.inf
-    is_whole: bool = False
-
+from gpipe_hpc.small_files import Number, OrNull
 
 _COUNT: Final = Number(0, is_whole=True)
 _POSITIVE: Final = Number(1, is_whole=True)
@@ -103,44 +90,6 @@ SUMMARY: Final[Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-_NAMES: Final = MappingProxyType({str: "a text", dict: "an object", list: "a list"})
-
-
-def mismatch(value: Any, shape: Any, where: str = "") -> str | None:
-    """Return what is not as its shape says, in words; None where all is."""
-    return next(_mismatches(value, shape, where), None)
-
-
-def _mismatches(value: Any, shape: Any, where: str) -> Iterator[str]:
-    match shape:
-        case OrNull(inner):
-            if value is not None:
-                yield from _mismatches(value, inner, where)
-        case Number(least, is_whole):
-            kinds = (int,) if is_whole else (int, float)
-            if type(value) not in kinds or not math.isfinite(value) or value < least:
-                kind = "an integer" if is_whole else "a number"
-                some = "" if least == -math.inf else f" of {least:g} or more"
-                yield _told(where, f"{kind}{some}", value)
-        case Mapping():
-            if not isinstance(value, dict):
-                yield _told(where, _NAMES[dict], value)
-                return
-            for name, inner in shape.items():
-                yield from _mismatches(value.get(name), inner, f"{where}.{name}".strip("."))
-        case list():
-            if not isinstance(value, list):
-                yield _told(where, _NAMES[list], value)
-                return
-            for place, each in enumerate(value):
-                yield from _mismatches(each, shape[0], f"{where}[{place}]")
-        case _:
-            if not isinstance(value, shape):
-                yield _told(where, _NAMES[shape], value)
-
-
-def _told(where: str, expected: str, got: Any) -> str:
-    return f"expected {expected}{f' as {where}' if where else ''}, got {got!r:.60}"
 
 
 def disagreement(summary: Mapping[str, Any]) -> str | None:

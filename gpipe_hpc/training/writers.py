@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from gpipe_hpc.small_files import parse_json
+
 METRICS_FILE: Final = "metrics.jsonl"
 
 Scalars = Mapping[str, float | int | None]
@@ -105,13 +107,12 @@ def _finite(value: float | int | None) -> float | int | None:
 
 def _keep_until(path: Path, last_step: int) -> None:
     kept = []
-    for line in path.read_text("utf-8").splitlines():
+    for line in path.read_text("utf-8", errors="replace").splitlines():
         try:
-            step = json.loads(line)["step"]
+            if parse_json(line)["step"] <= last_step:
+                kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-        if step <= last_step:
-            kept.append(line + "\n")
     aside = path.with_name(path.name + ".part")
     aside.write_text("".join(kept), "utf-8")
     os.replace(aside, path)

@@ -1,13 +1,13 @@
 """From what a user gives (folder, file, dictionary, config object) to a config and its model."""
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from gpipe_hpc import small_files
 from gpipe_hpc.errors import ConfigError, ModelError, os_remedy
 from gpipe_hpc.models.huggingface.library import transformers
 from gpipe_hpc.models.randomness import GENERATOR_LOCK
@@ -73,7 +73,7 @@ def read_json(path: Path) -> Any:
         )
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
-        return json.loads(file.read_text("utf-8"))
+        return small_files.read_json(file)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"huggingface: expected a {CONFIG_FILE} at {file}, got {type(error).__name__}: "

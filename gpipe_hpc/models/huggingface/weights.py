@@ -1,6 +1,5 @@
 """A folder of safetensors weights, read lazily: each rank takes the tensors that are its own."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from gpipe_hpc.errors import ConfigError, ModelError, os_remedy
 from gpipe_hpc.models.huggingface.library import safetensors, transformers_part
+from gpipe_hpc.small_files import read_json
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -93,7 +93,7 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            names = sorted(set(read_json(index)["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise _unreadable(index, error) from error
     else:

@@ -24,6 +24,7 @@ from gpipe_hpc.planning.costs.prices import (
     told_prices,
 )
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.small_files import read_yaml
 
 _FORMAT: Final = "calibration of gpipe_hpc, "
 _VERSION: Final = 4
@@ -110,8 +111,8 @@ def write_calibration(path: Path, found: Calibration) -> None:
 def read_calibration(path: str | Path) -> Calibration:
     """Read what `write_calibration` wrote; ConfigError, which names the key, for anything else."""
     try:
-        read = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        read = read_yaml(path)
+    except (OSError, ValueError) as error:
         remedy = os_remedy(error) if isinstance(error, OSError) else None
         raise ConfigError(
             f"plan.calibration: {path} is not readable, expected what a run wrote, got {error}; "

@@ -13,6 +13,7 @@ from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.planning.costs.origin import doubts_of_device
 from gpipe_hpc.schedule import Costs, Link
 from gpipe_hpc.schedule.costs import Cost
+from gpipe_hpc.small_files import read_yaml
 
 _FORMAT: Final = "prices of gpipe_hpc, 3"
 _OLDER: Final = "prices of gpipe_hpc, 2"
@@ -148,8 +149,8 @@ def told_link(link: Link) -> dict[str, float]:
 def read_prices(path: str | Path) -> Prices:
     """Read what `write_prices` wrote; ConfigError, which names file and key, for anything else."""
     try:
-        read = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        read = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: not readable, expected prices that a preflight wrote, got {error}; correct "
             f"the path, or {_REMEDY}"
@@ -211,7 +212,7 @@ class Reader:
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
         """Raise for one key."""
         raise ConfigError(
-            f"{self._where}: {key or 'top'}, expected {expected}, got {got!r}; {self._remedy}"
+            f"{self._where}: {key or 'top'}, expected {expected}, got {got!r:.200}; {self._remedy}"
         )
 
     def prices(self, value: object, key: str, measured: Measured, process: str) -> Prices:

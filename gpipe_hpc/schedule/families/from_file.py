@@ -1,12 +1,12 @@
 """A table that the user wrote, as a schedule known by name."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from gpipe_hpc.errors import ScheduleError, os_remedy
 from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 from gpipe_hpc.schedule.table.text_form import from_text
+from gpipe_hpc.small_files import read_text
 
 
 def from_file(ranks: int, microbatches: int, path: str = "") -> Schedule:
@@ -20,8 +20,8 @@ def from_file(ranks: int, microbatches: int, path: str = "") -> Schedule:
             "pipeline.options.path"
         )
     try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ScheduleError(
             f"schedule 'file': {path} is not readable, expected a text table, got {error}; "
             f"{os_remedy(error) or 'write it anew'}"

@@ -39,7 +39,7 @@ OF_BUCKETS: Final = REDUCTIONS | {Op.UNSHARD}
 BACKWARDS: Final = frozenset({Op.B, Op.I, Op.W})
 
 _NAMES: Final = "|".join(sorted(Op, key=len, reverse=True))
-_PATTERN: Final = re.compile(rf"(\d+)({_NAMES})(\d*)(?:@(\d+))?")
+_PATTERN: Final = re.compile(rf"(\d{{1,9}})({_NAMES})(\d{{0,9}})(?:@(\d{{1,9}}))?")
 
 
 class Action(NamedTuple):
@@ -95,12 +95,12 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ScheduleError(
             f"action: not readable, expected <stage><op><micro-batch> such as 2F0 or 1SEND_F3, "
-            f"over a skip 1SEND_F3@4, got {text!r}; ops are {', '.join(op.value for op in Op)}"
+            f"over a skip 1SEND_F3@4, got {text!r:.80}; ops are {', '.join(op.value for op in Op)}"
         )
     stage, name, microbatch, peer = match.groups()
     op = Op(name)
     if op not in OF_BUCKETS and not microbatch:
-        raise ScheduleError(f"action: {op} takes a micro-batch, got {text!r}")
+        raise ScheduleError(f"action: {op} takes a micro-batch, got {text!r:.80}")
     if peer and op not in SENDS and op not in RECEIVES:
         raise ScheduleError(f"action: {op} has no other end, expected no @{peer}, got {text!r}")
     return Action(

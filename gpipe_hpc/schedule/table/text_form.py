@@ -27,7 +27,7 @@ from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
 
 _OVERLAP: Final = "OVERLAP_F_B"
 _SKIPS: Final = "skips"
-_SKIP: Final = re.compile(r"(\d+)\s*>\s*(\d+)")
+_SKIP: Final = re.compile(r"(\d{1,9})\s*>\s*(\d{1,9})")
 
 
 def to_text(schedule: Schedule) -> str:
@@ -63,7 +63,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
     No bounds are declared. Reductions and gatherings in a table without transfers, as torch dumps
     them, are left to lowering. Raises `ScheduleError` naming line and cell, both counted from 1.
     """
-    lines = list(csv.reader(io.StringIO(text)))
+    lines = _lines(text, name)
     skips = _take_skips(lines, name)
     cells = _read(lines, name)
     if not cells:
@@ -81,6 +81,17 @@ def from_text(text: str, name: str = "file") -> Schedule:
     overlaps = tuple((block[0], block[-1]) for block in blocks.values())
     schedule = Schedule(name, placement, tuple(map(tuple, rows)), overlaps=overlaps, skips=skips)
     return replace(schedule, overlaps=()) if schedule.is_lowered else schedule
+
+
+def _lines(text: str, name: str) -> list[list[str]]:
+    rows = csv.reader(io.StringIO(text, newline=None))  # ends of lines of any system
+    try:
+        return list(rows)
+    except csv.Error as error:
+        raise ScheduleError(
+            f"schedule {name!r}, line {rows.line_num}: not readable, expected comma-separated "
+            f"actions, got {error}; correct the line"
+        ) from None
 
 
 class _Cell(NamedTuple):
@@ -107,7 +118,7 @@ def _take_skips(lines: list[list[str]], name: str) -> tuple[Skip, ...]:
         elif entry.strip():
             raise ScheduleError(
                 f"schedule {name!r}, line {len(lines) + 1}, cell {column}: not a skip, expected "
-                f"its stages such as 0>4, got {entry!r}"
+                f"its stages such as 0>4, got {entry!r:.80}"
             )
     return tuple(sorted(skips))
 
@@ -138,7 +149,7 @@ def _parse(entry: str) -> list[Action]:
     ops = [action.op for action in block if action.op not in between]
     if ops != [Op.F, Op.B] or block[0].op in between or block[-1].op in between:
         raise ScheduleError(
-            f"action: not a block, expected one such as (0F4;7B1){_OVERLAP}, got {entry!r}"
+            f"action: not a block, expected one such as (0F4;7B1){_OVERLAP}, got {entry!r:.80}"
         )
     return block
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.config.tracker_names import TRACKERS
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.small_files import read_json
 from gpipe_hpc.training.writers import MetricsWriter, Scalars, TensorBoard
 
 DEFAULT_PROJECT: Final = "gpipe_hpc"
@@ -60,7 +61,7 @@ class Tracked(NamedTuple):
 
 def _ids(folder: Path) -> dict[str, str]:
     try:
-        told = json.loads((folder / IDS_FILE).read_text("utf-8"))
+        told = read_json(folder / IDS_FILE)
     except (OSError, ValueError):
         return {}
     return {k: v for k, v in told.items() if isinstance(v, str)} if isinstance(told, dict) else {}

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gpipe_hpc.small_files import MOST_BYTES, open_regular, parse_json
 from gpipe_hpc.training.indexing.parts import KINDS, Part
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -144,16 +145,16 @@ def _write(path: Path, key: str, part: Part) -> None:
 
 def _read(path: Path, key: str) -> Part | None:
     """Return an index; None if it is of other files or settings, ValueError if it is damaged."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         start = file.read(_START_BYTES)
         if len(start) < _START_BYTES or not start.startswith(_MAGIC):
             raise ValueError("no index of ours")
         (length,) = _LENGTH.unpack_from(start, len(_MAGIC))
-        if length > num_bytes - _START_BYTES:
+        if length > min(num_bytes - _START_BYTES, MOST_BYTES):
             raise ValueError("it ends in its header")
         content = file.read(length)
-        head = json.loads(content)
+        head = parse_json(content)
         if head["key"] != key:
             return None
         digest = hashlib.blake2b(content)

@@ -17,7 +17,8 @@ import torch
 
 from gpipe_hpc.checkpoint.rank_state import LENGTH_BYTES, StateError, read_about
 from gpipe_hpc.errors import ConfigError, os_remedy
-from gpipe_hpc.training.run.lock import Owner, is_here, lives, myself
+from gpipe_hpc.small_files import read_text
+from gpipe_hpc.training.run.lock import Owner, is_here, lives, myself, read_owner
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -143,7 +144,7 @@ class CopyFolder:
         total = 0
         for rank in ranks:
             with contextlib.suppress(OSError, ValueError):
-                total += int((self.path / f"{_NEED}{rank}").read_text())
+                total += int(read_text(self.path / f"{_NEED}{rank}"))
         return total
 
     def all(self) -> list[Held]:
@@ -282,7 +283,8 @@ def _notes(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
     for path in paths:
         if path.name.startswith(_HERE):
             start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
-            yield path, start, int(rank)
+            if rank.isdecimal():
+                yield path, start, int(rank)
 
 
 def _remove(folder: Path, paths: Iterable[Path]) -> None:
@@ -295,5 +297,5 @@ def _remove(folder: Path, paths: Iterable[Path]) -> None:
 
 def _owners(folder: Path) -> Iterator[Owner]:
     for path in folder.glob(f"{_OWNERS}*"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            yield Owner(**json.loads(path.read_text()))
+        with contextlib.suppress(OSError, ValueError):
+            yield read_owner(path)

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from omegaconf import OmegaConf
-
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.composing import written
 from gpipe_hpc.config.removed import REMOVED
+from gpipe_hpc.small_files import read_yaml
 
 # What a run trains, and on what, is in these sections; all others are about this start of it.
 _SECTIONS: Final = ("model", "loss", "data", "optimizer", "lr", "train", "pipeline", "outer")
@@ -96,10 +95,12 @@ def settings_of(config: Config) -> dict[str, Any]:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings in a run folder's file, as they were written; empty if there are none."""
     try:
-        told = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception:  # a damaged file may raise anything
+        told = read_yaml(path)
+    except (OSError, ValueError):
         return {}
-    return {str(name): each for name, each in told.items()} if isinstance(told, dict) else {}
+    if not isinstance(told, dict) or told.keys().isdisjoint(_SECTIONS):
+        return {}
+    return {str(name): each for name, each in told.items()}
 
 
 def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
@@ -112,7 +113,8 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     if not before:
         return []
     now = settings_of(config)
-    kinds = before.get(_KINDS, now[_KINDS])
+    kinds = before.get(_KINDS)
+    kinds = kinds if isinstance(kinds, Mapping) else now[_KINDS]
     found = [
         Change(f"kind of {what}", kinds[what], kind)
         for what, kind in now[_KINDS].items()

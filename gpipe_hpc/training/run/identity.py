@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from gpipe_hpc.small_files import read_json
+
 RUN_FILE: Final = "run.json"
 STARTS: Final = "starts"
 """The name, in `run.json`, of how far later starts went on from each start of the run.
@@ -42,7 +44,7 @@ def read_run(run_folder: Path) -> dict[str, Any]:
     A name is what we make: folders are named by it, and removed, so it must not lead elsewhere.
     """
     try:
-        told = json.loads((run_folder / RUN_FILE).read_text("utf-8"))
+        told = read_json(run_folder / RUN_FILE)
     except (OSError, ValueError):
         return {}
     name = told.get("id") if isinstance(told, dict) else None
@@ -72,7 +74,7 @@ def known_starts(told: Mapping[str, Any]) -> dict[str, int]:
     """
     starts = told.get(STARTS)
     each = starts.items() if isinstance(starts, dict) else ()
-    return {name: step for name, step in each if isinstance(step, int)}
+    return {name: step for name, step in each if type(step) is int}
 
 
 def write_start(run_folder: Path, steps_done: int, name: str | None) -> None:
@@ -82,7 +84,8 @@ def write_start(run_folder: Path, steps_done: int, name: str | None) -> None:
     """
     told = read_run(run_folder)
     before = told.get(STARTS)
-    starts: dict[str, int | None] = dict(before) if isinstance(before, dict) else {}
+    each = before.items() if isinstance(before, dict) else ()
+    starts = {other: step for other, step in each if step is None or type(step) is int}
     for other, step in starts.items():
         starts[other] = steps_done if step is None else min(step, steps_done)
     own = {} if name is None else {name: None}

@@ -14,17 +14,20 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
+import stat
 import threading
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.errors import RunFolderError
+from gpipe_hpc.small_files import Number, OrNull, mismatch, read_json
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -36,6 +39,14 @@ WAIT_S: Final = 75.0
 """A run that a launcher starts again waits so long for the one before it to die."""
 _POLL_S: Final = 0.25
 _JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "TORCHELASTIC_RUN_ID")
+_MOST_BYTES: Final = 2**16
+_TOKEN: Final = re.compile(r"\w{1,64}").fullmatch  # it becomes a part of names of files
+_NUMBER: Final = Number(0, is_whole=True)
+_OWNER: Final = {
+    **dict.fromkeys(("token", "host", "machine", "since"), str),
+    **dict.fromkeys(("pid", "pid_started"), _NUMBER),
+    "job": OrNull(str),
+}
 _NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
 
@@ -201,10 +212,10 @@ class RunLock:
     def _new_owner(self) -> str | None:
         """Say what became of the lock, if it is not ours; None where that cannot be seen."""
         try:
-            owner = Owner(**json.loads(self._path.read_text()))
+            owner = read_owner(self._path)
         except FileNotFoundError:
             return f"no {LOCK_FILE}: removed by hand, or by a run that took over and has ended"
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError):
             return None
         if owner.token == self.owner.token:
             return None
@@ -309,13 +320,32 @@ def _copy_exclusively(source: Path, target: Path) -> bool:
 
 
 def _read(place: Path) -> Owner | None:
-    """Return whose a lock file is; None if it is gone. One that says nothing is nobody's here."""
+    """Return whose a lock file is; None if it is gone. One that says nothing is nobody's here.
+
+    Raises RunFolderError for what is no file, such as a folder: nobody gives that back.
+    """
     try:
-        text = place.read_text()
+        if not stat.S_ISREG(place.lstat().st_mode):
+            raise RunFolderError(
+                f"run.dir {place.parent}: expected a lock of a run or none, got {place.name}, "
+                f"which is no regular file; remove it, or choose another run.dir"
+            )
+        return read_owner(place)
     except FileNotFoundError:
         return None
-    try:
-        told: dict[str, Any] = json.loads(text)
-        return Owner(**told)
-    except (ValueError, TypeError):
+    except ValueError:
         return Owner("unreadable", "an unknown host", "unknown", 0, 0, None, "an unknown time")
+
+
+def read_owner(place: Path) -> Owner:
+    """Return the owner that a file names; OSError or ValueError if it cannot be read or is none."""
+    told = read_json(place, _MOST_BYTES)
+    wrong = mismatch(told, _OWNER)
+    if (
+        wrong
+        or set(told) != set(Owner._fields)
+        or not _TOKEN(told["token"])
+        or told["pid"] >= 2**31
+    ):
+        raise ValueError(wrong or "no owner")
+    return Owner(**told)

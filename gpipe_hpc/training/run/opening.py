@@ -17,9 +17,11 @@ from gpipe_hpc.errors import (
     ConfigError,
     GpipeError,
     NonFiniteError,
+    RunFolderError,
     is_users_mistake,
     os_remedy,
 )
+from gpipe_hpc.small_files import read_bytes
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run.folder import (
@@ -260,10 +262,10 @@ def _refuse_non_finite(folder: Path, config: Config) -> None:
     """Refuse to train to the same NaN again: launchers start a run that failed many times."""
     mark = folder / NON_FINITE_FILE
     try:
-        before = mark.read_text("utf-8", errors="replace").strip()
+        before = read_bytes(mark).decode("utf-8", errors="replace").strip()
     except FileNotFoundError:
         return
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"run: bad {mark}, expected the file that a run leaves when it comes to NaN, got "
             f"{error}; {os_remedy(error) or 'look at it'}, or remove it"
@@ -281,7 +283,14 @@ def _keep_settings(folder: Path, text: str) -> None:
     """Write config.yaml; another one that is there gets a number."""
     path = folder / CONFIG_FILE
     if path.exists():
-        if path.read_text("utf-8") == text:
+        try:
+            before = read_bytes(path)
+        except ValueError as error:
+            raise RunFolderError(
+                f"run.dir {folder}: expected the settings of an earlier start in {CONFIG_FILE}, "
+                f"got {error}; move it away, or choose another run.dir"
+            ) from error
+        if before == text.encode():
             return
         numbers = [each.stem.removeprefix("config_") for each in folder.glob("config_*.yaml")]
         count = max((int(number) for number in numbers if number.isdecimal()), default=0)

@@ -23,6 +23,7 @@ from gpipe_hpc.planning.costs.speed import paces_of_times
 from gpipe_hpc.planning.cutting.distance import Distance
 from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.memory.by_rank import FoundPaces
+from gpipe_hpc.small_files import read_json
 from gpipe_hpc.training.data.shapes import samples_per_microbatch
 from gpipe_hpc.training.machines import rates_of
 from gpipe_hpc.training.run.changed_settings import settings_of
@@ -103,7 +104,7 @@ def _kept(path: Path, asked: Mapping[str, Any]) -> _Found | None:
     Whatever is wrong with the file, the search answers anew.
     """
     try:
-        told = json.loads(path.read_text("utf-8"))
+        told = read_json(path)
         layout: _Layout = {name: dict(told["layout"][name]) for name in PINS}
         off = told.get("off_best_cut")
         distance = None if off is None else Distance(float(off["share"]), bool(off["is_exact"]))

@@ -10,13 +10,16 @@ import torch
 from gpipe_hpc.checkpoint import Verified, read_facts
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
+from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.small_files import Number, OrNull, Values, mismatch
 from gpipe_hpc.training.data import Identity
-from gpipe_hpc.training.data.position import check_data
+from gpipe_hpc.training.data.position import IDENTITY, check_data
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.neighbour import Found, NeighbourCopies, Scattered
 from gpipe_hpc.training.optimizers.optimizer import own_options
-from gpipe_hpc.training.run.folder import Checkpoints
+from gpipe_hpc.training.run.changed_settings import SETTINGS
+from gpipe_hpc.training.run.folder import OWNER, Checkpoints
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.resuming import newest_listed, newest_whole
 from gpipe_hpc.training.start.changed_layout import say_change
@@ -24,6 +27,14 @@ from gpipe_hpc.training.start.changed_layout import say_change
 log = logging.getLogger("gpipe_hpc.train")
 
 MEMORY: Final = Path("in memory")
+_EXTRA: Final = {
+    "position": Number(0, is_whole=True),
+    "corrupt": OrNull([str]),
+    IDENTITY: OrNull({"settings": OrNull({})}),
+    OWNER: OrNull(str),
+    SETTINGS: OrNull({}),
+    "adascale": OrNull(Values(Number(is_finite=False))),
+}
 
 
 class Resumed(NamedTuple):
@@ -165,4 +176,12 @@ class Origin:
         found = newest_whole(
             self._checkpoints, resume, is_repeated, world.everybody, world.rank, say
         )
-        return None if found is None else Resumed(found.path, found.facts, found)
+        if found is None:
+            return None
+        wrong = mismatch(found.facts["extra"], _EXTRA, "extra")
+        if wrong:
+            raise CheckpointError(
+                f"checkpoint {found.path}: expected one that a run of gpipe_hpc.train wrote, got "
+                f"{wrong}; set checkpoint.resume to another, or load this one by pipe.load"
+            )
+        return Resumed(found.path, found.facts, found)

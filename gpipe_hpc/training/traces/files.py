@@ -7,10 +7,13 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, DataError, os_remedy
 from gpipe_hpc.schedule import Event, Timeline, parse_action
+from gpipe_hpc.small_files import parse_json, read_bytes, read_json
 from gpipe_hpc.training.traces.around import Around
 
 FOLDER: Final = "trace"
 PLANNED: Final = "planned.json"
+_MOST_BYTES: Final = 2**30  # of the traces of thousands of ranks
+_MOST_VALUES: Final = 100_000_000
 _STEPS: Final = "step_*.json"
 
 
@@ -97,7 +100,7 @@ def read_replicas(path: Path) -> list[Timeline]:
 def read_step(path: Path) -> ReadStep:
     """Read a step back, of all replicas; DataError if the file is none of ours."""
     try:
-        content = json.loads(path.read_text())
+        content = _content(path)
         rows = content["ranks"]
         num_replicas = content.get("num_replicas", 1)
         per_replica = len(rows) // num_replicas
@@ -154,7 +157,7 @@ def typical_trace(run_folder: Path) -> Path:
 def _why_untraced(run_folder: Path) -> str:
     """Return why a run has left no timeline, as far as its summary says, and what to do."""
     try:
-        summary = json.loads((run_folder / "summary.json").read_text())
+        summary = read_json(run_folder / "summary.json")
         outcome, last = str(summary["outcome"]), int(summary["last_step"])
     except (OSError, ValueError, KeyError, TypeError):
         outcome, last = "", 0
@@ -171,9 +174,13 @@ def _why_untraced(run_folder: Path) -> str:
     return "run with trace.steps=1 or more"
 
 
+def _content(path: Path) -> Any:
+    return parse_json(read_bytes(path, _MOST_BYTES), _MOST_VALUES)
+
+
 def _is_median(path: Path) -> bool:
     try:
-        return bool(json.loads(path.read_text()).get("is_median"))
+        return bool(_content(path).get("is_median"))
     except (OSError, ValueError, AttributeError):
         return False  # whoever reads it says why
 

@@ -1,0 +1,271 @@
+"""Read small files that anybody may have written: JSON, YAML and texts, within bounds.
+
+Files that say something about a run (settings, manifests, links, prices, locks) are read by these
+functions alone. A file must be a regular one: a FIFO would be waited for without end. Its size, its
+depth and the number of its values are bounded before anything is built of it. YAML has no aliases
+here, which let a kilobyte stand for gigabytes, and no tags, which name types to build.
+
+OSError: the system refused. ValueError: the content is not allowed, in one line. Callers add the
+path and the remedy.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import yaml
+
+MOST_BYTES: Final = 64 * 2**20
+MOST_YAML_BYTES: Final = 8 * 2**20  # its parser takes seconds for a megabyte
+MOST_VALUES: Final = 4_000_000
+MOST_DEPTH: Final = 400
+_MOST_DIGITS: Final = 1300
+_MOST_YAML_DEPTH: Final = 40
+_MOST_YAML_BITS: Final = 64
+_NUMBER: Final = re.compile(r"[-+]?[0-9a-fA-FxX_.:+-]+").fullmatch
+_SHOWN: Final = 100
+_TOO_LARGE: Final = 2**1000  # for a float, and for what is made of it
+
+
+def read_bytes(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a regular file; ValueError if it is none, or too large."""
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"more than {most_bytes:,} bytes")
+    return content
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file to read its bytes; ValueError if it is none."""
+    # Without O_NONBLOCK, opening a FIFO would wait for somebody who writes into it.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        kind = os.fstat(handle).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise ValueError("no regular file (a pipe, a socket or a device)")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a regular file, in UTF-8."""
+    return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
+    """Return what a file of JSON holds."""
+    return parse_json(read_bytes(path, most_bytes))
+
+
+def read_yaml(path: str | Path, most_bytes: int = MOST_YAML_BYTES) -> Any:
+    """Return what a file of YAML holds."""
+    return parse_yaml(read_text(path, most_bytes))
+
+
+def parse_json(text: str | bytes, most_values: int = MOST_VALUES) -> Any:
+    """Return what JSON holds; ValueError for what is no JSON, or beyond the bounds."""
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > most_values:
+        raise ValueError(f"more than {most_values:,} values")
+    try:
+        found = json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
+    _check_depth(found)
+    return found
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what YAML holds, as OmegaConf reads it; dates are texts.
+
+    ValueError for what is no YAML, has aliases, tags or equal keys, or is beyond the bounds.
+    """
+    try:
+        _check_events(text)
+        found = _Loader(text).get_single_data()
+    except (yaml.YAMLError, RecursionError, OverflowError, AttributeError, TypeError) as error:
+        raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
+    _check_numbers(found)
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _check_depth(found: Any) -> None:
+    level, depth = [found], 0
+    while level:
+        if depth > MOST_DEPTH:
+            raise ValueError(f"nested more than {MOST_DEPTH} levels deep")
+        level = [part for each in level if type(each) in (list, dict) for part in _parts(each)]
+        depth += 1
+
+
+def _parts(value: Any) -> Any:
+    return value.values() if type(value) is dict else value
+
+
+def _check_numbers(found: Any) -> None:
+    """Refuse numbers that no file of ours needs, and that may be too large for a float."""
+    level = [found]
+    while level:
+        for each in level:
+            if type(each) is int and each.bit_length() > _MOST_YAML_BITS:
+                raise ValueError(f"a number of {each.bit_length():,} bits")
+        keys = [key for each in level if type(each) is dict for key in each]
+        level = [part for each in level if type(each) in (list, dict) for part in _parts(each)]
+        level += keys
+
+
+def _check_events(text: str) -> None:
+    depth = num_values = 0
+    for event in yaml.parse(text, _Base):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"{_line(event)}an alias (*{event.anchor}), which is not allowed")
+        if not isinstance(event, yaml.NodeEvent):
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            continue
+        num_values += 1
+        if event.anchor is not None:
+            raise ValueError(f"{_line(event)}an anchor (&{event.anchor}), which is not allowed")
+        if event.tag is not None:
+            raise ValueError(f"{_line(event)}a tag ({event.tag}), which is not allowed")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        if depth > _MOST_YAML_DEPTH:
+            raise ValueError(f"{_line(event)}nested more than {_MOST_YAML_DEPTH} levels deep")
+        if _is_long_number(event):
+            raise ValueError(f"{_line(event)}a number of {len(event.value):,} characters")
+        if num_values > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES:,} values")
+
+
+def _is_long_number(event: yaml.NodeEvent) -> bool:
+    if not isinstance(event, yaml.ScalarEvent) or len(event.value) <= _MOST_DIGITS:
+        return False
+    return event.implicit[0] and _NUMBER(event.value) is not None
+
+
+def _line(event: yaml.Event) -> str:
+    return f"line {event.start_mark.line + 1}: "
+
+
+# Where libyaml is not there, PyYAML has no loader in C.
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _construct_mapping(loader: Any, node: yaml.MappingNode, deep: bool = False) -> Any:
+    """Refuse equal keys, of which the last would count."""
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    if not all(isinstance(key, str | int | float | bool | None) for key in keys):
+        raise ValueError(f"line {node.start_mark.line + 1}: a key that is no text or number")
+    if len(set(keys)) < len(keys):
+        twice = next(key for at, key in enumerate(keys) if key in keys[:at])
+        raise ValueError(f"line {node.start_mark.line + 1}: the key {twice!r} twice")
+    return _Base.construct_mapping(loader, node, deep=deep)
+
+
+# Builds plain values: as for OmegaConf 1e-6 is a number, and dates are texts.
+_Loader: Any = type("_Loader", (_Base,), {"construct_mapping": _construct_mapping})
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if "timestamp" not in tag]
+    for first, resolvers in _Base.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""^(?:
+         [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+        |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
+        |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+        |[-+]?\.(?:inf|Inf|INF)
+        |\.(?:nan|NaN|NAN))$""",
+        re.X,
+    ),
+    list("-+0123456789."),
+)
+
+
+class OrNull(NamedTuple):
+    """A value of a shape, or null, or none at all."""
+
+    shape: Any
+
+
+class Number(NamedTuple):
+    """A number from `least` up; `is_whole`: an integer, `is_finite`: neither infinite nor NaN."""
+
+    least: float = -math.inf
+    is_whole: bool = False
+    is_finite: bool = True
+
+
+class Values(NamedTuple):
+    """An object with any keys, whose values are of a shape."""
+
+    shape: Any
+
+
+_NAMES: Final = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
+
+
+def mismatch(value: Any, shape: Any, where: str = "") -> str | None:
+    """Return what is not as its shape says, in words; None if all is.
+
+    A shape is a type, `OrNull`, `Number`, `Values`, an object of shapes by key (more keys are
+    allowed), or a list of the shape of all its entries.
+    """
+    return next(_mismatches(value, shape, where), None)
+
+
+def _mismatches(value: Any, shape: Any, where: str) -> Iterator[str]:
+    match shape:
+        case OrNull(inner):
+            if value is not None:
+                yield from _mismatches(value, inner, where)
+        case Number(least, is_whole, is_finite):
+            kinds = (int,) if is_whole else (int, float)
+            is_any = type(value) is float and not (is_finite or is_whole)
+            is_small = type(value) in kinds and abs(value) < _TOO_LARGE
+            if not (is_any or is_small) or value < least:
+                kind = "an integer" if is_whole else "a number"
+                some = "" if least == -math.inf else f" of {least:g} or more"
+                yield _told(where, f"{kind}{some}", value)
+        case Values(inner):
+            if not isinstance(value, dict):
+                yield _told(where, _NAMES[dict], value)
+                return
+            for name, each in value.items():
+                yield from _mismatches(each, inner, f"{where}.{name}".strip("."))
+        case Mapping():
+            if not isinstance(value, dict):
+                yield _told(where, _NAMES[dict], value)
+                return
+            for name, inner in shape.items():
+                yield from _mismatches(value.get(name), inner, f"{where}.{name}".strip("."))
+        case list():
+            if not isinstance(value, list):
+                yield _told(where, _NAMES[list], value)
+                return
+            for place, each in enumerate(value):
+                yield from _mismatches(each, shape[0], f"{where}[{place}]")
+        case _:
+            if not isinstance(value, shape):
+                yield _told(where, _NAMES[shape], value)
+
+
+def _told(where: str, expected: str, got: Any) -> str:
+    return f"expected {expected}{f' as {where[:_SHOWN]}' if where else ''}, got {got!r:.60}"
