@@ -17,7 +17,7 @@ STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-product test-simulated test-long test-two-hosts test-cluster test-browser test-all check docs format clean
+.PHONY: help .venv train bench test test-slow test-product test-simulated test-long test-two-hosts test-cluster test-browser test-torch test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-two-hosts  two hosts over a slow link (Linux, root or user namespaces; minutes)"
 	@echo "make test-cluster  a real Slurm, containers, Kubernetes (Debian: slurm-wlm munge podman buildah runc debootstrap; kubectl 1.29)"
 	@echo "make test-browser  a report in a real browser (Debian: chromium)"
+	@echo "make test-torch VERSION=2.15.0  five minutes of tests against a version of torch (PYTHON=python3.12)"
 	@echo "make check      formatting, lint, types, fitness of the code, links of the documents"
 	@echo "make docs       the documents as a site in build/site"
 	@echo "make .venv      only the environment"
@@ -76,6 +77,11 @@ test-cluster: $(STAMP)
 
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -q -m browser $(ARGS)
+
+# Some gigabytes are downloaded and installed in build/, and removed in the end unless KEEP=1.
+test-torch:
+	@test -n "$(VERSION)" || { echo "make test-torch VERSION=2.15.0 [PYTHON=python3.12] [KEEP=1]" >&2; exit 2; }
+	$(PYTHON) tests/with_torch.py $(VERSION) $(if $(KEEP),--keep) --workers $(WORKERS)
 
 test-all: check test test-slow test-product test-simulated test-long
 

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from docs import generate
+from gpipe_hpc import torch_compat
 from gpipe_hpc.config import Config, compose_config
 from gpipe_hpc.config.keywords import Keywords
 from gpipe_hpc.errors import ConfigError
@@ -460,6 +461,25 @@ def needed(requirements):
         more = [Requirement(text) for text in distribution(name).requires or []]
         left += [each for each in more if not each.marker or each.marker.evaluate({"extra": ""})]
     return found
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def test_every_torch_that_starts_may_be_installed():
+    """The one container of NVIDIA's with torch 2.13 was refused, as a pre-release of it."""
+    (torch,) = (r for text in PROJECT["dependencies"] if (r := Requirement(text)).name == "torch")
+    for version in ("2.8.0a0", "2.8.0+cpu", "2.13.0a0+8145d630e8.nv26.06", "2.16.0.dev1", "3.1"):
+        assert torch.specifier.contains(version), version
+    assert not torch.specifier.contains("2.7.1")
+    assert torch_compat.OLDEST == (2, 8)
+
+
+def test_the_command_without_fairscale_installs_all_else():
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text("utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("pip install hydra-core"))
+    wanted = {Requirement(text).name for text in PROJECT["dependencies"]} - {"torch", "fairscale"}
+    assert set(line.split()[2:]) == wanted
 
 
 def test_the_lock_of_a_run_is_the_part_of_the_lock_that_a_run_needs():

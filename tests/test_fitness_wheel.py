@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support import product
 
@@ -57,6 +59,40 @@ def test_wheel_holds_package_settings_and_licence(wheel, repository):
     assert settings <= names and "gpipe_hpc/py.typed" in names
     assert any(name.endswith("/LICENSE") for name in names)
     assert not any(name.startswith("tests/") for name in names)
+
+
+TORCH_OF_AN_IMAGE = "2.13.0a0+8145d630e8.nv26.06"
+
+
+def pretend(folder: Path, name: str, version: str, *needs: str) -> None:
+    """Write what pip reads of an installed package."""
+    place = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    place.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    (place / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {n}" for n in needs)]))
+    (place / "INSTALLER").write_text("pip\n")
+
+
+def test_a_torch_that_is_there_is_kept(wheel, tmp_path, repository):
+    """Also a pre-release, also where a constraint file names it, as NVIDIA's images do."""
+    venv.create(tmp_path / "image", with_pip=True)
+    place = {"base": str(tmp_path / "image"), "platbase": str(tmp_path / "image")}
+    own = Path(sysconfig.get_path("purelib", vars=place))
+    project = tomllib.loads((repository / "pyproject.toml").read_text("utf-8"))["project"]
+    for name in {Requirement(text).name for text in project["dependencies"]} - {"torch"}:
+        pretend(own, name, "99.0", *["torch>=1.8.0"] * (name == "fairscale"))
+    pretend(own, "torch", TORCH_OF_AN_IMAGE)
+    (tmp_path / "constraint.txt").write_text(f"torch=={TORCH_OF_AN_IMAGE}\n")
+    python = tmp_path / "image" / "bin" / "python"
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--no-index", wheel],
+        env=environment() | {"PIP_CONSTRAINT": str(tmp_path / "constraint.txt")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Successfully installed gpipe-hpc-" in done.stdout
+    assert (own / f"torch-{TORCH_OF_AN_IMAGE}.dist-info").exists()
 
 
 def test_settings_are_found_from_any_folder(python, tmp_path):

@@ -124,7 +124,7 @@ def forget_detached_casts() -> None:
 def _casts_keep_their_graph() -> bool:
     """Say whether a cast first made without a graph serves a forward with one.
 
-    Torch before 2.9 hands out the same detached cast: the weight would get no gradient.
+    Torch up to 2.10 hands out the same detached cast: the weight would get no gradient.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     x = torch.ones(1, 1)

@@ -1,0 +1,107 @@
+"""Run what a version of torch may break against that version: `make test-torch VERSION=2.15.0`.
+
+It makes an environment in build/, some gigabytes, installs the package there as a user would, and
+runs five minutes of tests: import, training of two ranks that another run resumes, and a sample of
+exactness, split backward, replicas, layer state, checkpoints and processes. Then it removes the
+environment. The interpreter that runs this is the one that is tried.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLE = (
+    "tests/cases/test_torch_versions.py",
+    "tests/cases/test_gloo_groups.py",
+    "tests/engine/test_exactness.py",
+    "tests/engine/backward",
+    "tests/engine/layers/test_kept_casts.py",
+    "tests/engine/outer/test_exactness.py",
+    "tests/engine/state",
+    "tests/engine/test_processes.py",
+    "tests/checkpoint/test_saving.py",
+    "tests/checkpoint/test_format_1.py",
+    "tests/checkpoint/test_metadata.py",
+)
+MARKS = "not product and not two_hosts and not cluster and not browser"
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "safetensors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("version", help="of torch, as 2.15.0")
+    parser.add_argument("--keep", action="store_true", help="leave the environment in build/")
+    parser.add_argument("--workers", default="auto", help="processes that run tests; 0 for one")
+    args = parser.parse_args()
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    home = ROOT / "build" / f"torch-{args.version}-python{python}"
+    begun = time.monotonic()
+    try:
+        failed = try_version(args.version, home, args.workers)
+    finally:
+        if not args.keep:
+            shutil.rmtree(home, ignore_errors=True)
+    how = f"failed: {', '.join(failed)}" if failed else "passed"
+    print(f"torch {args.version}, Python {python}: {how} ({time.monotonic() - begun:.0f} s)")
+    sys.exit(bool(failed))
+
+
+def try_version(version: str, home: Path, workers: str) -> list[str]:
+    """Make the environment and run everything in it; return the names of what failed."""
+    subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+    constraint = home / "constraint.txt"
+    constraint.write_text(f"torch=={version}\n")
+    # Those of this machine may ask for another torch.
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    environment |= {"PIP_CONSTRAINT": str(constraint), "OMP_NUM_THREADS": "1"}
+    bin_ = home / "bin"
+    pip = [bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # torch first: what is installed after it must leave it alone.
+    subprocess.run([*pip, f"torch=={version}"], env=environment, check=True)
+    before = installed_torch(bin_ / "python", environment)
+    subprocess.run([*pip, ROOT, *TOOLS], env=environment, check=True)
+    after = installed_torch(bin_ / "python", environment)
+    print(f"installed beside torch {before}: torch is {after}", flush=True)
+
+    away = home / "away"  # from which only what is installed can be imported
+    away.mkdir()
+    train = [bin_ / "torchrun", "--standalone", "--nproc_per_node", "2", "-m", "gpipe_hpc.train"]
+    train += ["run.dir=run", "checkpoint.every=10"]
+    tests = [bin_ / "python", "-m", "pytest", "-q", "-m", MARKS, "-p", "no:cacheprovider"]
+    if workers != "0":
+        tests += ["-n", workers, "--maxprocesses", "8", "--dist", "worksteal"]
+    in_checkout = environment | {"PYTHONPATH": str(ROOT)}
+    steps: list[tuple[str, Sequence[object], Path, Mapping[str, str]]] = [
+        ("import", [bin_ / "python", "-c", "from gpipe_hpc import Pipeline"], away, environment),
+        ("two ranks", [*train, "train.steps=20"], away, environment),
+        ("resume", [*train, "train.steps=30"], away, environment),
+        ("tests", [*tests, *SAMPLE], ROOT, in_checkout),
+    ]
+    failed = [] if before == after else ["torch was replaced"]
+    for name, command, place, variables in steps:
+        done = subprocess.run([str(word) for word in command], cwd=place, env=variables)
+        print(f"{name}: exit code {done.returncode}", flush=True)
+        if done.returncode != 0:
+            failed.append(name)
+    lines = (away / "run" / "metrics.jsonl").read_text().splitlines() if not failed else ["30"]
+    if not re.search(r"\b30\b", lines[-1]):
+        failed.append("last step")
+    return failed
+
+
+def installed_torch(python: Path, environment: Mapping[str, str]) -> str:
+    """Return the version of torch that an interpreter has."""
+    code = "from importlib.metadata import version; print(version('torch'))"
+    done = subprocess.run([python, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
+    return done.stdout.decode().strip()
+
+
+if __name__ == "__main__":
+    main()
