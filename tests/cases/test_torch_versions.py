@@ -1,5 +1,6 @@
 """Versions of torch: which are refused, and training without names that only some of them have."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads, torch_compat
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, GpipeError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,3 +162,56 @@ assert len(told) == 1 and "lacks what a split backward needs" in told[0], told
 def test_training_without_the_names_that_have_a_fallback_is_the_same():
     done = run_python(WITHOUT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_autocast_around_a_step_gives_every_weight_its_gradient(schedule, recompute):
+    """Up to torch 2.10, a recomputation was given casts from a forward without a graph."""
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    x, y = torch.randn(2, 8, 4)
+    pipe = Pipeline(
+        layers,
+        lambda output, target: (output.float() - target).square().mean(),
+        microbatches=4,
+        schedule=schedule,
+        recompute=recompute,
+    )
+    for _ in range(2):  # the first forwards of all have a graph
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.step(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+            ((plain(a).float() - b).square().mean() / 4).backward()
+    found = dict(pipe.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[f"layers.{name}"].grad, parameter.grad)
+
+
+class AsksForItsOwn(nn.Linear):
+    """Takes the gradient of its own weight within its forward."""
+
+    def __init__(self, *, with_gradient: bool) -> None:
+        super().__init__(4, 4)
+        self.with_gradient = with_gradient
+
+    def forward(self, x):
+        with torch.enable_grad():
+            energy = super().forward(x).square().sum(0)
+            gradient = torch.ones_like(energy) if self.with_gradient else None
+            energy = energy if self.with_gradient else energy.sum()
+            torch.autograd.backward(energy, gradient, inputs=[self.weight])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_a_backward_to_its_own_weight_within_a_layer_is_refused_if_it_would_be_empty(with_gradient):
+    """Torch up to 2.10 does not hand such a call over; the gradient was silently left out."""
+    layers = [nn.Linear(4, 4), AsksForItsOwn(with_gradient=with_gradient)]
+    x = torch.randn(4, 4)
+    pipe = Pipeline(layers, lambda y, t: (y - t).square().mean(), schedule="zb_h1", microbatches=2)
+    with pytest.raises(GpipeError, match="differentiates with respect to a parameter"):
+        pipe.step(x, x)
+    pipe = Pipeline(layers, lambda y, t: (y - t).square().mean(), schedule="gpipe", microbatches=2)
+    pipe.step(x, x)
