@@ -30,7 +30,9 @@ SAMPLE = (
     "tests/checkpoint/test_format_1.py",
     "tests/checkpoint/test_metadata.py",
 )
-MARKS = "not product and not two_hosts and not cluster and not browser"
+MARKS = (
+    "not product and not simulated and not long and not two_hosts and not cluster and not browser"
+)
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "safetensors")
 
 
