@@ -1,18 +1,40 @@
-"""Whether an optimizer's step on a matrix is its step on any part of the matrix's elements.
+"""Whether an optimizer's step on tensors is its step on any part of their elements.
 
-It is tried out: kinds of optimizers are many, and a name says nothing.
+Of torch's own optimizers it is known. Others are tried out: kinds are many, and a name says
+nothing. Each rank of ``outer.shard=flat`` has an optimizer of its own over its part of the
+elements, in rows. So one optimizer over some tensors is compared with two, each over a part of
+every one of them, by what each step changes. Among the tensors is a matrix that is large enough for
+those that treat small ones otherwise; gradients have many sizes, and there are more steps than
+optimizers warm up for.
 """
 
-from collections import OrderedDict, defaultdict
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from gpipe_hpc.errors import ConfigError
 
-_ROWS, _COLUMNS, _CUT, _STEPS = 4, 3, 5, 2
+_ELEMENTWISE: Final = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+_SMALL: Final = ((4, 3), (7,), (3, 2, 2, 2))
+_LARGE: Final = (130, 136)
+_MANY, _FEW = 130, 12  # steps on small tensors, and on the large one
+_ZEROS: Final = 7  # of so many steps one has a gradient of zeros in the first part of each tensor
 # What an optimizer has for its own object.
 _HOOKS: Final = (
     "_optimizer_step_pre_hooks",
@@ -23,8 +45,7 @@ _HOOKS: Final = (
 def check_divisible(optimizer: Optimizer) -> None:
     """Raise ConfigError unless the optimizer's step goes element by element.
 
-    Tries it with the options of each of its groups on a small matrix, whole and cut in two, with
-    the same numbers. The optimizer itself stays as it is.
+    The optimizer itself stays as it is.
     """
     name = type(optimizer).__name__
     if any(optimizer.state.values()):
@@ -33,39 +54,93 @@ def check_divisible(optimizer: Optimizer) -> None:
             f"{name}, which has made one for whole parameters already; use outer.shard=oss, which "
             f"divides whole tensors"
         )
-    for group in optimizer.param_groups:
+    if type(optimizer) in _ELEMENTWISE:
+        return
+    seen: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "lr")}
+        if _is_among(options, seen):
+            continue
+        tries = [(_SMALL, _MANY), *([] if seen else [((_LARGE,), _FEW)])]
+        seen.append(options)
         try:
-            whole, parts = (_moved(optimizer, group, cuts) for cuts in (False, True))
-            # Held against how far it went: some go a thousandth of a weight.
-            differ = not bool((whole - parts).abs().max() <= 1e-6 * whole.abs().max())
-            found = "a step on a matrix that is not that of its elements"
+            differing = next(filter(None, (_differing(optimizer, number, *t) for t in tries)), 0)
+            found = f"step {differing} on a tensor is not that of its parts"
         except Exception as error:
-            differ, found = True, f"{type(error).__name__}: {error}"
-        if differ:
+            differing, found = 1, f"{type(error).__name__}: {error}"
+        if differing:
             raise ConfigError(
                 f"outer.shard=flat: expected an optimizer that updates each element by itself, got "
                 f"{name}: {found}; use outer.shard=oss, which divides whole tensors"
             )
 
 
-def _moved(optimizer: Optimizer, group: dict[str, Any], cuts: bool) -> torch.Tensor:
-    """Return how far some steps move the elements of a matrix; `cuts`: as two parts of a row."""
+def _is_among(options: dict[str, Any], seen: Sequence[dict[str, Any]]) -> bool:
+    return any(repr(options) == repr(other) for other in seen)
+
+
+def _differing(
+    optimizer: Optimizer, number: int, shapes: Sequence[tuple[int, ...]], num_steps: int
+) -> int:
+    """Return the first step, from 1 on, that changes parts otherwise than the whole; 0 if none."""
     generator = torch.Generator().manual_seed(0)
-    like = next(iter(group["params"]), torch.zeros(1))
-    row = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, torch.float64)
-    shapes = [row[:_CUT], row[_CUT:]] if cuts else [row.view(_ROWS, _COLUMNS)]
-    parameters = [nn.Parameter(part.clone()) for part in shapes]
+    device = next(iter(optimizer.param_groups[number]["params"]), torch.zeros(1)).device
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+
+    def numbers() -> Tensor:
+        row = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+        return row.to(device)
+
+    def divided(row: Tensor) -> list[list[Tensor]]:
+        rows = torch.split(row, sizes)
+        cuts = [size * 2 // 5 for size in sizes]
+        whole = [own.view(shape) for own, shape in zip(rows, shapes, strict=True)]
+        pairs = list(zip(rows, cuts, strict=True))
+        return [whole, [own[:cut] for own, cut in pairs], [own[cut:] for own, cut in pairs]]
+
+    was = numbers()
+    ranks = [[nn.Parameter(value.clone()) for value in own] for own in divided(was)]
+    probes = [_probe_of(optimizer, number, own) for own in ranks]
+    with torch.random.fork_rng(devices=[]):
+        for step in range(1, num_steps + 1):
+            size = 10 ** float(torch.rand(1, generator=generator) * 6 - 4)
+            gradients = divided(size * numbers())
+            if step % _ZEROS == 0:
+                torch._foreach_zero_(gradients[1])  # of the whole, too: they are views of one row
+            for own, given in zip(ranks, gradients, strict=True):
+                for parameter, gradient in zip(own, given, strict=True):
+                    parameter.grad = gradient.clone()
+            for probe in probes:
+                probe.step()
+            whole, first, second = ([p.detach() for p in own] for own in ranks)
+            now = torch.cat([value.reshape(-1) for value in whole])
+            other = torch.cat([part for pair in zip(first, second, strict=True) for part in pair])
+            # Held against how far it went: some go a thousandth of a weight.
+            near = 1e-6 * (now - was).abs().max() + 1e-12 * now.abs().max()
+            if not bool((now - other).abs().max() <= near):
+                return step
+            was = now
+    return 0
+
+
+def _probe_of(optimizer: Optimizer, number: int, parameters: list[nn.Parameter]) -> Optimizer:
+    """Return an optimizer like another one, with the options of one of its groups."""
     probe = object.__new__(type(optimizer))
-    probe.__dict__.update(optimizer.__dict__)
+    for name, value in vars(optimizer).items():
+        is_filled = isinstance(value, list | dict | set | deque)
+        probe.__dict__[name] = copy.copy(value) if is_filled else value
+    probe.__dict__.pop("step", None)  # a schedule of learning rates binds it to the other one
     probe.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
     probe.state = defaultdict(dict)
+    group = optimizer.param_groups[number]
     probe.param_groups = [{**group, "params": parameters}]
     if not group.get("lr", 1.0):  # it rises later: what does not move tells nothing
         probe.param_groups[0]["lr"] = 1e-3
-    for _ in range(_STEPS):
-        gradient = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, torch.float64)
-        split = [gradient[:_CUT], gradient[_CUT:]] if cuts else [gradient.view(_ROWS, _COLUMNS)]
-        for parameter, part in zip(parameters, split, strict=True):
-            parameter.grad = part
-        probe.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]) - row
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and number < len(inner.param_groups):
+            probe.__dict__[name] = _probe_of(inner, number, parameters)
+            if inner.param_groups is optimizer.param_groups:
+                probe.param_groups = probe.__dict__[name].param_groups
+            if inner.state is optimizer.state:
+                probe.state = probe.__dict__[name].state
+    return probe
