@@ -253,7 +253,8 @@ class StageWork:
             is_end = number == len(kept.segments) - 1
             assert returning is not None, "made by the forward"
             manner = Manner(Again(returning), True, kept.shares_casts, kept.deferred)
-            state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
+            with self.stage.parameters.unchanged(segment.where):
+                state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
             left = self._promises.keep(segment, promised, self._left(state, is_end))
             edges = [None if tensor is None else edge_of(tensor) for tensor in left]
             starts = _starts(run, losses)

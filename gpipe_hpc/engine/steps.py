@@ -129,6 +129,10 @@ class Steps:
             for index, stage in stages.items()
         }
         self.same_data = SameData(self._placement, site.stage_rank)
+        for index, stage in stages.items():
+            is_alone = wiring.reductions[index].size == 1
+            shared = [tie.name for tie in tied if tie.group.size > 1]
+            stage.parameters.watch_copied(shared if is_alone else stage.named_parameters())
         self._portions = portions
         self._first = portions.of(site.replica).start
         num_global = portions.total
@@ -197,6 +201,8 @@ class Steps:
         self._refuse_empty(run)
         if self._unjudged is not None and self._unjudged.fetched.poll() is not None:
             refuse_negative_weight(self._unjudged.known_weight)
+        for stage in self._stages.values():
+            stage.refuse_other_parameters()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         seed = backward_seed(self.weight) * scale
         if not self._trained.is_agreed:
@@ -212,6 +218,8 @@ class Steps:
         if self.apart is None:
             self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
+        for stage in self._stages.values():
+            stage.parameters.end(trains=True)
         self._take_in_late()
         squares = self._squares() if self._part_of else None
         for tied in self._tied:
@@ -408,7 +416,7 @@ class Steps:
         """Return the loss of a global batch, in evaluation mode."""
         self._begin()
         with training_modes(self._stages.values(), False):
-            outcome = self._evaluator.run(run)
+            outcome = self._evaluate(run)
         self._end_apart(outcome)
         return StepResult(self._end(outcome).loss)
 
@@ -420,7 +428,7 @@ class Steps:
         site = self._site
         self._begin()
         with training_modes(self._stages.values(), False):
-            outcome = self._evaluator.run(run)
+            outcome = self._evaluate(run)
         self._note(outcome)
         self._end_apart(outcome)
         everywhere: dict[int, Output] = {}
@@ -428,6 +436,12 @@ class Steps:
             root = site.mesh.world_rank(site.replica, holder)
             everywhere |= broadcast_nest(outcome.outputs, site.pipeline, root, site.world)
         return join(everywhere, where)
+
+    def _evaluate(self, run: Run) -> Outcome:
+        outcome = self._evaluator.run(run)
+        for stage in self._stages.values():
+            stage.parameters.end(trains=False)
+        return outcome
 
     def _refuse_empty(self, run: Run) -> None:
         """Raise DataError where replicas would wait in vain to normalise a micro-batch."""
@@ -448,7 +462,10 @@ class Steps:
             self.apart.say_all()
 
     def _begin(self) -> None:
-        """Begin a run: note what buffers are like."""
+        """Begin a run: note what parameters and buffers are like."""
+        may_arrive = self.sharing is not None and self.sharing.is_under_way
+        for stage in self._stages.values():
+            stage.parameters.begin(may_arrive=may_arrive)
         for drift in self._drifts.values():
             drift.begin()
         if self.apart is not None:

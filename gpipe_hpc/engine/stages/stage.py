@@ -17,6 +17,7 @@ from gpipe_hpc.engine.stages.routes import StageRoutes
 from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState
+from gpipe_hpc.engine.state.parameters import StageParameters
 from gpipe_hpc.engine.sums.gradients import StageGradients
 from gpipe_hpc.engine.sums.squares import Squares, squares_of
 from gpipe_hpc.engine.sums.statistics import StageStatistics
@@ -68,6 +69,7 @@ class Stage:
         self.tied = {name: named[name] for name in set(self._aliases.values())}
         own = {name: p for name, p in named.items() if name not in self.tied}
         self.gradients = StageGradients(own, device)
+        self.parameters = StageParameters(self.layers, named, device)
         self.squares: Squares | None = None
         self.shards: StageShards | None = None
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
@@ -83,7 +85,8 @@ class Stage:
         self.keyed = Keyed(device)
         self.lasting = Lasting()
         self.is_compiled = False
-        self._placed = self._place_layers(names or {}, elsewhere or {})
+        self._elsewhere = elsewhere or {}
+        self._placed = self._place_layers(names or {})
         self.whole = self._segment(self.layers)
         self._segments = {False: ((self.whole, False),), True: self._cut_segments()}
 
@@ -169,14 +172,22 @@ class Stage:
     def _segment(self, indices: Iterable[int]) -> Segment:
         return Segment(self.index, [self._placed[index] for index in indices], self.keyed)
 
-    def _place_layers(
-        self, names: Mapping[int, SkipNames], elsewhere: Mapping[int, Mapping[str, int]]
-    ) -> dict[int, PlacedLayer]:
+    def refuse_other_parameters(self) -> None:
+        """Raise ModelError for a parameter that was added, or replaced, since the stage was made.
+
+        Other modules are taken in: they may have buffers, and draw random numbers.
+        """
+        if self.parameters.refuse_others():
+            homes = {index: homes_of(layer) for index, layer in self.layers.items()}
+            for index, placed in self._placed.items():
+                placed.state.renew(_sharing(index, homes))
+
+    def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, PlacedLayer]:
         homes = {index: homes_of(layer) for index, layer in self.layers.items()}
         placed = {}
         for index, layer in self.layers.items():
             where, sharing = f"layers.{index} ({type(layer).__name__})", _sharing(index, homes)
-            others = elsewhere.get(index, {})
+            others = self._elsewhere.get(index, {})
             state = LayerState(index, layer, where, self.keyed, self.lasting, sharing, others)
             placed[index] = PlacedLayer(index, layer, state, names.get(index, SkipNames()))
         return placed

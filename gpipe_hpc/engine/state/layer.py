@@ -33,13 +33,19 @@ class LayerState:
         elsewhere: Mapping[str, int] | None = None,
     ) -> None:
         self.index, self.where = index, where
-        self.buffers = LayerBuffers(layer, where, lasting, sharing, elsewhere)
         self.layer = layer
-        self._elsewhere = [id(generator) for generator in keyed.generators]
-        self._draws = {True: Draws(), False: Draws()}
+        self._keyed, self._lasting, self._elsewhere = keyed, lasting, elsewhere
+        self._known = [id(generator) for generator in keyed.generators]
         self._is_told = False
+        self.renew(sharing)
+
+    def renew(self, sharing: Sequence[tuple[str, Home]]) -> None:
+        """Find out anew: nothing has run yet, or the layer has other modules than before."""
+        self.buffers = LayerBuffers(self.layer, self.where, self._lasting, sharing, self._elsewhere)
+        self._draws = {True: Draws(), False: Draws()}
         for draws in self._draws.values():
-            draws.own = own_generators(layer, self._elsewhere)
+            draws.own = own_generators(self.layer, self._known)
+        self._keyed.num_learned += 1
 
     @property
     def draws(self) -> Draws:
@@ -60,7 +66,7 @@ class LayerState:
         is_new = not draws.is_known
         drawn = drawing.end(draws)
         if is_new:  # some make their generator in their first forward
-            draws.own = own_generators(self.layer, self._elsewhere)
+            draws.own = own_generators(self.layer, self._known)
         return drawn
 
     def tell_of_backward(self, found: Sequence[Found]) -> None:
