@@ -156,7 +156,7 @@ class DeferWeights(TorchFunctionMode):
             asked = asked_of_backward(func)
             if asked is not None:
                 check_asked(torch.autograd.backward, asked[:1], {"inputs": asked[1]})
-        if func not in _SPLIT or not _may_split():
+        if func not in _SPLIT or not _may_split() or _is_old_nested(args):
             return func(*args, **keywords)
         if func is F.linear and not keywords and _is_plain_linear(*args):
             return _split_linear(*args, deferred=deferred)
@@ -164,6 +164,12 @@ class DeferWeights(TorchFunctionMode):
         if not parameters:
             return func(*args, **keywords)
         return _split_call(func, args, keywords, parameters, deferred)
+
+
+def _is_old_nested(args: Sequence[Any]) -> bool:
+    """Say whether a call is of a nested tensor without the jagged layout, which has no sizes."""
+    first = args[0] if args else None
+    return isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided
 
 
 def _may_split() -> bool:

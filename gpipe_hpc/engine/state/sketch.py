@@ -45,7 +45,9 @@ def difference(one: Sketch, other: Sketch) -> float:
 
 
 def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, float]:
-    if tensor.layout is not torch.strided:
+    if tensor.is_nested:
+        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
+    elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
