@@ -161,6 +161,8 @@ class Executor:
                 self._room.end()
             self._world.activity = "waiting until all it sent has left"
             self._wiring.transport.finish()
+            for work in self._works.values() if self._last_backwards else ():
+                work.refuse_draws()
         except (ConnectionError, TimeoutError) as error:
             raise type(error)(f"{self._position(index)}: {error}") from error
         except Exception as error:

@@ -147,6 +147,10 @@ class StageWork:
         self.stage.lasting.settle()
         self._lasting_of_loss.settle()
 
+    def refuse_draws(self) -> None:
+        """Raise ModelError if a backward of the step, which has come to its end, drew numbers."""
+        self._surroundings.end()
+
     @property
     def num_kept(self) -> int:
         """Return how many micro-batches something is kept of."""
@@ -253,7 +257,9 @@ class StageWork:
             is_end = number == len(kept.segments) - 1
             assert returning is not None, "made by the forward"
             manner = Manner(Again(returning), True, kept.shares_casts, kept.deferred)
-            with self.stage.parameters.unchanged(segment.where):
+            parameters = self.stage.parameters
+            looks = parameters.unchanged(segment.where) if parameters.compares_values else _NOTHING
+            with looks:
                 state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
             left = self._promises.keep(segment, promised, self._left(state, is_end))
             edges = [None if tensor is None else edge_of(tensor) for tensor in left]
@@ -352,7 +358,8 @@ class StageWork:
         """
         for tensor in left.tensors():
             kind = type(tensor)
-            if kind is not torch.Tensor and kind is not nn.Parameter:
+            is_plain = kind is torch.Tensor or kind is nn.Parameter
+            if not is_plain and not tensor.is_nested:  # the boundary refuses those by that name
                 raise ModelError(
                     f"{segment.where}: expected plain tensors for the stages of other ranks, got a "
                     f"{kind.__module__}.{kind.__qualname__} of shape {tuple(tensor.shape)}, which "
@@ -418,7 +425,7 @@ class StageWork:
             edges, given = [edge for edge, _ in entered], [gradient for _, gradient in entered]
             states = [state for state in kept.segment.states if state.buffers.move]
             moving = [(state, state.buffers.moving()) for state in states]
-            with self._surroundings.backward():
+            with self._surroundings.backward(kept.segment):
                 accumulate_gradients(edges, given)
             self.stage.gradients.own()
             for state, buffers in moving:
@@ -429,7 +436,8 @@ class StageWork:
         """Run W; False if there was nothing left to do."""
         deferred = self._deferred.pop(microbatch, None)
         if deferred is not None:
-            deferred.run()
+            with self._surroundings.backward(self.stage.whole):
+                deferred.run()
             self.stage.gradients.own()
             if self.stage.squares is not None:
                 self.stage.squares.note(microbatch, is_last=True)

@@ -15,6 +15,7 @@ from gpipe_hpc.engine.layers.precision import StageCasts, forget_detached_casts
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.state.backward_draws import BackwardDraws
 from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState, Roll
 from gpipe_hpc.engine.state.passage import Passage
@@ -49,11 +50,13 @@ class Surroundings:
         self.casts = stage.precision != "float32"
         self._casts = StageCasts(stage.precision, stage.device, parameters)
         self._is_plain = not self.casts and peers is None
+        self._draws = BackwardDraws(stage.keyed.generators, stage.whole)
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
         self._casts.begin()
         self._keyed.begin()
+        self._draws.begin()
 
     def around(self, segment: Segment, roll: Roll, manner: Manner) -> "Inside":
         """Return the block for one run of a segment, and of what else is on the roll."""
@@ -69,9 +72,19 @@ class Surroundings:
             blocks.append(normalising_together(self._sum_over_peers))
         return Inside(self._keyed, roll, manner, blocks)
 
-    def backward(self) -> AbstractContextManager[object]:
-        """Return the block for a backward of the layers."""
-        return self._keyed.backward(lets_go=self._peers is not None)
+    def backward(self, segment: Segment) -> AbstractContextManager[object]:
+        """Return the block for a backward of a segment: it may draw no random numbers."""
+        block = self._keyed.backward(lets_go=self._peers is not None)
+        if not self._draws.looks:
+            return block
+        blocks = ExitStack()
+        blocks.enter_context(block)
+        blocks.enter_context(self._draws.refused(segment))
+        return blocks
+
+    def end(self) -> None:
+        """End a step that has not failed. Raises ModelError if a backward drew random numbers."""
+        self._draws.end()
 
     @cached_property
     def _sum_over_peers(self) -> SumOver:

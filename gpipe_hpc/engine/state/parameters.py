@@ -145,13 +145,10 @@ class StageParameters:
 
     @contextmanager
     def unchanged(self, where: str) -> Iterator[None]:
-        """Refuse a change of values within the block, a recomputation, in steps that look at them.
+        """Refuse a change of values within the block, a recomputation.
 
         What a forward wrote and writes again is no harm if it is the same.
         """
-        if not self.compares_values:
-            yield
-            return
         before = _bits(self._named.values())
         yield
         pairs = zip(self._named, _bits(self._named.values()), before, strict=True)

@@ -7,6 +7,7 @@ import copy
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.support import (
 )
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 4, 8, 4, 3, 5
+OTHER = ThreadPoolExecutor(1)
 
 
 BATCHES = batches(STEPS, SAMPLES, WIDTH)
@@ -173,6 +175,19 @@ def test_another_threads_draws_harm_no_layer_that_draws_nothing(caplog):
     assert not caplog.records
 
 
+def by_another_thread(function, *args):
+    """Call a function on a thread that was there before, as readers of data are."""
+    return OTHER.submit(function, *args).result()
+
+
+def told_of_others(caplog):
+    """Return what is logged of others that draw, besides that backwards saw them draw."""
+    messages = [record.getMessage() for record in caplog.records]
+    (seen,) = [each for each in messages if "was drawn from while a backward ran" in each]
+    assert "another thread" in seen
+    return [each for each in messages if each != seen]
+
+
 class DisturbedBetween(nn.Identity):
     """Let another thread draw in a backward, where no layer of ours draws."""
 
@@ -183,9 +198,7 @@ class DisturbedBetween(nn.Identity):
         return out
 
     def disturb(self, gradient):
-        other = threading.Thread(target=torch.randperm, args=(10,))
-        other.start()
-        other.join()
+        by_another_thread(torch.randperm, 10)
         return gradient
 
 
@@ -206,7 +219,7 @@ def test_without_recomputation_another_threads_draws_are_warned_of(caplog):
             pipe.step(inputs, targets)
 
     run_on_threads(1, body)
-    (told,) = [record.getMessage() for record in caplog.records]
+    (told,) = told_of_others(caplog)
     assert told.startswith("layers.1 (Dropout): draws from torch's default generator, from which")
 
 
@@ -217,7 +230,7 @@ def test_layers_are_not_looked_for_without_end_where_others_draw(caplog):
         def forward(self, x):
             out = super().forward(x)
             if out.requires_grad:
-                out.register_hook(lambda gradient: gradient + 0 * random.random())
+                out.register_hook(lambda gradient: gradient + 0 * by_another_thread(random.random))
             return out
 
     layers = [Hooked(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()]
@@ -241,7 +254,7 @@ def test_layers_are_not_looked_for_without_end_where_others_draw(caplog):
     random.seed(1)
     expected = [random.random() for _ in range(MICROBATCHES + 1)][-1]
     assert seen[-1] == expected
-    (told,) = [record.getMessage() for record in caplog.records]
+    (told,) = told_of_others(caplog)
     assert told.startswith("random numbers: something else than a layer draws from Python's")
 
 
@@ -252,11 +265,11 @@ def test_others_that_draw_while_layers_do_are_warned_of(caplog):
         def forward(self, x):
             out = super().forward(x)
             if out.requires_grad:
-                out.register_hook(lambda gradient: gradient + 0 * random.random())
+                out.register_hook(lambda gradient: gradient + 0 * by_another_thread(random.random))
             return out
 
     train(model(Hooked)[:2], 1, recompute="never", schedule="one_f_one_b")
-    (told,) = [record.getMessage() for record in caplog.records]
+    (told,) = told_of_others(caplog)
     assert told.startswith("random numbers: something else than a layer draws from Python's")
 
 

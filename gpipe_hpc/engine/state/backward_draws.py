@@ -1,0 +1,197 @@
+"""Random numbers that a backward draws: they have no key, so they are refused by name.
+
+Each forward of a layer is keyed by (seed, step, micro-batch, layer). A backward runs the layers of
+a whole stage, and those of other micro-batches next, in the order of the table: what it draws
+(Shake-Shake, stochastic rounding, noise that a hook adds to gradients) hangs on that order, and no
+resumed run can draw the same. So the generators are compared around each backward. Recomputation
+in a layer (`torch.utils.checkpoint`) puts back what it has used, and is no draw.
+"""
+
+import ctypes
+import logging
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+import gpipe_hpc
+from gpipe_hpc.engine.layers.segment import Segment
+from gpipe_hpc.engine.state.layer import LayerState
+from gpipe_hpc.engine.state.sources import ProcessMarks
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import GENERATOR_LOCK
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+Threads = dict[int, tuple[str, int]]
+"""By number: the name of a thread, and for how many nanoseconds it has computed."""
+
+_FIRST: Final = 3  # steps in which all generators are compared around each backward
+_PACKAGE: Final = str(Path(gpipe_hpc.__file__).parent)
+_PIPELINE: Final = f"{_PACKAGE}/pipeline.py"
+_RANKS: Final = f"{_PACKAGE}/comm/threads.py"
+_REMEDY: Final = (
+    "draw them in the forward and keep them for the backward (ctx.save_for_backward), or make them "
+    "of numbers that the forward was given"
+)
+
+_memcmp: Final = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _Marks(NamedTuple):
+    """The states of all generators that a stage's layers may draw from."""
+
+    torchs: list[torch.Tensor]
+    process: ProcessMarks
+    own: list[bytes]
+
+    @classmethod
+    def now(cls, generators: Sequence[torch.Generator], states: Sequence[LayerState]) -> "_Marks":
+        """Return the present ones."""
+        with GENERATOR_LOCK:
+            torchs = [generator.get_state() for generator in generators]
+            return cls(torchs, ProcessMarks.now(), _held(states))
+
+    def drawn(self, now: "_Marks") -> str:
+        """Say which generator has been drawn from since; empty if none."""
+        if not all(map(_is_same, self.torchs, now.torchs)):
+            return "torch's default generator"
+        python, numpy = self.process.differ(now.process)
+        if python or numpy:
+            return "Python's default generator" if python else "NumPy's default generator"
+        return "a generator that a layer holds" if self.own != now.own else ""
+
+
+class BackwardDraws:
+    """Refuses draws of the backwards of one stage.
+
+    In steps 1 to 3 the generators are compared around each backward. Then around all of a step's
+    actions, of which forwards put back what they drew from; if they differ and it is not known who
+    has drawn, around each backward from then on. `whole`: all layers of the stage.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], whole: Segment) -> None:
+        self._generators, self._whole = generators, whole
+        self._num_steps = 0
+        self._is_suspected = self._is_told = False
+        self._start: tuple[Threads, _Marks] | None = None
+        self.looks = True
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._num_steps += 1
+        self.looks = self._num_steps <= _FIRST or self._is_suspected
+        # Ranks that are threads and compute on accelerators seed the CPU's generator at any time.
+        is_apart = len(self._generators) == 1 or not _has_other_ranks()
+        self._start = self._now(self._whole) if is_apart and not self.looks else None
+        self.looks &= is_apart
+
+    def end(self) -> None:
+        """End a step that has not failed."""
+        if self._start is None:
+            return
+        others, before = self._start
+        drawn = before.drawn(_Marks.now(self._generators, self._whole.states))
+        if drawn and not _has_other_ranks() and not _running(others):
+            raise self._refusal(self._whole.where, drawn)
+        self._is_suspected = bool(drawn)
+
+    @contextmanager
+    def refused(self, segment: Segment) -> Iterator[None]:
+        """Raise ModelError if the block, a backward of a segment, draws random numbers."""
+        others, before = self._now(segment)
+        yield
+        drawn = before.drawn(_Marks.now(self._generators, segment.states))
+        if not drawn:
+            return
+        running = _running(others)
+        if not running:
+            raise self._refusal(segment.where, drawn)
+        if not self._is_told:
+            self._is_told = True
+            log.warning(
+                "%s: %s was drawn from while a backward ran, by a layer, a hook or another thread "
+                "(%s), expected in forwards alone; a layer or hook should %s, a thread should have "
+                "a generator of its own",
+                segment.where,
+                drawn,
+                ", ".join(running),
+                _REMEDY,
+            )
+
+    def _now(self, segment: Segment) -> tuple[Threads, _Marks]:
+        # Threads first, and last afterwards: whoever draws in between has computed in between.
+        return _others(), _Marks.now(self._generators, segment.states)
+
+    def _refusal(self, where: str, drawn: str) -> ModelError:
+        return ModelError(
+            f"{where}: a backward drew random numbers from {drawn} (in an autograd.Function of a "
+            f"layer, or in a hook), expected in forwards alone, where each micro-batch has a key: "
+            f"these hang on the order of the table, and no resumed run draws them again; {_REMEDY}"
+        )
+
+
+def _held(states: Sequence[LayerState]) -> list[bytes]:
+    values = [own.state() for state in states for own in state.draws.own]
+    # A tensor is pickled with its place in memory.
+    return [v.numpy().tobytes() if isinstance(v, torch.Tensor) else pickle.dumps(v) for v in values]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.nbytes == other.nbytes and not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
+
+
+def _others() -> Threads:
+    """Return the threads that may draw: not this one, nor ours, nor ranks amid a step."""
+    own = threading.get_ident()
+    frames = sys._current_frames().items()
+    others = [ident for ident, frame in frames if ident != own and not _is_ours(frame)]
+    if not others:
+        return {}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {ident: (names.get(ident, "unnamed"), _computed_ns(ident)) for ident in others}
+
+
+def _running(before: Threads) -> list[str]:
+    """Return the names of threads that may have drawn since: those that have computed."""
+    now = _others()
+    threads = sorted(before.keys() | now.keys())
+    return [(now.get(i) or before[i])[0] for i in threads if before.get(i) != now.get(i)]
+
+
+def _computed_ns(ident: int) -> int:
+    """Return for how long a thread has computed; where the system cannot tell, the time of day."""
+    try:
+        return time.clock_gettime_ns(time.pthread_getcpuclockid(ident))
+    except (AttributeError, OSError):
+        return time.perf_counter_ns()
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Say whether a thread runs no code of the user's now but under the lock of the generators."""
+    files = _files(frame)
+    if files and files[-1] == _RANKS:
+        return _PIPELINE in files
+    return any(file.startswith(_PACKAGE) for file in files)
+
+
+def _has_other_ranks() -> bool:
+    frames = sys._current_frames()
+    return sum(_files(frame)[-1:] == [_RANKS] for frame in frames.values()) > 1
+
+
+def _files(frame: FrameType | None) -> list[str]:
+    """Return the files of a stack, the innermost first, without those of Python's threads."""
+    files: list[Any] = []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return [file for file in files if file != threading.__file__]
