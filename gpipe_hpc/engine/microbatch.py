@@ -257,9 +257,10 @@ class StageWork:
             is_end = number == len(kept.segments) - 1
             assert returning is not None, "made by the forward"
             manner = Manner(Again(returning), True, kept.shares_casts, kept.deferred)
-            parameters = self.stage.parameters
-            looks = parameters.unchanged(segment.where) if parameters.compares_values else _NOTHING
-            with looks:
+            if self.stage.parameters.compares_values:
+                with self.stage.parameters.unchanged(segment.where):
+                    state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
+            else:
                 state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
             left = self._promises.keep(segment, promised, self._left(state, is_end))
             edges = [None if tensor is None else edge_of(tensor) for tensor in left]
