@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.device import Device
+from gpipe_hpc.engine.state.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.errors import ModelError
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -145,14 +146,14 @@ class StageParameters:
 
     @contextmanager
     def unchanged(self, where: str) -> Iterator[None]:
-        """Refuse a change of values within the block, a recomputation.
+        """Refuse a change of values within the block, a recomputation, beyond rounding.
 
         What a forward wrote and writes again is no harm if it is the same.
         """
-        before = _bits(self._named.values())
+        before = self._sketches()
         yield
-        pairs = zip(self._named, _bits(self._named.values()), before, strict=True)
-        changed = next((n for n, now, then in pairs if not torch.equal(now, then)), None)
+        pairs = zip(self._named, self._sketches(), before, strict=True)
+        changed = next((name for name, now, then in pairs if difference(now, then)), None)
         if changed is not None:
             raise ModelError(
                 f"{where}: parameter {changed} was changed when the layers were run again, "
@@ -160,24 +161,32 @@ class StageParameters:
                 f"keep in a buffer what a forward changes, or use recompute=never"
             )
 
+    def _sketches(self) -> list[Sketch]:
+        return [sketch_of(p) if _is_plain(p) else () for p in self._named.values()]
+
 
 def _versions(parameters: Collection[nn.Parameter]) -> list[int]:
     return [parameter._version for parameter in parameters]
 
 
 def _memory(parameters: Collection[nn.Parameter]) -> list[int]:
-    return [p.data_ptr() if type(p) is nn.Parameter else 0 for p in parameters]
+    return [p.data_ptr() if _is_plain(p) else 0 for p in parameters]
 
 
 def _bits(parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
     """Return sums of the bits of parameters: the same in any order of adding, NaNs included."""
     with torch.no_grad():
-        return [_sum_of_bits(parameter.detach()) for parameter in parameters]
+        return [_sum_of_bits(parameter) for parameter in parameters]
 
 
-def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
-    if values.layout is not torch.strided or type(values) is not torch.Tensor:
+def _sum_of_bits(parameter: nn.Parameter) -> torch.Tensor:
+    if not _is_plain(parameter):
         return torch.zeros((), dtype=torch.int64)
+    values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     return values.view(_WORDS[values.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.layout is torch.strided
