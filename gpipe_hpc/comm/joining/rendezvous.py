@@ -3,9 +3,12 @@
 import contextlib
 import errno
 import logging
+import os
 import socket
+import stat
 import threading
 import time
+from collections.abc import Container
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -45,6 +48,8 @@ _KNOCK_S: Final = 5.0
 # A call that would go on for longer than this past its time is not made.
 _CLOSE_S: Final = 1.0
 _PAUSE_S: Final = 0.1
+# In which a call whose connections are ended returns: it may pause for some seconds before.
+_LEAVE_S: Final = 10.0
 _NUM_LOOKED_FOR: Final = 65  # ranks, of which one has to come
 _SEEN_AT: Final = "seen_at"  # the address at which other hosts reach that of the store
 # That rank 0 opens beside connections to the store.
@@ -412,6 +417,7 @@ def _client(addr: str, port: int, launch: Launch, timeout_s: float, limit_s: flo
     On a thread: if something else listens there, TCPStore waits for its answer without end.
     """
     answer: Future[TCPStore] = Future()
+    before = _sockets()
 
     def connect() -> None:
         try:
@@ -420,19 +426,52 @@ def _client(addr: str, port: int, launch: Launch, timeout_s: float, limit_s: flo
                 port,
                 launch.world_size,
                 False,
-                timeout=timedelta(seconds=max(timeout_s, 1.0)),
+                # In which it tries again, whatever the answer.
+                timeout=timedelta(seconds=max(limit_s, 1.0)),
                 wait_for_workers=False,
             )
+            store.set_timeout(timedelta(seconds=max(timeout_s, 1.0)))
         except Exception as error:
             answer.set_exception(error)
         else:
             answer.set_result(store)
 
-    threading.Thread(target=connect, name="store", daemon=True).start()
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    thread.start()
     try:
         return answer.result(limit_s)
     except TimeoutError:
+        _end_calls(thread, port, before)
         raise dist.DistError(f"no answer of a store within {limit_s:.3g} s") from None
+
+
+def _end_calls(thread: threading.Thread, port: int, before: Container[int]) -> None:
+    """Let a thread leave TCPStore, by ending the connections to a port that it has opened.
+
+    A thread that leaves it while Python goes down aborts the process. `before`: the sockets that
+    were open before the thread began.
+    """
+    deadline_s = time.monotonic() + _LEAVE_S
+    while thread.is_alive() and time.monotonic() < deadline_s:
+        for inode, descriptor in _sockets().items():
+            if inode in before:
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as seen:
+                if seen.family != socket.AF_UNIX and seen.getpeername()[1] == port:
+                    seen.shutdown(socket.SHUT_RDWR)
+        thread.join(_PAUSE_S)
+
+
+def _sockets() -> dict[int, int]:
+    """Return the sockets of this process, by inode; none where the system does not list them."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[status.st_ino] = int(name)
+    return found
 
 
 def make_room(num_files: int) -> None:
