@@ -80,12 +80,13 @@ class DeviceMemoryError(ActionError):
 class PeerError(GpipeError, RuntimeError):
     """Another rank failed and this one stops because of it; carries the peer's own report.
 
-    `is_mistake`: settings that cannot work are why, so all ranks end alike.
+    `is_mistake`: settings that cannot work are why, so all ranks end alike. `is_stop`: a signal
+    asked it to stop, so the same command goes on.
     """
 
-    def __init__(self, report: str, *, is_mistake: bool = False) -> None:
+    def __init__(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
         super().__init__(report)
-        self.is_mistake = is_mistake
+        self.is_mistake, self.is_stop = is_mistake, is_stop
 
 
 class NonFiniteError(GpipeError, ArithmeticError):

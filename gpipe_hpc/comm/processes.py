@@ -361,9 +361,9 @@ class ProcessWorld:
         """Say whether another rank has failed and this one has not been told."""
         return self._board.has_news
 
-    def fail(self, report: str, *, is_mistake: bool = False) -> None:
+    def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
         """Publish the report, with this host, let it spread, and unblock whoever waits for us."""
-        own = Report(with_host(report, self.rank), is_mistake)
+        own = Report(with_host(report, self.rank), is_mistake, is_stop)
         tell_torchrun(own.words, is_cause=True)
         self._speaks = self._board.publish(own) == own
         if not self._speaks:

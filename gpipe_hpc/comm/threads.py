@@ -339,12 +339,12 @@ class ThreadWorld:
         """Say whether another rank has failed and this one has not been told."""
         return self.hub.report is not None and not self._is_told
 
-    def fail(self, report: str, *, is_mistake: bool = False) -> None:
+    def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
         """Keep the first report and wake everybody."""
         self._is_told = True
         with self.hub.changed:
             if self.hub.report is None:
-                self.hub.report = Report(report, is_mistake)
+                self.hub.report = Report(report, is_mistake, is_stop)
             self.hub.changed.notify_all()
 
     def explain(self, symptom: str) -> Report:

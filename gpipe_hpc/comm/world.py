@@ -67,10 +67,10 @@ class World(Protocol):
     def has_news(self) -> bool:
         """Say whether another rank has failed and this one has not been told; waits for nobody."""
 
-    def fail(self, report: str, *, is_mistake: bool = False) -> None:
+    def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
         """Tell every rank that this one failed, and unblock those that wait for it.
 
-        `is_mistake`: as settings cannot work.
+        `is_mistake`: as settings cannot work. `is_stop`: as a signal asked it to stop.
         """
 
     def explain(self, symptom: str) -> Report:
@@ -179,4 +179,4 @@ def _tell(world: World, report: Report) -> None:
 def _heard(world: World, symptom: str) -> PeerError:
     """Return what stops this rank: the failure of another, which ended its wait."""
     report = world.explain(symptom)
-    return PeerError(report.words, is_mistake=report.is_mistake)
+    return PeerError(report.words, is_mistake=report.is_mistake, is_stop=report.is_stop)

@@ -89,7 +89,7 @@ def _refuse_launcher() -> None:
 def _tell_others(world: World, ending: Ending) -> None:
     """Let the others know why this rank is gone; where all were stopped they know it."""
     if ending.code == REQUEUE_EXIT_CODE:
-        world.fail(ending.words)
+        world.fail(ending.words, is_stop=True)
 
 
 def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
@@ -110,5 +110,5 @@ def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
         code = say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
         # The others were told to end as well, and one did so sooner. But what one has refused, all
         # would refuse again, whoever ends them because of it.
-        is_stopped = isinstance(error, PeerError) and stop.is_told_to_end
+        is_stopped = isinstance(error, PeerError) and (error.is_stop or stop.is_told_to_end)
         return REQUEUE_EXIT_CODE if is_stopped and code == FAILED_EXIT_CODE else code

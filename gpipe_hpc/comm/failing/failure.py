@@ -341,7 +341,8 @@ class FailureBoard:
                 with contextlib.suppress(RuntimeError):
                     introduction.publish(message)
             case "failure":
-                self._stand(Report(str(message["words"]), message["is_mistake"] is True))
+                why = (message.get(name) is True for name in ("is_mistake", "is_stop"))
+                self._stand(Report(str(message["words"]), *why))
             case "lost":
                 self._lost[message["rank"]] = message
                 self._lost_s = min(self._lost_s, time.monotonic())
@@ -405,7 +406,7 @@ class FailureBoard:
             _within(1.0, lambda: log.critical("%s\n%s", text, stacks))
         with contextlib.suppress(OSError):
             os.write(2, f"gpipe_hpc: {text}\n".encode())
-        os._exit(FAILED_EXIT_CODE)
+        os._exit(os.EX_TEMPFAIL if self._report.is_stop else FAILED_EXIT_CODE)
 
 
 def _told_of_all(lost: Sequence[Message]) -> str:

@@ -138,8 +138,7 @@ class Watcher:
             case "stack":
                 self._say_stuck(message["text"])
             case "failure":
-                told = {name: message[name] for name in ("words", "is_mistake")}
-                self._spread({"kind": "failure", "name": "failure", **told})
+                self._spread(message | {"name": "failure"})
             case "call":
                 self._call()
                 self._line.send({"kind": "around", "text": self._around()})

@@ -17,6 +17,7 @@ from gpipe_hpc.errors import (
     ConfigError,
     GpipeError,
     NonFiniteError,
+    PeerError,
     RunFolderError,
     is_users_mistake,
     os_remedy,
@@ -91,7 +92,7 @@ def own_folder(
 
     def give_back(ending: Ending) -> None:
         if ending.code == REQUEUE_EXIT_CODE:
-            (folder / REQUEUE_FILE).write_text(f"{_newest_step(folder)}\n")
+            _mark_requeue(folder)
         lock.give_back()
 
     try:
@@ -108,14 +109,26 @@ def own_folder(
 
 @contextmanager
 def _marking(folder: Path, config: Config) -> Iterator[None]:
-    """Let a folder say, while it is locked, why the same start would fail as this one did."""
+    """Let a folder say, while it is locked, why the same start would fail, or would go on.
+
+    It goes on after a signal that another rank was sent before the first step, or obeyed too late.
+    """
     try:
         yield
+    except PeerError as error:
+        if error.is_stop:
+            with suppress(OSError):
+                _mark_requeue(folder)
+        raise
     except NonFiniteError as error:
         # A start that is refused for the mark leaves it. On a full disk the error itself is told.
         with suppress(OSError), (folder / NON_FINITE_FILE).open("x", encoding="utf-8") as mark:
             mark.write(f"{error}\n{_asked(config)}\n")
         raise
+
+
+def _mark_requeue(folder: Path) -> None:
+    (folder / REQUEUE_FILE).write_text(f"{_newest_step(folder)}\n")
 
 
 def _asked(config: Config) -> str:
