@@ -6,6 +6,7 @@ unpickled.
 """
 
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, BinaryIO, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from gpipe_hpc.engine.batch.arrays import as_tensor
 from gpipe_hpc.errors import DataError, MissingDataError, UnfitDataError
-from gpipe_hpc.training.data.paths import unreadable
+from gpipe_hpc.training.data.paths import refuse_short, unreadable
 
 _NPY: Final = b"\x93NUMPY"
 _ZIP: Final = b"PK\x03\x04"
@@ -40,15 +41,21 @@ class StoredArray:
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor] = field(repr=False, compare=False)
+    is_mapped: bool = field(default=True, repr=False, compare=False)
 
     @cached_property
-    def _numbers(self) -> Tensor:
-        return self.load()
+    def _mapped(self) -> tuple[Tensor, BinaryIO, int]:
+        """Return the numbers, and the open file behind them with its size."""
+        file = self.path.open("rb", buffering=0)
+        return self.load(), file, os.fstat(file.fileno()).st_size
 
     def rows(self, indices: Sequence[int]) -> Tensor:
         """Return these rows, a copy; DataError if the file cannot be read any more."""
         with _readable(self.path, DataError):
-            return self._numbers[torch.as_tensor(indices, dtype=torch.int64)]
+            numbers, file, size = self._mapped
+            if self.is_mapped:
+                refuse_short(self.path, size, os.fstat(file.fileno()).st_size)
+            return numbers[torch.as_tensor(indices, dtype=torch.int64)]
 
     def __str__(self) -> str:
         name = self.path.name if self.key is None else f"{self.path.name}:{self.key}"
@@ -167,7 +174,8 @@ def _open_member(path: Path, name: str, member: zipfile.ZipInfo) -> StoredArray:
         offset = _start_of(path, member) + start
         return _tensor(np.memmap(path, dtype, "c", offset, shape, order=order))
 
-    return StoredArray(path, name, shape, _dtype_of(empty, path), load)
+    is_mapped = member.compress_type == zipfile.ZIP_STORED
+    return StoredArray(path, name, shape, _dtype_of(empty, path), load, is_mapped)
 
 
 def _npy_header(stream: IO[bytes], path: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -18,7 +18,7 @@ from gpipe_hpc.training.data.corpus import TextSource, Tokens, TokenWindows, abo
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
 from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
-from gpipe_hpc.training.data.paths import expand, unreadable
+from gpipe_hpc.training.data.paths import expand, refuse_shrunk, unreadable
 from gpipe_hpc.training.indexing.crew import Task, in_order
 from gpipe_hpc.training.indexing.lines import read_line, text_of
 from gpipe_hpc.training.indexing.parts import Part
@@ -138,6 +138,7 @@ class Documents:
 
     def _decode(self, number: int) -> Tokens:
         line = self.chosen[number]
+        refuse_shrunk(self.lines.offsets)
         path = self.lines.paths[self.lines.files[line]]
         offset, num_bytes = int(self.lines.offsets[line]), int(self.lines.num_bytes[line])
         try:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_hpc.errors import DataError
-from gpipe_hpc.training.data.paths import unreadable
+from gpipe_hpc.training.data.paths import refuse_shrunk, unreadable
 from gpipe_hpc.training.data.token_files import TokenFile
 
 _FEWEST: Final = 16
@@ -39,6 +39,7 @@ class MappedFiles:
         with self._lock:
             if file in self._maps:
                 self._maps.move_to_end(file)
+                refuse_shrunk(self._maps[file])
                 return self._maps[file]
             while len(self._maps) >= self.most:
                 self._maps.popitem(last=False)

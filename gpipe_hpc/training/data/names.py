@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpipe_hpc.training.data.paths import refuse_shrunk
+
 
 class Names:
     """Texts one after the other in one buffer.
@@ -33,6 +35,7 @@ class Names:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
+        refuse_shrunk(self.text)
         start = int(self.ends[index - 1]) if index else 0
         return self.text[start : int(self.ends[index])].tobytes().decode("utf-8", "surrogateescape")
 

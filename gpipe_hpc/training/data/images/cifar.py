@@ -15,7 +15,7 @@ from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
 from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
-from gpipe_hpc.training.data.paths import folder, unreadable
+from gpipe_hpc.training.data.paths import folder, refuse_shrunk, unreadable
 
 
 @dataclass
@@ -116,6 +116,7 @@ class CifarStore:
                 )
             except (OSError, ValueError) as error:
                 raise unreadable(self.paths[number], error) from error
+        refuse_shrunk(self._records[number])
         return self._records[number]
 
 

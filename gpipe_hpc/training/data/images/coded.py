@@ -30,6 +30,7 @@ from gpipe_hpc.training.data.images.source import (
     as_numbers,
 )
 from gpipe_hpc.training.data.names import Names
+from gpipe_hpc.training.data.paths import refuse_shrunk
 from gpipe_hpc.training.indexing.parts import percentile
 from gpipe_hpc.training.indexing.tar import IMAGE_SUFFIXES
 
@@ -133,6 +134,7 @@ class CodedImages:
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 classes, [len(indices)]."""
+        refuse_shrunk(self.store.labels)
         return torch.from_numpy(self.store.labels[list(indices)])
 
     def classes(self) -> Classes:

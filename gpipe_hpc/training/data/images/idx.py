@@ -20,7 +20,7 @@ from gpipe_hpc.errors import DataError, MissingDataError, UnfitDataError
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
 from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
-from gpipe_hpc.training.data.paths import folder, unreadable
+from gpipe_hpc.training.data.paths import folder, refuse_shrunk, unreadable
 
 
 @dataclass
@@ -112,6 +112,7 @@ class IdxFile:
                     )
             except (OSError, ValueError, EOFError, zlib.error) as error:
                 raise unreadable(self.path, error) from error
+        refuse_shrunk(self._bytes)
         return self._bytes
 
     def _inflate(self, offset: int) -> npt.NDArray[np.uint8]:

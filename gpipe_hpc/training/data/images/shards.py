@@ -20,7 +20,7 @@ from gpipe_hpc.training.data.images.coded import CodedImagesConfig, coded_source
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
 from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
-from gpipe_hpc.training.data.paths import expand, unreadable
+from gpipe_hpc.training.data.paths import expand, refuse_shrunk, unreadable
 from gpipe_hpc.training.indexing.crew import Task, in_order
 from gpipe_hpc.training.indexing.parts import Part
 
@@ -65,6 +65,7 @@ class ShardStore:
 
     def coded(self, index: int, max_bytes: int) -> bytes:
         """Return the bytes of an image; DataError if they cannot be read."""
+        refuse_shrunk(self.shards)
         path = self.paths[self.shards[index]]
         offset, num_bytes = map(int, self.spans[index])
         if num_bytes > max_bytes:
