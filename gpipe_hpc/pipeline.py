@@ -793,6 +793,9 @@ class Pipeline:
                 f"pass this replica's share on ranks with pipe.needs_inputs"
             )
         uses_targets = self.needs_targets and targets is not None
+        if lane == "training":
+            for what, batch in (("inputs", inputs), ("targets", targets)):
+                self._splitter.warn_of_gradients(batch, what)
         return Run(
             lane,
             keys,

@@ -326,6 +326,23 @@ def test_a_sequence_of_another_class_is_warned_of(caplog):
     assert "inputs[1]: a range of 8 values" in caplog.text
 
 
+def test_what_made_the_batch_is_not_trained_which_is_warned_of_once(caplog):
+    made = X.clone().requires_grad_() * 2
+    expected = linear()
+    mean_square(expected(made.detach()), Y).backward()
+    layers = [linear()]
+    pipe = Pipeline(layers, mean_square, microbatches=4)
+    with caplog.at_level(logging.WARNING):
+        pipe.predict(made)
+        pipe.evaluate(made, Y)
+        assert not caplog.records
+        for _ in range(2):
+            pipe.step(made, Y)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith("inputs: requires a gradient") and "inputs.detach()" in warning
+    torch.testing.assert_close(layers[0].weight.grad, expected.weight.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_one_tensor_given_twice_stays_one():
     class Writes(nn.Module):
         def forward(self, pair: Any) -> Tensor:

@@ -86,6 +86,19 @@ class BatchSplitter:
         nests = [unflatten(column, tree) for column in zip(*columns, strict=True)]
         return Pieces(nests, [each.stop - each.start for each in slices])
 
+    def warn_of_gradients(self, batch: Nest, what: str) -> None:
+        """Warn once of a tensor of a training batch whose gradient nobody computes."""
+        for tensor in tensors_of(unwrapped(batch)):
+            if tensor.requires_grad and f"{what}: gradient" not in self._settled:
+                self._settled.add(f"{what}: gradient")
+                way = _way(batch, tensor) or []
+                log.warning(
+                    "%s: requires a gradient, which a step does not compute: backwards end at the "
+                    "batch, so what made it is not trained. Make that a layer of the pipeline, or "
+                    "give %s.detach()",
+                    *[what + "".join(key for _, key in way)] * 2,
+                )
+
 
 def num_samples_of(batch: Nest, what: str) -> int:
     """Return the number of samples in a nest; DataError if nothing in it says so."""
@@ -297,7 +310,7 @@ def _lists(nest: Nest) -> Iterator[Any]:
     if isinstance(nest, Mapping):
         for each in nest.values():
             yield from _lists(each)
-    if type(nest) not in (list, tuple):
+    if type(nest) not in (list, tuple) or nest == ():
         return
     inner = [each for each in nest if type(each) in (list, tuple)]
     if not inner or (type(nest) is list and len(set(map(len, inner))) > 1):
