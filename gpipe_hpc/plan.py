@@ -132,7 +132,8 @@ def make_plan(config: Config) -> Plan:
     config = on_ranks(config, all_ranks)
     layers = normalise_layers(build_target("model", config.model))
     if isinstance(config.data, TokenDataConfig):
-        check_vocabulary(layers, num_tokens_of(config.data))
+        holds_bytes = config.data.holds_bytes
+        check_vocabulary(layers, num_tokens_of(config.data), holds_bytes=holds_bytes)
     sample = microbatch(config.data, samples_per_microbatch(config))
     loss_fn: Callable[[Any, Any], Any] = (
         bind_loss(config.loss) if config.loss else loss_function(sample.loss)

@@ -101,6 +101,11 @@ class TokenDataConfig(DataConfig):
     mask_token: int | None = field(default=None, kw_only=True)
     mask_fraction: float = field(default=0.15, kw_only=True)
 
+    @property
+    def holds_bytes(self) -> bool:
+        """Say whether tokens are the bytes of texts."""
+        return False
+
     def check(self) -> None:
         """Refuse settings that cannot work; raises ConfigError that names one."""
         super().check()

@@ -24,10 +24,11 @@ from gpipe_hpc.models.counting import (
     sizes_of_layers,
 )
 from gpipe_hpc.models.cut import layer_stages, long_skips, skip_routes, stage_layers
-from gpipe_hpc.models.direction import sees_ahead
+from gpipe_hpc.models.direction import looks_back, sees_ahead
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
     bert_pretraining,
+    causal_lm,
     classification,
     classification_with_auxiliary,
     loss_function,
@@ -110,6 +111,7 @@ __all__ = [
     "build_transformer",
     "build_unet",
     "build_vgg",
+    "causal_lm",
     "classification",
     "classification_with_auxiliary",
     "convert_batchnorm",
@@ -125,6 +127,7 @@ __all__ = [
     "layer_parameters",
     "layer_stages",
     "long_skips",
+    "looks_back",
     "loss_function",
     "mean_squared_error",
     "message_key",

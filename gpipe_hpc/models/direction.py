@@ -1,4 +1,4 @@
-"""Whether the positions of a model see those behind them."""
+"""Whether the positions of a model see later ones."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,17 @@ def sees_ahead(layers: Sequence[Layer]) -> bool:
     Such a model cannot learn to tell the next token: it sees it. A layer says so by an attribute
     `sees_ahead` that is true, of its class or of what it is made with; of others nothing is known.
     """
+    return _is_said(layers, "sees_ahead")
+
+
+def looks_back(layers: Sequence[Layer]) -> bool:
+    """Say whether the model is known to be a causal language model; see `sees_ahead`."""
+    return _is_said(layers, "looks_back") and not sees_ahead(layers)
+
+
+def _is_said(layers: Sequence[Layer], name: str) -> bool:
     for layer in layers:
         told = (layer.factory, *layer.args) if isinstance(layer, LayerSpec) else (layer,)
-        if any(getattr(each, "sees_ahead", False) is True for each in told):
+        if any(getattr(each, name, False) is True for each in told):
             return True
     return False

@@ -45,7 +45,7 @@ class Judge:
         self._mesh = pipe.mesh
         layers = normalise_layers(build_target("model", config.model))
         self.layer_names = [layer_name(layer) for layer in layers]
-        loss_fn = loss_of(config, session.facts)
+        loss_fn = loss_of(config, session.facts, layers)
         self._plain = PlainTraining(
             layers,
             loss_fn,

@@ -4,6 +4,6 @@ transformers and safetensors are optional: they are loaded when a model is asked
 """
 
 from gpipe_hpc.models.huggingface.building import huggingface_layers
-from gpipe_hpc.models.huggingface.loss import causal_lm
+from gpipe_hpc.models.losses import causal_lm
 
 __all__ = ["causal_lm", "huggingface_layers"]

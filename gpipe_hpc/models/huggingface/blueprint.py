@@ -5,18 +5,19 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models.huggingface.companions import (
     GENERATION_FILE,
     Companion,
     config_text,
     files_beside,
     stored_config,
+    tokenizer_file,
 )
 from gpipe_hpc.models.huggingface.configs import CONFIG_FILE, empty_model
 from gpipe_hpc.models.huggingface.library import transformers, transformers_part
@@ -27,6 +28,7 @@ from gpipe_hpc.models.randomness import GENERATOR_LOCK
 from gpipe_hpc.models.ties import first_names
 
 _INITIALISED = "_is_hf_initialized"
+_MOST_BYTES: Final = 512  # tokens of a vocabulary of bytes: those, some special ones, and padding
 
 
 class Blueprint:
@@ -68,6 +70,25 @@ class Blueprint:
         """Say whether blocks attend to later positions, as those of an encoder do."""
         blocks = self.model.get_submodule(self.structure.blocks)
         return any(getattr(part, "is_causal", None) is False for part in blocks.modules())
+
+    @property
+    def looks_back(self) -> bool:
+        """Say whether it is a causal language model."""
+        return self.structure.main_input == "input_ids" and not self.sees_ahead
+
+    def check_bytes(self) -> None:
+        """Raise ConfigError if the model's tokens are not the bytes of a text."""
+        found = tokenizer_file(self.source)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if found is None and vocabulary <= _MOST_BYTES:
+            return
+        got = f"a vocabulary of {vocabulary:,}" if found is None else f"its tokenizer, {found}"
+        raise ConfigError(
+            f"config: bad data, expected tokens of the model's own tokenizer for a {self.kind} "
+            f"with {got}, got the bytes of texts, which are other tokens; encode the texts with "
+            f"the tokenizer and give data=tokens, or train a config.json with a vocab_size of at "
+            f"most {_MOST_BYTES} from new weights"
+        )
 
     def ties(self) -> dict[str, str]:
         """Return, for each name of a tied parameter, the first of its names."""

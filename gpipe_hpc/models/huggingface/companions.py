@@ -51,6 +51,7 @@ _OF_A_MODEL: Final = (
     "*processor_config.json",
     "LICENSE*",
 )
+_OF_A_TOKENIZER: Final = ("*tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 _TEMPLATES: Final = "additional_chat_templates"  # the one folder that transformers reads
 
 
@@ -83,6 +84,14 @@ def files_beside(source: Path) -> dict[str, Path]:
         and not _matches(name, _WEIGHTS)
         and (source.is_dir() or path.parent.name == _TEMPLATES or _matches(name, _OF_A_MODEL))
     }
+
+
+def tokenizer_file(source: Any) -> str | None:
+    """Return the name of a tokenizer's file that goes with a model; None if there is none."""
+    if not isinstance(source, Path):
+        return None
+    found = [name for name in files_beside(source) if _matches(name, _OF_A_TOKENIZER)]
+    return found[0] if found else None
 
 
 def config_text(entries: Mapping[str, Any], kind: str, dtype: torch.dtype) -> str:

@@ -24,6 +24,8 @@ _INIT_STD = 0.02
 class GPTEmbedding(nn.Module):
     """Token plus position embedding, then dropout: [B, S] -> [B, S, H]."""
 
+    looks_back = True
+
     def __init__(self, vocab_size: int, block_size: int, width: int, dropout: float) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab_size, width)

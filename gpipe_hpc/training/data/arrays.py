@@ -17,7 +17,7 @@ from gpipe_hpc.training.data.pairs import (
     PairSource,
     check_fraction,
     fitting_loss,
-    loss_text,
+    loss_of_samples,
     split,
 )
 
@@ -184,10 +184,10 @@ def open_arrays(config: ArraysConfig) -> PairSource:
         train, validation = whole, held
         for ours, theirs in ((whole.inputs, held.inputs), (whole.targets, held.targets)):
             _refuse_unlike(ours, theirs)
-    loss = fitting_loss(whole.read_targets([0]))
+    loss = loss_of_samples(whole, whole.read_targets([0]))
     about = (
         f"inputs {whole.inputs}, targets {whole.targets}; {train.num_samples} samples to train on, "
-        f"{validation.num_samples} held back; {loss_text(loss)}"
+        f"{validation.num_samples} held back"
     )
     return PairSource(train, validation, loss, about)
 

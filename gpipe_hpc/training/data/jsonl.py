@@ -38,6 +38,11 @@ class JsonLinesConfig(TokenDataConfig):
     corrupt: str = "stop"
     max_corrupt: int = 100
 
+    @property
+    def holds_bytes(self) -> bool:
+        """Say whether tokens are the bytes of texts."""
+        return True
+
     def check(self) -> None:
         """Refuse settings that cannot work together; raises ConfigError."""
         super().check()

@@ -32,8 +32,7 @@ from gpipe_hpc.training.data.hashing import hash_words
 from gpipe_hpc.training.data.pairs import (
     PairSource,
     check_fraction,
-    fitting_loss,
-    loss_text,
+    loss_of_samples,
     split,
 )
 
@@ -228,11 +227,9 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
             f"data: {config.target} is empty, expected items to train on, got none; "
             f"let it hold some, or lower data.validation_fraction"
         )
-    loss = fitting_loss(_first_targets(whole))
-    about = (
-        f"{config.target}: {whole.num_samples} items to train on, {held.num_samples} held back; "
-        f"{loss_text(loss)}"
-    )
+    loss = loss_of_samples(whole, _first_targets(whole))
+    counts = f"{whole.num_samples} items to train on, {held.num_samples} held back"
+    about = f"{config.target}: {counts}"
     return PairSource(whole, held, loss, about)
 
 

@@ -16,6 +16,9 @@ from gpipe_hpc.training.data.sampler import permute
 
 _SPLIT_KEY: Final = (2**64 - 1, 2**64 - 2)  # no run's (seed, epoch), nor that of validation
 # By the number of dimensions of targets that are classes, the samples' included.
+UNSHIFTED: Final = "unshifted"
+SHIFTED: Final = "shifted"
+_LOOKED_AT: Final = 8  # samples
 _OF_CLASSES: Final = {1: "classification", 2: "token_cross_entropy", 3: "segmentation"}
 
 
@@ -107,8 +110,43 @@ def fitting_loss(targets: Nest) -> str | None:
     return _OF_CLASSES.get(targets.dim()) if whole else None
 
 
-def loss_text(loss: str | None) -> str:
-    """Return what the log says of the loss."""
-    if loss is None:
-        return "no loss is known to fit the targets: loss._target_ names it"
-    return f"the loss is {loss}, as the targets suggest, unless loss._target_ names another"
+def loss_of_samples(whole: Dataset, targets: Nest) -> str | None:
+    """Return the name of the loss that fits a data set, of which these targets are the first."""
+    loss = fitting_loss(targets)
+    if loss == "token_cross_entropy" and labels_are(whole) == UNSHIFTED:
+        return "causal_lm"
+    return loss
+
+
+def labels_are(whole: Dataset) -> str | None:
+    """Return how the labels of the first samples stand to their tokens; None for neither way.
+
+    UNSHIFTED: each is its own token, as transformers takes labels; SHIFTED: each is the next one.
+    Labels of -100 tell nothing, and neither do tokens that are all the same.
+    """
+    found: set[str | None] = set()
+    for index in range(min(_LOOKED_AT, whole.num_samples)):
+        try:
+            inputs, labels = read_both(whole, [index], 0)
+        except DataError:  # who reads it to train on raises it
+            break
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        if not isinstance(tokens, Tensor) or not isinstance(labels, Tensor):
+            return None
+        if tokens.shape != labels.shape or tokens.dim() != 2 or tokens.is_floating_point():
+            return None
+        is_same, is_next = _agree(tokens, labels), _agree(tokens[:, 1:], labels[:, :-1])
+        if is_same or is_next:
+            found.add(UNSHIFTED if is_same else SHIFTED)
+        elif is_same is False or is_next is False:
+            return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _agree(tokens: Tensor, labels: Tensor) -> bool | None:
+    """Say whether labels that count are the tokens; None where there is nothing to tell by."""
+    counted = labels != -100
+    own = tokens[counted]
+    if not own.numel() or bool((own == own[0]).all()):
+        return None
+    return torch.equal(own, labels[counted].to(own.dtype))

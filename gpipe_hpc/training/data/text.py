@@ -34,6 +34,11 @@ class PythonSourceConfig(TokenDataConfig):
     root: str | None = None
     validation_percent: int = 10
 
+    @property
+    def holds_bytes(self) -> bool:
+        """Say whether tokens are the bytes of texts."""
+        return True
+
     def check(self) -> None:
         """Refuse settings that cannot work together; raises ConfigError."""
         super().check()
@@ -55,6 +60,11 @@ class TextConfig(TokenDataConfig):
     validation_paths: list[str] = field(default_factory=list)
     validation_fraction: float = 0.05
     dtype: str = "uint8"
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Say whether tokens are the bytes of texts."""
+        return self.dtype == "uint8"
 
     def check(self) -> None:
         """Refuse settings that cannot work together; raises ConfigError."""
@@ -81,6 +91,11 @@ class TokensConfig(TextConfig):
     dtype: str = "uint16"
     seq_len: int = field(default=1024, kw_only=True)
     vocab_size: int = field(default=50257, kw_only=True)
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Say whether tokens are the bytes of texts."""
+        return False
 
 
 # Tests would be more than half of the text; installed packages are not the same on all machines.

@@ -9,7 +9,7 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, bind_loss
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.models import Layer, loss_function
+from gpipe_hpc.models import Layer, looks_back, loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.costs.gauges import MEASURED
@@ -20,8 +20,11 @@ from gpipe_hpc.training.data import DataFacts
 from gpipe_hpc.training.machines import process_bytes_of, with_process
 
 
-def loss_of(config: Config, facts: DataFacts) -> LossFunction:
-    """Return the loss that the settings name, or else the one that fits the data."""
+def loss_of(config: Config, facts: DataFacts, layers: Sequence[Layer]) -> LossFunction:
+    """Return the loss that the settings name, or else the one that fits data and model.
+
+    Only a causal language model learns from labels that are its own inputs, by `causal_lm`.
+    """
     if config.loss:
         return bind_loss(config.loss)
     if facts.loss is None:
@@ -31,7 +34,8 @@ def loss_of(config: Config, facts: DataFacts) -> LossFunction:
             "classes numbers (with data=arrays data.targets_dtype=int64), or name a loss, as "
             "loss._target_=my.module.loss_fn"
         )
-    return loss_function(facts.loss)
+    is_causal = facts.loss != "causal_lm" or looks_back(normalise_layers(layers))
+    return loss_function(facts.loss if is_causal else "token_cross_entropy")
 
 
 def build_pipeline(

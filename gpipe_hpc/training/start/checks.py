@@ -1,16 +1,27 @@
 """What of model and data cannot work together, told before the first step."""
 
+import logging
 from collections.abc import Sequence
 
 from gpipe_hpc.config import Config, TokenDataConfig, num_tokens_of
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, ModelError
-from gpipe_hpc.models import Layer, normalise_layers, sees_ahead
+from gpipe_hpc.models import (
+    Layer,
+    causal_lm,
+    normalise_layers,
+    sees_ahead,
+    token_cross_entropy,
+)
 from gpipe_hpc.planning.batchnorm import check_batchnorm
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.data import DataSource
+from gpipe_hpc.training.data.pairs import SHIFTED, UNSHIFTED, PairSource, labels_are
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.optimizers.large_batch.ramp import smallest_batch
 from gpipe_hpc.training.start.example import read_samples
+
+log = logging.getLogger("gpipe_hpc.train")
 
 
 def check_model(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
@@ -20,9 +31,51 @@ def check_model(config: Config, source: DataSource | None, layers: Sequence[Laye
     """
     if isinstance(config.data, TokenDataConfig):
         model = normalise_layers(layers)
-        check_vocabulary(model, num_tokens_of(config.data))
+        holds_bytes = config.data.holds_bytes
+        check_vocabulary(model, num_tokens_of(config.data), holds_bytes=holds_bytes)
         _check_objective(model, config.data)
     _check_batchnorm(config, source, layers)
+
+
+def check_labels(config: Config, source: DataSource | None, loss_fn: LossFunction) -> None:
+    """Raise ConfigError for labels that the loss would shift twice, warn of those to be copied.
+
+    Also logs which loss is used, where data of the user's own decide. `source`: on rank 0.
+    """
+    function = getattr(loss_fn, "func", loss_fn)
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if isinstance(source, PairSource):
+        shift = labels_are(source.train) if function in (causal_lm, token_cross_entropy) else None
+        log.info("loss: %s", _loss_text(config, name, shift))
+    else:
+        is_next = isinstance(config.data, TokenDataConfig) and config.data.objective == "next_token"
+        shift = SHIFTED if is_next else None
+    if shift == SHIFTED and function is causal_lm:
+        raise ConfigError(
+            f"config: bad loss._target_, expected one that takes position i to predict label i for "
+            f"labels that are shifted already, got {name}, which would shift them again; set "
+            f"loss._target_=gpipe_hpc.models.token_cross_entropy, or leave it out"
+        )
+    if shift == UNSHIFTED and function is token_cross_entropy:
+        log.warning(
+            "the labels of the first samples are their input tokens, and with the loss %s position "
+            "i is to predict label i: a model that sees its own position learns to copy; for a "
+            "language model set loss._target_=gpipe_hpc.models.causal_lm",
+            name,
+        )
+
+
+def _loss_text(config: Config, name: str, shift: str | None) -> str:
+    said = "as the targets suggest; loss._target_ names another"
+    if config.loss:
+        said = f"as loss._target_={config.loss['_target_']} says"
+    if name == "causal_lm":
+        said = f"position i predicts label i + 1, {said}"
+    elif name == "token_cross_entropy":
+        said = f"position i predicts label i, {said}"
+    if shift is not None:
+        said = f"{said}; the labels are {shift}"
+    return f"{name} ({said})"
 
 
 def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:

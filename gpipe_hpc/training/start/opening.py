@@ -25,7 +25,7 @@ from gpipe_hpc.training.run.lock import RunLock
 from gpipe_hpc.training.run.opening import go_on_from
 from gpipe_hpc.training.session import ADASCALE, Session
 from gpipe_hpc.training.start.building import build_pipeline, loss_of
-from gpipe_hpc.training.start.checks import check_model
+from gpipe_hpc.training.start.checks import check_labels, check_model
 from gpipe_hpc.training.start.data import Opened, open_data_first, open_data_where_needed
 from gpipe_hpc.training.start.example import example_of, first_microbatch
 from gpipe_hpc.training.start.origin import Origin
@@ -88,8 +88,9 @@ def _built(
         if world.rank == 0:
             origin.make_way()
         layers = build_target("model", config.model)
-        loss_fn = loss_of(config, opened.facts)
+        loss_fn = loss_of(config, opened.facts, layers)
         check_model(config, opened.source, layers)
+        check_labels(config, opened.source, loss_fn)
     example = example_of(config, world, opened.source, sampler)
     pipe = build_pipeline(config, world, layers, loss_fn, origin.cut, example)
     look_ahead = None
