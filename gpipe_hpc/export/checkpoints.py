@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from gpipe_hpc.checkpoint import Verified, fill, verify
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
-from gpipe_hpc.export.files import DEFAULT_PREFIX, SHARD_BYTES, ExportFolder, Exporting, Shard
+from gpipe_hpc.export.files import (
+    DEFAULT_PREFIX,
+    SHARD_BYTES,
+    ExportFolder,
+    Exporting,
+    Shard,
+    refuse_parts,
+)
 from gpipe_hpc.models import Layer, build_abstract, find_ties, first_names, global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
@@ -43,6 +50,10 @@ def export_checkpoint(
         source = verify(Path(checkpoint), SoloGroup(0), 0)
     modules = [build_abstract(x, index=i) for i, x in enumerate(layers)]
     empty = _tensors_of(source, layers, modules)
+    for index, module in enumerate(modules):  # refuses, before anything is written
+        target.named(index, module, {name: each.empty for name, each in empty[index].items()})
+    parts = [module.num_layers for module in modules if isinstance(module, Exporting)]
+    refuse_parts(len(parts), max(parts, default=0))
     target.prepare()
     files = _files([sum(t.empty.nbytes for t in own.values()) for own in empty], shard_bytes)
     sizes = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, sync
-from gpipe_hpc.errors import CheckpointError, ConfigError, os_remedy
+from gpipe_hpc.errors import CheckpointError, ConfigError, ModelError, os_remedy
 from gpipe_hpc.models.huggingface.library import safetensors, safetensors_torch
 
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -33,7 +33,14 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 
 @runtime_checkable
 class Exporting(Protocol):
-    """A layer with its own mind about how it is exported."""
+    """A layer of a model that is exported under names of its own.
+
+    `num_layers`: how many layers the model has.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers the model has."""
 
     def exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the layer, given by their names in it, by their names in files."""
@@ -147,6 +154,16 @@ class ExportFolder:
             sync(self.path.parent)
         except OSError as error:
             raise _unwritten(self.path, error) from error
+
+
+def refuse_parts(num_own: int, num_layers: int) -> None:
+    """Raise ModelError if some layers of a model of transformers are not exported as its own."""
+    if 0 < num_own < num_layers:
+        raise ModelError(
+            f"export: transformers would start some weights at random, expected {num_layers} "
+            f"layers as huggingface_layers makes them, got {num_own} of them, and others in their "
+            f"place; unwrap them, or save a checkpoint instead"
+        )
 
 
 def _unwritten(path: Path, error: Exception) -> CheckpointError:

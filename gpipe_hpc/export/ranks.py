@@ -1,7 +1,6 @@
 """Export what ranks hold, each its own: no rank ever holds more."""
 
 from collections.abc import Mapping
-from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,14 @@ from torch import Tensor
 
 from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.export.files import DEFAULT_PREFIX, SHARD_BYTES, ExportFolder, Exporting, Shard
+from gpipe_hpc.export.files import (
+    DEFAULT_PREFIX,
+    SHARD_BYTES,
+    ExportFolder,
+    Exporting,
+    Shard,
+    refuse_parts,
+)
 from gpipe_hpc.models import global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
@@ -37,13 +43,22 @@ def export_safetensors(
     target = ExportFolder(folder, dtype, prefix)
     with together(pipe.world, f"export to {target.path}"):
         safetensors()
-        if pipe.world.rank == 0:
-            target.prepare()
         shards = {
             s: _shards(tensors, shard_bytes) for s, tensors in _own_tensors(pipe, target).items()
         }
-        numbers = pipe.everybody.merge_object({s: len(x) for s, x in shards.items()}, or_)
         layers = [layer for stage in pipe.stages.values() for layer in stage.layers.values()]
+        parts = {
+            index: layer.num_layers
+            for stage in pipe.stages.values()
+            for index, layer in stage.layers.items()
+            if isinstance(layer, Exporting)
+        }
+        told = {s: len(x) for s, x in shards.items()}, parts
+        numbers, parts = pipe.everybody.merge_object(told, _merged)
+        refuse_parts(len(parts), max(parts.values(), default=0))
+        if pipe.world.rank == 0:
+            target.prepare()
+        meet(pipe.everybody)
         own = _write(shards, numbers, target), target.companion_files(layers)
         gathered = pipe.everybody.gather_object(own, root=0)
         if gathered is not None:
@@ -51,6 +66,14 @@ def export_safetensors(
             target.finish(sizes, {n: file for _, each in gathered for n, file in each.items()})
         meet(pipe.everybody)
     return target.path
+
+
+_Told = tuple[dict[int, int], dict[int, int]]
+"""How many files each stage has, and by each layer of transformers, how many its model has."""
+
+
+def _merged(ahead: _Told, behind: _Told) -> _Told:
+    return ahead[0] | behind[0], ahead[1] | behind[1]
 
 
 def _own_tensors(pipe: "Pipeline", target: ExportFolder) -> dict[int, Shard]:

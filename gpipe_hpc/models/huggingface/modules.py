@@ -44,9 +44,36 @@ class HuggingFaceLayer(nn.Module):
         super().__init__()
         self.blueprint = blueprint
 
+    def _fill(self, path: str, part: nn.Module | None = None) -> None:
+        """Give this layer its values, see `Blueprint.fill`."""
+        self.blueprint.fill(self, path, part)
+        self._built = frozenset(self.state_dict())
+
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers the model has."""
+        parts = self.blueprint.structure
+        return 2 + parts.num_blocks + len(parts.closing)
+
     def exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of this layer, given by name, under the names files have."""
+        """Return tensors of this layer, given by name, under the names files have.
+
+        Raises `ModelError` if they are no longer those that transformers knows.
+        """
+        self._check_unchanged(self.state_dict() | dict(tensors))
         return self.blueprint.stored_names(tensors)
+
+    def _check_unchanged(self, tensors: Mapping[str, Tensor]) -> None:
+        kind, known = self.blueprint.kind, self.blueprint.model.state_dict()
+        changes = [_change(name, tensor, known.get(name)) for name, tensor in tensors.items()]
+        changes += [f"no {name}" for name in sorted(self._built - tensors.keys())]
+        got = next(filter(None, changes), "")
+        if got:
+            raise ModelError(
+                f"export: a layer was changed since it was built, expected the tensors of a "
+                f"{kind}, which transformers reads, got {got}; merge adapters into the weights "
+                f"(peft's merge_and_unload) and dequantize first, or save a checkpoint instead"
+            )
 
     def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
         """Return the files that go with exported weights, by name: their text, or their copy."""
@@ -61,6 +88,19 @@ class HuggingFaceLayer(nn.Module):
                 owner.add_module(folder, nn.Module())
             owner = owner.get_submodule(folder)
         owner.add_module(leaf, module)
+
+
+def _change(name: str, tensor: Tensor, known: Tensor | None) -> str:
+    """Say what about a tensor transformers would not read as the model's; nothing if it would."""
+    if known is None:
+        return f"{name}, which the model does not have"
+    if tensor.shape != known.shape:
+        return f"{name} of shape {list(tensor.shape)} for {list(known.shape)}"
+    if tensor.is_floating_point() != known.is_floating_point():
+        return f"{name} of {str(tensor.dtype).removeprefix('torch.')}"
+    if not tensor.is_meta and type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return f"{name} as {type(tensor).__name__}"
+    return ""
 
 
 class HuggingFaceEmbedding(HuggingFaceLayer):
@@ -83,7 +123,7 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         instead |= {id(model.get_submodule(path)): nn.Identity() for path in parts.closing}
         core = blueprint.copied(model.get_submodule(parts.core), instead)
         self._place(parts.core, core)
-        blueprint.fill(self, parts.core)
+        self._fill(parts.core)
         # Rotary embeddings whose angles change for good with the first longer sequence.
         self._stretched = [
             (module, name, value)
@@ -167,7 +207,7 @@ class HuggingFaceBlock(HuggingFaceLayer):
         self._path = f"{parts.blocks}.{self.index}"
         block = blueprint.copied(blueprint.model.get_submodule(self._path))
         self._place(self._path, block)
-        blueprint.fill(self, self._path)
+        self._fill(self._path)
 
     def forward(self, boundary: Boundary) -> Any:
         """Run the block on the hidden states."""
@@ -204,7 +244,7 @@ class HuggingFaceNorm(HuggingFaceLayer):
         self._path = path
         module = blueprint.copied(blueprint.model.get_submodule(path))
         self._place(path, module)
-        blueprint.fill(self, path)
+        self._fill(path)
 
     def forward(self, hidden: Tensor) -> Any:
         """Run the module."""
@@ -224,7 +264,7 @@ class HuggingFaceHead(HuggingFaceLayer):
         self._parameters, self._buffers = whole._parameters, whole._buffers
         self._modules = whole._modules
         self._whole, self._given = (whole,), (given,)
-        blueprint.fill(self, "", whole)
+        self._fill("", whole)
 
     def forward(self, hidden: Tensor) -> Any:
         """Compute logits: [B, S, V] of tokens, [B, classes] of images."""
