@@ -223,6 +223,19 @@ def test_a_start_that_nobody_sets_is_refused_before_anything_is_built():
         huggingface_layers(config_of("apertus"))
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1", "bamba"])
+def test_infinite_numbers_of_a_config_are_read_as_they_are_written(kind: str, tmp_path: Path):
+    """transformers writes them as {"__float__": "Infinity"}, which its own classes refuse."""
+    config_of(kind).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert '"__float__": "Infinity"' in text
+    for source in (tmp_path / "config.json", json.loads(text)):
+        layers = huggingface_layers(source)
+        assert layers[0].build().blueprint.model.config.time_step_limit[1] == float("inf")
+        written = layers[0].build().companion_files(torch.float32)["config.json"]
+        assert json.loads(written)["time_step_limit"][1] == {"__float__": "Infinity"}
+
+
 @pytest.mark.product
 @pytest.mark.parametrize("letter", "abcdefghijklmnopqrstuvwxyz")
 def test_every_family_trains_as_transformers_or_is_refused(letter: str):

@@ -15,6 +15,7 @@ from gpipe_hpc.models.randomness import GENERATOR_LOCK
 CONFIG_FILE: Final = "config.json"
 ATTENTIONS: Final = ("eager", "sdpa")
 _DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+_SPECIAL: Final = ("Infinity", "-Infinity", "NaN")
 # With these a model's forward returns more than the last hidden state and the logits.
 _EXTRAS: Final = (
     "output_hidden_states",
@@ -55,12 +56,23 @@ def read_config(source: Any) -> Any:
             f"not run: use a newer transformers, or correct it"
         )
     try:
-        return known[kind].from_dict(dict(source))
+        return known[kind].from_dict(_with_floats(dict(source)))
     except Exception as error:
         raise ModelError(
             f"huggingface: transformers refuses the config, expected one of a {kind}, got "
             f"{type(error).__name__}: {error}; correct it"
         ) from error
+
+
+def _with_floats(entry: Any) -> Any:
+    """Return what transformers writes as {"__float__": "Infinity"} as the number."""
+    if isinstance(entry, Mapping):
+        if entry.keys() == {"__float__"} and entry["__float__"] in _SPECIAL:
+            return float(entry["__float__"])
+        return {name: _with_floats(value) for name, value in entry.items()}
+    if isinstance(entry, list):
+        return [_with_floats(value) for value in entry]
+    return entry
 
 
 def read_json(path: Path) -> Any:
