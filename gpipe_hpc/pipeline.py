@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +20,7 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.config.keywords import Keywords, Layers, by_keyword, name_of
+from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import BatchSplitter, Pieces, share_of, unwrapped
 from gpipe_hpc.engine.layers.compiling import chosen_backend, compile_layers
@@ -26,6 +28,7 @@ from gpipe_hpc.engine.layers.precision import scaling
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.optimizers import Factory, Sharing, make_optimizer
+from gpipe_hpc.engine.outer.probing import check_separable
 from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
@@ -220,6 +223,7 @@ class Pipeline:
             part_of,
             request.combining,
             request.seed,
+            Outsiders(model, {i: m for s in self.stages.values() for i, m in s.layers.items()}),
         )
         if world.rank == 0 and layout.tables.buckets:
             say_inexact(request.combining)
@@ -378,8 +382,15 @@ class Pipeline:
         yield from named.items()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters; empty if its layers have none."""
-        return [parameter for _, parameter in self.named_parameters()]
+        """Return this rank's parameters.
+
+        If its layers have none, one without elements, as torch's optimizers refuse an empty list.
+        """
+        return [parameter for _, parameter in self.named_parameters()] or [self._nothing]
+
+    @cached_property
+    def _nothing(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0, 0, device=self.world.device.torch))
 
     def optimizer(self, factory: Factory[O]) -> O:
         """Return the optimizer that `factory` makes for this rank's parameters.
@@ -387,11 +398,14 @@ class Pipeline:
         Every rank calls it. `factory(parameters)` returns a torch.optim.Optimizer, with any groups
         and options. With ``outer.shard`` it then has this rank's part of them, as one-dimensional
         parameters or as whole ones, and its state is divided over the replicas and mirrored stages.
-        Raises ConfigError for an optimizer that cannot be divided so.
+        Raises ConfigError for an optimizer that cannot be divided so, or that looks across
+        parameters, where a rank does not have all of them.
         """
         with together(self.world, "making the optimizer"):
             whole = dict(self.named_parameters())
             optimizer = make_optimizer(factory, list(whole.values()))
+            if self.mesh.stages > 1 or self._steps.sharing is not None:
+                check_separable(optimizer)
             if self._steps.sharing is not None:
                 self._steps.sharing.take(optimizer, whole)
             self._has_optimizer = True

@@ -76,7 +76,8 @@ def stored_options(
     for group in optimizer.param_groups:
         known = [of[parameter] for parameter in group["params"] if parameter in of]
         _check_kind(optimizer, [e for _, e in known] or entries, path)
-        options = _the_one(known, path) if group["params"] else _agreed(entries)
+        is_empty = not any(parameter.numel() for parameter in group["params"])
+        options = _agreed(entries) if is_empty else _the_one(known, path)
         for _, entry in known:
             _check_state(group, entry, path)
         found.append({k: _checked(k, v, group, path) for k, v in options.items()})

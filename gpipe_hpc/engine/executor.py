@@ -12,6 +12,7 @@ import torch
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.precision import keeping_casts
@@ -94,6 +95,7 @@ class Executor:
         world: World,
         *,
         overlaps: bool = True,
+        outsiders: Outsiders | None = None,
     ) -> None:
         self._schedule = schedule
         self._stages = stages
@@ -109,7 +111,14 @@ class Executor:
         self._room = HostRoom(world.device) if self._offloading else None
         sending = {a.stage for a in self._actions if a.op is Op.SEND_F}
         self._works = {
-            i: StageWork(stage, wiring.peers, self._intake, self._room, sends=i in sending)
+            i: StageWork(
+                stage,
+                wiring.peers,
+                self._intake,
+                self._room,
+                sends=i in sending,
+                outsiders=outsiders,
+            )
             for i, stage in stages.items()
         }
         binders: dict[Op, Callable[[Action], Call]] = {

@@ -14,6 +14,7 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
 from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.segment import Segment
@@ -99,7 +100,7 @@ class StageWork:
     An empty micro-batch (no samples) calls no layer and adds nothing. `peers`: the ranks that
     BatchNorm layers normalise a micro-batch with; None for this one alone. `intake`: what brings
     targets; None for one of its own. `room`: where OFFLOAD moves to, None where there is none.
-    `sends`: other ranks get its outputs.
+    `sends`: other ranks get its outputs. `outsiders`: the parameters that backwards may not reach.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class StageWork:
         room: HostRoom | None = None,
         *,
         sends: bool = False,
+        outsiders: Outsiders | None = None,
     ) -> None:
         self.stage, self._room, self._sends = stage, room, sends
+        self._outsiders = outsiders
         self._intake = intake or Intake(stage.device)
         self._is_last = not stage.routes.destinations
         self._is_first = stage.routes.sources[0].stage == BATCH
@@ -124,6 +127,7 @@ class StageWork:
         self._kept: dict[int, Kept] = {}
         self._deferred: dict[int, Deferred] = {}
         self._num_begun = 0
+        self._num_looked = self._looked_in = 0  # in how many runs, and in which last
         self._constants: list[Fetched] = []  # losses without a graph, in the step before
 
     def begin(self) -> None:
@@ -402,6 +406,8 @@ class StageWork:
         kept = self._kept.pop(microbatch)
         if kept.host is not None:
             kept.host.wait()
+        if self._num_looked < NUM_LOOKED and kept.num_samples:
+            self._look_for_outsiders(kept)
         found = list(gradients)
         while kept.segments:
             found = self._through(kept.segments.pop(), found)
@@ -416,6 +422,17 @@ class StageWork:
             return [tuple(found)]
         ends = accumulate(kept.num_leaves, initial=0)
         return [tuple(found[first:last]) for first, last in pairwise(ends)]
+
+    def _look_for_outsiders(self, kept: Kept) -> None:
+        """Look at the graphs of one micro-batch in each of the first steps."""
+        if self._outsiders is None or self._looked_in == self._num_begun:
+            return
+        self._looked_in, self._num_looked = self._num_begun, self._num_looked + 1
+        loss_fn = self._loss[0] if self._loss is not None else None
+        for segment in kept.segments:
+            edges = [edge for edge in segment.edges if edge is not None]
+            edges += [edge for edge, _ in segment.starts]
+            self._outsiders.check(edges, f"stage {self.stage.index}", loss_fn)
 
     def _through(self, kept: KeptSegment, gradients: Gradients) -> list[torch.Tensor | None]:
         """Run the backward of one segment; return the gradients of its input's leaves."""

@@ -9,6 +9,7 @@ from gpipe_hpc.comm.group import Gathering, Group, SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output, join
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.batch.same_data import SameData
@@ -37,7 +38,7 @@ from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
 from gpipe_hpc.engine.sums.results import StepLoss, StepResult, shares
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
-from gpipe_hpc.engine.sums.trained import Trained
+from gpipe_hpc.engine.sums.trained import Trained, refuse_nothing_trained, say_cut_off
 from gpipe_hpc.errors import ConfigError, DataError
 
 
@@ -87,6 +88,7 @@ class Steps:
     """Train, evaluate and predict with the stages of one rank.
 
     `portions`: of all replicas. `names`: of all parameters of the model, the same on every rank.
+    `outsiders`: the parameters that backwards of this rank may not reach.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Steps:
         part_of: tuple[int, ...] = (),
         outer: Outer | None = None,
         seed: int = 0,
+        outsiders: Outsiders | None = None,
     ) -> None:
         outer = outer or Outer()
         is_apart = tables.averaging is not None
@@ -117,7 +120,15 @@ class Steps:
         self._wiring = wiring
         self._tied = tied
         self._trainer, self._evaluator = (
-            Executor(table, site.stage_rank, stages, wiring, site.world, overlaps=outer.overlap)
+            Executor(
+                table,
+                site.stage_rank,
+                stages,
+                wiring,
+                site.world,
+                overlaps=outer.overlap,
+                outsiders=outsiders,
+            )
             for table in (tables.training, tables.evaluation)
         )
         self._choose_ways(outer, tables)
@@ -148,6 +159,7 @@ class Steps:
         )
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
         self._trained = Trained(held, names, site.everybody)
+        self._num_parameters, self._has_trained = len(names), False
         self._held: dict[str, Held] | None = None
         self._held_with: list[StageShards | None] = []
         self._unjudged: StepLoss | None = None  # of the last step, on a device
@@ -229,6 +241,8 @@ class Steps:
         has_changed = Flags.HAS_CHANGED in known.flags
         if has_changed:
             known = known._replace(overflows=self._sum_late(known.overflows))
+        if not self._has_trained:
+            self._look_whether_trained(known)
         weight = self._weight_to_divide_by(known.loss)
         self._judge_weight(known.loss, weight)
         divisor = final_divisor(weight, seed)
@@ -257,6 +271,20 @@ class Steps:
         if self.same_data.is_waiting:
             loss = replace(loss, on_read=self.same_data.judge)
         return StepResult(loss, is_skipped, scale, parts, known.told, known.left_s)
+
+    def _look_whether_trained(self, known: Known) -> None:
+        """Refuse a first step that trains nothing; warn if it trains nothing of the first layers.
+
+        A batch whose loss is 0 may have nothing to learn from: then the next one is looked at.
+        """
+        own = self._portions.of(self._site.replica)
+        every = range(self._portions.total) if self.apart is None else own
+        self._has_trained = self._flags.is_any_used(known.flags)
+        if not self._has_trained and not known.loss.is_zero(every):
+            refuse_nothing_trained(len(self._trained.names), self._num_parameters)
+        if self._has_trained and self._site.world.rank == 0:
+            names = self._trained.names
+            say_cut_off(names, self._flags.used(names, known.flags))
 
     def _judge_weight(self, loss: StepLoss, weight: torch.Tensor) -> None:
         """Refuse a negative weight: one of a device when it is read or has come, not now."""

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gpipe_hpc.engine.backward.calls import OwnHook
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ModelError
@@ -130,4 +131,4 @@ def _hooked(parameter: nn.Parameter, call: Callable[[], None]) -> RemovableHandl
     register: Callable[[Callable[[Tensor], None]], RemovableHandle] = (
         parameter.register_post_accumulate_grad_hook
     )
-    return register(lambda _: call())
+    return register(OwnHook(call))

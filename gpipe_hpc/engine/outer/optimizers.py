@@ -46,6 +46,11 @@ def make_optimizer(factory: Factory[O], parameters: Sequence[nn.Parameter]) -> O
             f"pipe.optimizer: expected the function to return a torch.optim.Optimizer, got "
             f"{type(optimizer).__name__}; return the optimizer"
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "pipe.optimizer: expected an optimizer of dense gradients, got SparseAdam: those of "
+            "nn.Embedding(sparse=True) are made dense before they are summed; use torch.optim.Adam"
+        )
     if not parameters:
         keep_only(optimizer, {nothing: None})
     return optimizer

@@ -6,11 +6,15 @@ elements, in rows. So one optimizer over some tensors is compared with two, each
 every one of them, by what each step changes. Among the tensors is a matrix that is large enough for
 those that treat small ones otherwise; gradients have many sizes, and there are more steps than
 optimizers warm up for.
+
+An optimizer over the parameters of one rank of several is tried, too: whether its step on one
+depends on the gradients of others.
 """
 
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -34,6 +38,7 @@ _ELEMENTWISE: Final = (
 _SMALL: Final = ((4, 3), (7,), (3, 2, 2, 2))
 _LARGE: Final = (130, 136)
 _MANY, _FEW = 130, 12  # steps on small tensors, and on the large one
+_STEPS_OF_TWO: Final = 3  # on two matrices
 _ZEROS: Final = 7  # of so many steps one has a gradient of zeros in the first part of each tensor
 # What an optimizer has for its own object.
 _HOOKS: Final = (
@@ -73,6 +78,65 @@ def check_divisible(optimizer: Optimizer) -> None:
                 f"outer.shard=flat: expected an optimizer that updates each element by itself, got "
                 f"{name}: {found}; use outer.shard=oss, which divides whole tensors"
             )
+
+
+def check_separable(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose step on one parameter depends on others.
+
+    A rank has its own alone. Each group's options are tried twice on two small matrices, of which
+    one keeps its gradients. An optimizer that cannot be tried so is accepted.
+    """
+    if type(optimizer) in _ELEMENTWISE:
+        return
+    if not isinstance(optimizer, optim.LBFGS):
+        if _keeps_parameters(optimizer):
+            return
+        try:
+            alike, other = (_moved_first(optimizer, scale) for scale in (1.0, 100.0))
+        except Exception:  # what it needs of parameters, nobody knows
+            return
+        if torch.equal(alike, other):
+            return
+    raise ConfigError(
+        f"pipe.optimizer: expected an optimizer whose step on a parameter depends on its own "
+        f"gradient, got {type(optimizer).__name__}, which looks across parameters: each rank "
+        f"would see its own alone; use another, as torch.optim.AdamW, or one rank a pipeline"
+    )
+
+
+def _keeps_parameters(optimizer: Optimizer) -> bool:
+    """Say whether an attribute of the optimizer's own leads to its parameters."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = {n: v for n, v in vars(optimizer).items() if n not in ("param_groups", "state")}
+    each = [v if isinstance(v, list | tuple) else [v] for v in named.values()]
+    return any(id(value) in own for values in each for value in values)
+
+
+def _moved_first(optimizer: Optimizer, scale: float) -> Tensor:
+    """Return where steps move the first of two matrices, for each group.
+
+    `scale`: of the other one's gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+    takes_closure = "closure" in signature(type(optimizer).step).parameters
+    moved = []
+    for number, group in enumerate(optimizer.param_groups):
+        device = next(iter(group["params"]), torch.zeros(1)).device
+
+        def matrix(where: torch.device = device) -> Tensor:
+            return torch.randn(_SMALL[0], generator=generator, dtype=torch.float64).to(where)
+
+        first, second = nn.Parameter(matrix()), nn.Parameter(matrix())
+        probe = _probe_of(optimizer, number, [first, second])
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(_STEPS_OF_TWO):
+                first.grad, second.grad = matrix(), scale * matrix()
+                if takes_closure:
+                    probe.step(lambda: 0.0)
+                else:
+                    probe.step()
+        moved.append(first.detach())
+    return torch.cat(moved)
 
 
 def _is_among(options: dict[str, Any], seen: Sequence[dict[str, Any]]) -> bool:

@@ -66,9 +66,11 @@ def build_stages(
     apart = {i for tie in ties for i, _ in tie.places if tie.places[0][0] not in held}
     if world.is_one_process:
         apart |= _taken(layers, held, everybody)
+    # In one go: what two of them share, registered or not, stays shared.
+    copies = copy.deepcopy({i: layers[i] for i in held if i in apart})
     modules = {
         i: world.device.place(
-            build_layer(copy.deepcopy(layers[i]) if i in apart else layers[i], index=i, seed=seed)
+            build_layer(copies[i] if i in apart else layers[i], index=i, seed=seed)
         )
         for i in held
     }

@@ -46,6 +46,10 @@ class Flags:
         """Say of each parameter whether any rank has used it."""
         return [self._numbers[name] in united for name in names]
 
+    def is_any_used(self, united: Collection[int]) -> bool:
+        """Say whether any rank has used any parameter."""
+        return any(number in united for number in self._numbers.values())
+
     def buffers(self, stage: int, united: Collection[int]) -> list[bool]:
         """Return a stage's flags of all its holders."""
         start = self._starts[stage]

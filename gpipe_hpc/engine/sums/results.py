@@ -93,6 +93,11 @@ class StepLoss:
                 metrics[row.name] = (total + self._totals[at], weight + self._totals[at + 1])
         return metrics
 
+    def is_zero(self, microbatches: range) -> bool:
+        """Say whether some of the global micro-batches add exactly nothing to any loss."""
+        terms = self._on_host[:, microbatches.start : microbatches.stop]
+        return not any(terms[at].any() for at in (0, *(i for r, i in self._places() if r.is_loss)))
+
     @cached_property
     def value(self) -> float:
         """Return the loss over the global batch: sum / weight, 0 if the weight is 0."""

@@ -5,12 +5,15 @@ another one would send less, and Gloo ends a process that gets more than it expe
 sum what all have agreed on before, and agree anew where a rank has changed something.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import ModelError
+
+log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 class Trained:
@@ -27,6 +30,7 @@ class Trained:
         self._numbers = [numbers[name] for name in held]
         self._names, self._everybody = names, everybody
         self._told: list[bool] | None = None
+        self._by_somebody: frozenset[int] = frozenset()
 
     @property
     def is_agreed(self) -> bool:
@@ -59,7 +63,12 @@ class Trained:
                 f"frozen, as rank {trains[number]} and rank {freezes[number]} this one; set "
                 f"requires_grad alike on all ranks"
             )
-        self._told = now
+        self._told, self._by_somebody = now, frozenset(trains)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all parameters of the model that are trained, in global order."""
+        return [name for number, name in enumerate(self._names) if number in self._by_somebody]
 
     def _now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -71,3 +80,41 @@ _Said = tuple[dict[int, int], ...]
 
 def _by_first_rank(ahead: _Said, behind: _Said) -> _Said:
     return tuple(second | first for first, second in zip(ahead, behind, strict=True))
+
+
+def refuse_nothing_trained(num_trained: int, num_all: int) -> None:
+    """Raise ModelError for a step that gave no parameter a gradient, though its loss is not 0."""
+    if not num_trained:
+        raise ModelError(
+            f"training: expected a parameter that requires a gradient, got {num_all} parameters "
+            f"and none that does; unfreeze some with requires_grad_(True), or use pipe.evaluate "
+            f"if nothing shall be trained"
+        )
+    raise ModelError(
+        f"training: none of the {num_trained} parameters that require a gradient got one in this "
+        f"step, so that nothing would be trained: the loss does not depend on them, or layers cut "
+        f"the graph; take no_grad() and detach() out of them, and use torch.utils.checkpoint with "
+        f"use_reentrant=False (or none: the pipeline recomputes by itself)"
+    )
+
+
+def say_cut_off(names: Sequence[str], used: Sequence[bool]) -> None:
+    """Warn if all that is trained of the first layers got no gradient, but some behind them did.
+
+    `names`: of what is trained, in global order, and whether a micro-batch has used each.
+    """
+    num_cut = next((place for place, is_used in enumerate(used) if is_used), 0)
+    with_gradients = {_layer_of(name) for name in names[num_cut:]}
+    cut = [name for name in names[:num_cut] if _layer_of(name) not in with_gradients]
+    if cut:
+        log.warning(
+            "training: none of the %d trained parameters of layers %s got a gradient in the first "
+            "step, while layers behind them did: something cuts the graph (no_grad, detach, a "
+            "reentrant checkpoint); freeze them with requires_grad_(False) if that is meant",
+            len(cut),
+            ", ".join(dict.fromkeys(map(_layer_of, cut))),
+        )
+
+
+def _layer_of(name: str) -> str:
+    return name.split(".")[1]
