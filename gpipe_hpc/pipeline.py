@@ -5,7 +5,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,7 +26,7 @@ from gpipe_hpc.engine.layers.compiling import chosen_backend, compile_layers
 from gpipe_hpc.engine.layers.precision import scaling
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.outer.held import Held
-from gpipe_hpc.engine.outer.optimizers import Factory, Sharing, make_optimizer
+from gpipe_hpc.engine.outer.optimizers import Factory, NoParameters, Sharing, make_optimizer
 from gpipe_hpc.engine.outer.probing import check_separable
 from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
@@ -382,15 +381,12 @@ class Pipeline:
         yield from named.items()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters.
+        """Return this rank's parameters; empty if its layers have none.
 
-        If its layers have none, one without elements, as torch's optimizers refuse an empty list.
+        torch's optimizers take an empty one, too.
         """
-        return [parameter for _, parameter in self.named_parameters()] or [self._nothing]
-
-    @cached_property
-    def _nothing(self) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0, 0, device=self.world.device.torch))
+        found = [parameter for _, parameter in self.named_parameters()]
+        return found or NoParameters(self.world.device.torch)
 
     def optimizer(self, factory: Factory[O]) -> O:
         """Return the optimizer that `factory` makes for this rank's parameters.
@@ -404,10 +400,10 @@ class Pipeline:
         with together(self.world, "making the optimizer"):
             whole = dict(self.named_parameters())
             optimizer = make_optimizer(factory, list(whole.values()))
-            if self.mesh.stages > 1 or self._steps.sharing is not None:
-                check_separable(optimizer)
             if self._steps.sharing is not None:
                 self._steps.sharing.take(optimizer, whole)
+            if self.mesh.stages > 1 or self._steps.sharing is not None:
+                check_separable(optimizer)
             self._has_optimizer = True
             return optimizer
 
@@ -818,6 +814,7 @@ class Pipeline:
             self._pieces(targets, "targets") if uses_targets else None,
             loss_fn,
             step=self.steps_done,
+            is_cut=lane == "training" and self.num_global_microbatches > 1,
         )
 
     def _pieces(self, batch: Nest, what: str) -> Pieces:

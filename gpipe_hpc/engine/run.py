@@ -24,6 +24,7 @@ class Run:
     `num_layers`: of the whole model; behind them the loss has a key, too. `loss_fn`: None if the
     outputs themselves are wanted. `seed`: the gradient that backward starts from, a scalar; None
     for 1. `step`: how many were done before. `digests`: of what the caller has given, if due.
+    `is_cut`: a batch is trained on in several pieces.
     """
 
     lane: str
@@ -35,6 +36,7 @@ class Run:
     seed: torch.Tensor | None = None
     step: int = 0
     digests: Sequence[torch.Tensor | float] = ()
+    is_cut: bool = False
 
     def input(self, microbatch: int, intake: Intake) -> Message:
         """Return what the first stage is given of a micro-batch."""

@@ -38,7 +38,12 @@ from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
 from gpipe_hpc.engine.sums.results import StepLoss, StepResult, shares
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
-from gpipe_hpc.engine.sums.trained import Trained, refuse_nothing_trained, say_cut_off
+from gpipe_hpc.engine.sums.trained import (
+    Trained,
+    refuse_nothing_trained,
+    say_cut_off,
+    say_frozen,
+)
 from gpipe_hpc.errors import ConfigError, DataError
 
 
@@ -160,6 +165,8 @@ class Steps:
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
         self._trained = Trained(held, names, site.everybody)
         self._num_parameters, self._has_trained = len(names), False
+        self._has_warned = False  # that all is frozen
+        self._idle: StepLoss | None = None  # of the last step, if no step has trained anything
         self._held: dict[str, Held] | None = None
         self._held_with: list[StageShards | None] = []
         self._unjudged: StepLoss | None = None  # of the last step, on a device
@@ -275,16 +282,26 @@ class Steps:
     def _look_whether_trained(self, known: Known) -> None:
         """Refuse a first step that trains nothing; warn if it trains nothing of the first layers.
 
-        A batch whose loss is 0 may have nothing to learn from: then the next one is looked at.
+        A batch whose loss is 0 may have nothing to learn from: then the next one is looked at. The
+        loss of a device is read in the next step, not now; no parameter has a gradient until then.
         """
-        own = self._portions.of(self._site.replica)
+        self._has_trained = self._flags.is_any_used(known.flags) or not self._num_parameters
+        if self._has_trained:
+            if self._site.world.rank == 0:
+                names = self._trained.names
+                say_cut_off(names, self._flags.used(names, known.flags))
+            return
+        names, own = self._trained.names, self._portions.of(self._site.replica)
+        if not names:
+            if self._site.world.rank == 0 and not self._has_warned:
+                say_frozen(self._num_parameters)
+            self._has_warned = True
+            return
+        looked_at = self._idle if self._site.world.device.is_accelerator else known.loss
+        self._idle = known.loss
         every = range(self._portions.total) if self.apart is None else own
-        self._has_trained = self._flags.is_any_used(known.flags)
-        if not self._has_trained and not known.loss.is_zero(every):
-            refuse_nothing_trained(len(self._trained.names), self._num_parameters)
-        if self._has_trained and self._site.world.rank == 0:
-            names = self._trained.names
-            say_cut_off(names, self._flags.used(names, known.flags))
+        if looked_at is not None and not looked_at.is_zero(every):
+            refuse_nothing_trained(len(names))
 
     def _judge_weight(self, loss: StepLoss, weight: torch.Tensor) -> None:
         """Refuse a negative weight: one of a device when it is read or has come, not now."""

@@ -10,12 +10,14 @@ exact at any size.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from types import MappingProxyType, MethodType
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gpipe_hpc.errors import ModelError
 
@@ -208,6 +210,7 @@ class TorchLoss(NamedTuple):
         has_classes = isinstance(target, Tensor) and not target.is_floating_point()
         if not has_classes or not target.numel():  # probabilities: torch divides by their number
             return float(num_samples)
+        target = target.long()  # of other kinds -100 may be another number
         is_counted = target != self.ignore_index
         if self.weight is None:
             counted = is_counted.sum().double()
@@ -234,6 +237,7 @@ def torch_loss(function: object) -> TorchLoss | None:
         keywords, function = function.keywords, function.func
     if isinstance(function, MethodType) and function.__name__ == "forward":
         function = function.__self__
+    function = getattr(function, "_orig_mod", function)  # of torch.compile
     if isinstance(function, nn.Module):
         # Of the class: one that overrides `forward` may do anything.
         forward = type(function).forward
@@ -256,3 +260,29 @@ def _reduction(keywords: Mapping[str, Any]) -> str:
     if keywords.get("size_average") is not None:
         return "mean" if keywords["size_average"] else "sum"
     return str(keywords.get("reduction", "mean"))
+
+
+class WeightedMeans(TorchFunctionMode):
+    """Within it, notes over what a loss of the user's takes the means that it calls torch for.
+
+    `counted`: for each call of `F.cross_entropy` or `F.nll_loss` that takes a mean, how much all
+    its targets weigh: numbers on their device. Means over equally many are means over samples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one torch function, and note a mean."""
+        if func in _WEIGHTED_FUNCTIONS and not torch.compiler.is_compiling():
+            given = dict(signature(func).bind(*args, **(kwargs or {})).arguments)
+            loss, target = torch_loss(partial(func, **given)), given.get("target")
+            if loss is not None and loss.reduction == "mean" and isinstance(target, Tensor):
+                with torch.no_grad():
+                    weight = loss.weight_of(target, target.numel())
+                if isinstance(weight, Tensor):
+                    self.counted.append(weight)
+        return func(*args, **(kwargs or {}))

@@ -143,6 +143,15 @@ def test_a_mean_over_samples_keeps_its_bits(dtype, microbatches):
         assert all(map(torch.equal, gradients, expected))
 
 
+def test_classes_may_be_bytes():
+    """-100 is 156 as a byte, which may be a class, and bytes as an index are a mask."""
+    last = [nn.Linear(CLASSES, 200)]
+    target = torch.tensor([156, 199, 0, 1, 156, 2, 3, 4], dtype=torch.uint8)
+    weights = torch.arange(1.0, 201.0, dtype=torch.float64)
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weights)):
+        assert_whole(loss, target, 2, last, stages=2, microbatches=4)
+
+
 def test_a_batch_of_ignored_targets_has_no_loss_and_zero_gradients():
     nothing = torch.full_like(TARGETS, -100)
     for value, evaluated, own in piped(nn.CrossEntropyLoss(), nothing, 2, stages=2, microbatches=2):
@@ -267,3 +276,36 @@ def test_verify_finds_a_loss_that_depends_on_the_cut(name, tmp_path, monkeypatch
     report = verify(config)
     assert report.is_same == (name != "weighed"), str(report)
     assert ("Return (sum, weight)" in str(report)) == (name == "weighed")
+
+
+EVENLY = torch.where(torch.arange(8) % 2 == 0, -100, TARGETS)  # one of two in each micro-batch
+
+
+def mean(o, t):
+    return F.cross_entropy(o, t)
+
+
+def pair(o, t):
+    return F.cross_entropy(o, t, reduction="sum"), (t != -100).sum()
+
+
+MEANS = {
+    "ignored": (mean, PADDED, 4, True),
+    "weights": (lambda o, t: nn.NLLLoss(WEIGHTS)(o.log_softmax(1), t), TARGETS, 4, True),
+    "one piece": (mean, PADDED, 1, False),
+    "none ignored": (mean, TARGETS, 4, False),
+    "as many of each": (mean, EVENLY, 4, False),
+    "a pair": (pair, PADDED, 4, False),
+    "known": (nn.CrossEntropyLoss(), PADDED, 4, False),
+    "shares": (mean, SHARES, 4, False),
+}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_unequally_many_targets_is_warned_of(name, recompute, caplog):
+    """Functions of the user's say nothing of themselves: what they call torch for is looked at."""
+    loss, target, microbatches, warns = MEANS[name]
+    piped(loss, target, 2, stages=2, microbatches=microbatches, recompute=recompute)
+    found = [each.getMessage() for each in caplog.records if "Return (sum, weight)" in each.message]
+    assert len(found) == warns

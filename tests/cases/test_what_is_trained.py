@@ -283,7 +283,6 @@ class Untracked(nn.Module):
 
 
 NOTHING = {
-    "frozen": lambda: linears().requires_grad_(False),
     "reentrant checkpoints": lambda: model(
         nn.Linear(6, 6).requires_grad_(False), *(Checkpointed() for _ in range(3))
     ),
@@ -308,6 +307,51 @@ NOTHING = {
 def test_a_step_that_trains_nothing_is_refused_on_every_rank(name, ranks, keywords):
     with pytest.raises(Exception, match=r"training: .*parameters"):
         run(lambda: (NOTHING[name](), nn.MSELoss()), ranks, targets=OUTPUTS, **keywords)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 2)])
+def test_a_model_that_is_frozen_is_warned_of_once(ranks, replicas, caplog):
+    """Its statistics may change, so it is no error; `train` refuses it."""
+
+    def body(world):
+        layers = linears().requires_grad_(False)
+        pipe = Pipeline(layers, nn.MSELoss(), world=world, replicas=replicas, microbatches=2)
+        own = pipe.share(8)
+        return [pipe.step(INPUTS[own], OUTPUTS[own]).loss for _ in range(2)]
+
+    with caplog.at_level(logging.WARNING, "gpipe_hpc"):
+        run_on_threads(ranks, body)
+    [record] = caplog.records
+    assert "none of the 6 parameters requires a gradient" in record.getMessage()
+
+
+FROZEN = """
+from gpipe_hpc.models import LayerSpec, build_gpt
+
+
+def frozen(factory, *args, **keywords):
+    return factory(*args, **keywords).requires_grad_(False)
+
+
+def build():
+    layers = build_gpt(vocab_size=256, block_size=16, num_heads=2, num_layers=1, width=16)
+    return [LayerSpec(frozen, each.factory, *each.args, **dict(each.kwargs)) for each in layers]
+"""
+
+
+def test_train_refuses_a_frozen_model(tmp_path, start_ranks, tiny):
+    (tmp_path / "frozen_model.py").write_text(FROZEN)
+    ranks = start_ranks(
+        2,
+        *(word for word in tiny if not word.startswith("model.")),
+        "model=own",
+        "model._target_=frozen_model.build",
+        "train.steps=2",
+        f"run.dir={tmp_path / 'run'}",
+        env={"PYTHONPATH": str(tmp_path)},
+    ).wait(60)
+    assert 0 not in ranks.codes, ranks.outputs
+    assert "parameters and none that does" in "".join(ranks.outputs)
 
 
 def test_a_batch_with_nothing_to_learn_from_may_come_first():
@@ -447,7 +491,8 @@ def test_optimizers_that_look_across_parameters_are_refused(kind):
 
 
 def test_they_are_fine_where_each_rank_has_all():
-    optimizers(lambda pipe: pipe.optimizer(partial(Coupled, lr=0.1)), stages=1, replicas=2)
+    made = optimizers(lambda pipe: pipe.optimizer(partial(Coupled, lr=0.1)), stages=1, replicas=2)
+    assert {type(optimizer) for _, optimizer in made} == {Coupled}
 
 
 def test_lbfgs_goes_the_same_way_on_replicas():
@@ -481,7 +526,8 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_optimizers_that_go_parameter_by_parameter_are_fine(name):
-    optimizers(lambda pipe: pipe.optimizer(KINDS[name]), layers=lambda: [*linears(4)])
+    made = optimizers(lambda pipe: pipe.optimizer(KINDS[name]), layers=lambda: [*linears(4)])
+    assert [size for size, _ in made] == [84, 84]
 
 
 def test_sparse_adam_is_refused_by_name():

@@ -1,6 +1,6 @@
 """Optimizers over what a rank holds of its parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,6 +13,21 @@ from gpipe_hpc.errors import ConfigError
 O = TypeVar("O", bound=Optimizer)
 
 Factory = Callable[[list[nn.Parameter]], O]
+
+
+class NoParameters(list[nn.Parameter]):
+    """An empty list that torch's optimizers take, which refuse one.
+
+    Who iterates over it gets a parameter without elements.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._nothing = nn.Parameter(torch.empty(0, 0, device=device))
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Yield the one that stands in."""
+        return iter([self._nothing])
 
 
 class Sharing(Protocol):

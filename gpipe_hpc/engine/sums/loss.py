@@ -1,16 +1,23 @@
 """What a micro-batch adds to the loss, and how backward starts before its weight is known."""
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from math import isclose
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.powers import power_near_inverse
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Reports, add_metric, torch_loss
+from gpipe_hpc.models import Reports, WeightedMeans, add_metric, torch_loss
+
+log = logging.getLogger("gpipe_hpc.pipeline")
 
 LossFunction = Callable[[Any, Any], Any]
 """Takes (output, target) of a micro-batch; returns the mean over its samples, or (sum, weight).
@@ -66,19 +73,33 @@ def _alone(number: torch.Tensor | float) -> torch.Tensor | float:
     return alone(number) if isinstance(number, torch.Tensor) else number
 
 
-def loss_term(function: LossFunction, output: Nest, target: Nest, num_samples: int) -> LossTerm:
+def loss_term(
+    function: LossFunction,
+    output: Nest,
+    target: Nest,
+    num_samples: int,
+    watch: AbstractContextManager[object] | None = None,
+) -> LossTerm:
     """Call the loss function on one micro-batch of `num_samples` samples; report its metrics.
 
-    Raises ModelError if it returns neither a scalar nor a pair (sum, weight) of scalars.
+    Within `watch`, if that is given. Raises ModelError if it returns neither a scalar nor a pair
+    (sum, weight) of scalars.
     """
-    value = function(output, target)
+    if watch is None:
+        value = function(output, target)
+    else:
+        with watch:
+            value = function(output, target)
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], Mapping):
         _report(value[2], num_samples)
         value = value[:2]
-    if isinstance(value, tuple) and len(value) == 2 and _is_number(value[0]):
-        _check_weight(value[1])
-        return LossTerm(value[0].reshape(()), value[1])
-    if not _is_number(value):
+    if isinstance(value, tuple) and len(value) == 2:
+        total, weight = value
+        if isinstance(total, torch.Tensor) and total.numel() == 1:
+            if not isinstance(weight, float):
+                _check_weight(weight)
+            return LossTerm(total.reshape(()), weight)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise ModelError(
             f"loss_fn: expected a scalar tensor (the mean over the micro-batch) or a pair "
             f"(sum, weight) of scalars, got {_shown(value)}; reduce the loss to one number"
@@ -92,6 +113,50 @@ def loss_term(function: LossFunction, output: Nest, target: Nest, num_samples: i
     if not isinstance(weight, torch.Tensor):
         return LossTerm(value * num_samples, weight)
     return LossTerm(_weighted(value, weight), weight)
+
+
+class MeansWatch:
+    """Warns of a loss of the user's that is a mean over unequally many targets of a sample.
+
+    Watched are the first steps. `where`: what the loss is called.
+    """
+
+    def __init__(self, device: Device, where: str) -> None:
+        self._device, self._where = device, where
+        self._shares: list[tuple[float, ...]] = []
+        self._waiting: list[Fetched] = []  # of a device, in the step before
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Begin a step: take in what a device has made in the last one."""
+        waiting, self._waiting = self._waiting, []
+        for shares in waiting:
+            self._take_in(shares)
+
+    def note(self, means: WeightedMeans, term: LossTerm, num_samples: int) -> None:
+        """Note what a loss took means over, if it returned a mean over samples."""
+        if not means.counted or term.weight != num_samples or self._has_warned:
+            return
+        shares = Fetched.of(torch.stack(means.counted) / num_samples, self._device)
+        if shares.event is None:
+            self._take_in(shares)
+        else:
+            self._waiting.append(shares)
+
+    def _take_in(self, fetched: Fetched) -> None:
+        shares = tuple(fetched.read().tolist())
+        self._shares.append(shares)
+        first = self._shares[0]
+        are_alike = len(first) == len(shares) and all(map(isclose, first, shares))
+        if not (are_alike or self._has_warned):
+            self._has_warned = True
+            log.warning(
+                "%s returns a mean over targets that count, of which micro-batches have unequally "
+                "many for each sample (ignored targets or weights of classes): it depends on the "
+                "number of micro-batches. Return (sum, weight), or give torch's own loss itself, "
+                "as torch.nn.CrossEntropyLoss(...)",
+                self._where,
+            )
 
 
 def _weighted(mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -116,20 +181,17 @@ def _report(metrics: Mapping[str, Any], num_samples: int) -> None:
         add_metric(name, *pair)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
-
-
 def _check_weight(weight: object) -> None:
     """Raise ModelError for the second value of a pair if it is no weight."""
-    is_complex = isinstance(weight, torch.Tensor) and weight.is_complex()
-    if is_complex or not (_is_number(weight) or isinstance(weight, Real)):
+    if isinstance(weight, Real):
+        return
+    if not isinstance(weight, torch.Tensor) or weight.numel() != 1 or weight.is_complex():
         raise ModelError(
             f"loss_fn: expected a pair (sum, weight) of scalars, got {_shown(weight)} as the "
             f"weight; return the loss alone, or metrics in a dict as the third value: "
             f"(sum, weight, {{'accuracy': (num_right, num_samples)}})"
         )
-    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+    if weight.requires_grad:
         raise ModelError(
             "loss_fn: expected a pair (sum, weight) whose weight does not depend on the model, got "
             "one that requires a gradient, which would be lost; return the sum of several losses "

@@ -82,19 +82,22 @@ def _by_first_rank(ahead: _Said, behind: _Said) -> _Said:
     return tuple(second | first for first, second in zip(ahead, behind, strict=True))
 
 
-def refuse_nothing_trained(num_trained: int, num_all: int) -> None:
+def refuse_nothing_trained(num_trained: int) -> None:
     """Raise ModelError for a step that gave no parameter a gradient, though its loss is not 0."""
-    if not num_trained:
-        raise ModelError(
-            f"training: expected a parameter that requires a gradient, got {num_all} parameters "
-            f"and none that does; unfreeze some with requires_grad_(True), or use pipe.evaluate "
-            f"if nothing shall be trained"
-        )
     raise ModelError(
         f"training: none of the {num_trained} parameters that require a gradient got one in this "
         f"step, so that nothing would be trained: the loss does not depend on them, or layers cut "
         f"the graph; take no_grad() and detach() out of them, and use torch.utils.checkpoint with "
         f"use_reentrant=False (or none: the pipeline recomputes by itself)"
+    )
+
+
+def say_frozen(num_all: int) -> None:
+    """Warn of a model of which nothing is trained."""
+    log.warning(
+        "training: none of the %d parameters requires a gradient, so nothing is trained; unfreeze "
+        "some with requires_grad_(True), or use pipe.evaluate if that is meant",
+        num_all,
     )
 
 

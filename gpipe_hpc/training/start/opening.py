@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from functools import partial
+from operator import or_
 from typing import Any
 
 from gpipe_hpc.checkpoint import BackgroundSaver
@@ -10,6 +11,7 @@ from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, build_target
 from gpipe_hpc.config.ranks import on_ranks
+from gpipe_hpc.errors import ModelError
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.training.data import CorruptTally, ShuffledSampler, tolerance
@@ -93,6 +95,7 @@ def _built(
         check_labels(config, opened.source, loss_fn)
     example = example_of(config, world, opened.source, sampler)
     pipe = build_pipeline(config, world, layers, loss_fn, origin.cut, example)
+    _refuse_frozen(world, pipe)
     look_ahead = None
     if opened.source is not None and opened.source.train.num_samples:
         read = partial(first_microbatch, config, opened.source, sampler)
@@ -123,6 +126,18 @@ def _built(
         None if planned is None else planned[pipe.stage_rank],
         adascale=_adascale(config, pipe),
     )
+
+
+def _refuse_frozen(world: World, pipe: Pipeline) -> None:
+    """Refuse, on all ranks, a model of which no rank trains anything."""
+    with together(world, "opening the run"):
+        own = any(parameter.requires_grad for _, parameter in pipe.named_parameters())
+        if not world.everybody.merge_object(own, or_):
+            raise ModelError(
+                f"model: expected a parameter that requires a gradient, got "
+                f"{len(pipe.all_parameters)} parameters and none that does; unfreeze some with "
+                f"requires_grad_(True)"
+            )
 
 
 def _planned(world: World, foreseen: Foresight | None) -> tuple[RankForecast, ...] | None:
