@@ -45,6 +45,7 @@ LONG: Final = (
 # How many cases of each parametrized test function stay in its tier; the others are products.
 # Chosen by cost: a file stands here if its cases took more than a few seconds together.
 CASES: Final = {
+    "tests/cases/test_huggingface_families.py": 1,
     "tests/comm/collectives/test_exactness.py": 12,
     "tests/comm/mpi/test_mpiexec.py": 8,
     "tests/config/test_checks.py": 8,
