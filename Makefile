@@ -10,7 +10,7 @@ SLOW_WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
 ELSEWHERE := not product and not simulated and not long and not two_hosts and not cluster and not browser
 FAST := "not slow and $(ELSEWHERE)"
 SLOW := "slow and $(ELSEWHERE)"
-PYTEST := $(BIN)/python -m pytest -q --maxprocesses 8 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -q --maxprocesses 8 --dist worksteal
 
 BIN := .venv/bin
 STAMP := .venv/.installed
