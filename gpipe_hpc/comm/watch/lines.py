@@ -13,14 +13,19 @@ MAX_TEXT: Final = 8000
 """Characters of one text; as JSON a character takes up to 12 bytes."""
 _MAX_UNSENT: Final = 1 << 20
 _READ: Final = 1 << 16
+_MAX_AT_ONCE: Final = 1 << 20
 
 
 class Line:
-    """A connection that never blocks; `is_open` is False once it has ended, for any reason."""
+    """A connection that never blocks; `is_open` is False once it has ended, for any reason.
+
+    `num_read`: bytes that have come.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.is_open = True
+        self.num_read = 0
         self._connection = connection
         self._unread = b""
         self._unsent = b""
@@ -67,14 +72,24 @@ class Line:
                 return
             self._end()
 
-    def receive(self) -> list[Message]:
-        """Return the messages that are here; ends the line where they end or make no sense."""
+    def receive(self, most: int = _MAX_AT_ONCE) -> list[Message]:
+        """Return the messages that are here; ends the line if they end or make no sense.
+
+        It reads no more than `most` bytes: who sends without pause keeps nobody from other work.
+        What is left is there at the next call.
+        """
+        left = most
         try:
-            while piece := self._connection.recv(_READ):
+            while left > 0:
+                piece = self._connection.recv(min(_READ, left))
+                if not piece:
+                    self._end()
+                    break
+                left -= len(piece)
+                self.num_read += len(piece)
                 self._unread += piece
                 if len(self._unread) > 2 * MAX_LINE and b"\n" not in self._unread:
                     raise ValueError("a line without end")
-            self._end()
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, ValueError):

@@ -48,14 +48,13 @@ class Neighbourhood:
         return [talk for talk in (*own, *self._strangers) if talk.line.is_open]
 
     def accept(self, listener: socket.socket, now_s: float) -> None:
-        """Take a call; who it is has to be proved."""
+        """Take a call; who it is has to be proved. Of many strangers the oldest have to go."""
         try:
             connection, _ = listener.accept()
         except OSError:
             return
         if len(self._strangers) >= _MAX_STRANGERS:
-            connection.close()
-            return
+            self._strangers.pop(0).line.close()
         self._strangers.append(self._talk(connection, None, now_s))
 
     def dial(self, now_s: float) -> None:

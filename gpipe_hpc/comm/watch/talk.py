@@ -1,9 +1,12 @@
 """Two watchers make sure of each other before they believe a word."""
 
 import os
+from typing import Final
 
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.watch.lines import Line, Message
+
+_MAX_GREETING: Final = 4096  # bytes of a hello and a proof, which take less than 1,024
 
 
 class Talk:
@@ -11,8 +14,8 @@ class Talk:
 
     Both send a number never used before, and prove the secret over both numbers and both ranks: an
     old proof is worth nothing. Who was called proves last, so a stranger who calls gets no proof
-    out of it. What comes on an unproven connection is never passed on. Nothing here
-    waits.
+    out of it. What comes on an unproven connection is never passed on, and it is closed once more
+    has come than a greeting takes. Nothing here waits.
 
     `expected`: the rank that was called; None where this end was.
     """
@@ -32,13 +35,16 @@ class Talk:
 
     def receive(self) -> list[Message]:
         """Return what has come from a proven watcher."""
+        room = _MAX_GREETING - self.line.num_read
         messages: list[Message] = []
-        for message in self.line.receive():
+        for message in self.line.receive() if self.is_proven else self.line.receive(room):
             if self.is_proven:
                 messages.append(message)
             elif not self._shake(message):
                 self.line.close()
                 return []
+        if not self.is_proven and self.line.num_read >= _MAX_GREETING:
+            self.line.close()
         return messages
 
     def _shake(self, message: Message) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import threading
 
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.watch.lines import Line
@@ -95,3 +96,46 @@ def test_a_line_without_end_is_cut_off():
         if not line.is_open:
             break
     assert not line.is_open, "it goes on listening"
+
+
+def flood(connection, piece):
+    """Send without pause until the other end hangs up."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(piece)
+
+
+def hear(talk):
+    for _ in range(4096):
+        talk.receive()
+
+
+def test_who_sends_without_pause_is_cut_off_before_it_has_proved_itself():
+    """Line ends without pause were read without end: the rank looked silent, and all ended."""
+    hello = json.dumps({"kind": "hello", "rank": 0, "number": "1"}).encode()
+    for piece in (b"\n" * 65536, b"x" * 65536, b" " * 65536, hello[:-1]):
+        own, theirs = socket.socketpair()
+        called = Talk(Line(theirs), 1, "b", SECRET, None, 0.0)
+        threading.Thread(target=flood, args=(own, piece), daemon=True).start()
+        heard = threading.Thread(target=hear, args=(called,), daemon=True)
+        heard.start()
+        heard.join(20.0)
+        assert not heard.is_alive(), "it listens to nobody else"
+        assert not called.line.is_open and called.line.num_read <= 4096
+
+
+def test_a_neighbour_that_sends_without_pause_is_heard_piece_by_piece():
+    caller, called = pair(SECRET, SECRET)
+    message = json.dumps({"kind": "beat"}).encode() + b"\n"
+    sender = threading.Thread(target=flood, args=(caller.line._connection, message * 100))
+    caller.line._connection.setblocking(True)
+    sender.start()
+    try:
+        for _ in range(3):
+            messages = called.receive()
+            assert len(messages) * len(message) <= (1 << 20) + len(message)
+            assert all(each == {"kind": "beat"} for each in messages)
+        assert called.line.is_open
+    finally:
+        called.line.close()
+        sender.join(10.0)
