@@ -132,10 +132,11 @@ def test_max_norm_trains_right_with_one_copy(make, layout):
 def test_rows_that_are_renormalised_again_to_rounding_are_no_harm(layout):
     # In float32 a row that was scaled to the norm may still be longer by the last bit.
     def make():
-        table = nn.Embedding(ROWS, 32, max_norm=0.5)
-        return [table, nn.Linear(32, WIDTH), nn.Flatten(), nn.Linear(2 * WIDTH, WIDTH)]
+        table = nn.Embedding(256, 32, max_norm=0.5)
+        return [table, nn.Flatten(), nn.Linear(128, WIDTH), nn.Linear(WIDTH, WIDTH)]
 
-    data = [(x, y.float()) for x, y in tokens(3, 64)]
+    rows = torch.arange(256).view(64, 4)
+    data = [(rows, torch.ones(64, WIDTH)) for _ in range(3)]
     num_ranks, keywords = ALONE[layout]
     ranks = by_ranks(make, data, num_ranks, **keywords)
     plain = by_a_plain_loop(make, data)
