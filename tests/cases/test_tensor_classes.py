@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc import Pipeline
+from gpipe_hpc.errors import GpipeError
 from tests.cases.state_support import (
     WIDTH,
     assert_as_plain,
@@ -15,7 +17,7 @@ from tests.cases.state_support import (
     by_ranks,
     linear,
 )
-from tests.support import batches
+from tests.support import batches, mean_square
 
 
 class Doubling(torch.Tensor):
@@ -119,3 +121,22 @@ def test_a_parameter_may_leave_a_stage():
 
     ranks = by_ranks(make, DATA, 2, stages=2, microbatches=4)
     assert_as_plain(ranks, by_a_plain_loop(make, DATA))
+
+
+def test_processes_refuse_a_class_at_a_cut_and_keep_it_within_a_stage(processes, tmp_path):
+    def train(partition):
+        torch.manual_seed(0)
+        layers = [Makes(Doubling), Uses(), Makes(Doubling), Uses()]
+        pipe = Pipeline(layers, mean_square, stages=2, microbatches=4, partition=partition)
+        try:
+            return float(pipe.step(*DATA[0]).loss)
+        except GpipeError as error:
+            return str(error)
+
+    def make():
+        return [Makes(Doubling), Uses(), Makes(Doubling), Uses()]
+
+    ranks = processes(2, lambda rank: [train([2, 2]), train([1, 3])], tmp_path)
+    expected = by_a_plain_loop(make, DATA[:1]).losses[0]
+    assert [within for within, _ in ranks] == pytest.approx([expected, expected], abs=1e-10)
+    assert all("Doubling" in text for _, text in ranks)
