@@ -234,6 +234,7 @@ def simulated(config: Config) -> Subject:
         recompute=config.draw.costs.recompute,
         send=config.draw.costs.send,
         reduction=config.draw.costs.reduction,
+        reduces_within=config.outer.overlap,
         gather=config.draw.costs.gather,
     )
     timelines: list[Timeline] = []
