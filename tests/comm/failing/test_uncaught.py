@@ -69,8 +69,6 @@ if kind == "waiting":
     settings["timeout_s"] = -1
 if kind == "reach":
     start_world(reach_s=-1)
-if kind == "ports":
-    start_world(ports="7")
 if kind == "replicas":
     settings["replicas"] = 3
 width = 5 if kind == "shape" else 4
@@ -147,7 +145,6 @@ def test_the_others_say_one_line(failed, kind, words):
         ("keyword", "Pipeline: unknown keyword schedul, expected one that"),
         pytest.param("waiting", "timeout_s: ", marks=pytest.mark.slow),
         pytest.param("reach", "reach_s: ", marks=pytest.mark.slow),
-        ("ports", "comm.ports: expected a range"),
         pytest.param("replicas", "3", marks=pytest.mark.slow),
     ],
 )
