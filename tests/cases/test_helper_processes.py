@@ -76,7 +76,7 @@ def test_a_run_survives_the_end_of_helpers_and_still_notices_a_rank_that_hangs(
     ranks.commands[2].signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("moment", ["start", "end"])
+@pytest.mark.parametrize("moment", [pytest.param("start", marks=pytest.mark.slow), "end"])
 def test_helpers_that_are_killed_at_the_start_or_the_end_change_nothing(
     start_ranks, tiny, tmp_path, until, moment
 ):
