@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from gpipe_hpc.small_files import parse_json
+from gpipe_hpc.errors import RunFolderError, os_remedy
+from gpipe_hpc.small_files import open_regular, parse_json
 
 METRICS_FILE: Final = "metrics.jsonl"
 
@@ -36,8 +37,10 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_step: int | None = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and resumed_step is not None:
-            _keep_until(path, resumed_step)
+        if path.exists():
+            _refuse_other(path)
+            if resumed_step is not None:
+                _keep_until(path, resumed_step)
         # Without a buffer: what could not be written does not come again when the file is closed.
         self._file = path.open("ab", buffering=0)
 
@@ -103,6 +106,17 @@ class _QuietThreads:
 
 def _finite(value: float | int | None) -> float | int | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _refuse_other(path: Path) -> None:
+    try:
+        open_regular(path).close()
+    except (OSError, ValueError) as error:
+        remedy = os_remedy(error) or "remove it"
+        raise RunFolderError(
+            f"run.dir {path.parent}: expected the lines of an earlier start in {path.name}, got "
+            f"{error}; {remedy}, or choose another run.dir"
+        ) from error
 
 
 def _keep_until(path: Path, last_step: int) -> None:

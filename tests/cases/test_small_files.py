@@ -422,3 +422,13 @@ def test_a_damaged_lock_ends_in_one_message_or_is_taken_over(tmp_path, content):
     else:
         assert isinstance(error, RunFolderError) and "LOCK" in str(error), error
         assert os.path.lexists(lock)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_a_run_does_not_wait_for_a_file_of_an_earlier_start(tmp_path, kind, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    os.mkfifo(run / name) if kind == "a pipe" else (run / name).mkdir()
+    words = ["model=mlp", "data=synthetic_vectors", "train.steps=1", "train.batch_size=4"]
+    refused(lambda: train_here(1, *words, f"run.dir={run}"), run)
