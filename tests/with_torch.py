@@ -26,6 +26,8 @@ SAMPLE = (
     "tests/engine/outer/test_exactness.py",
     "tests/engine/state",
     "tests/engine/test_processes.py",
+    "tests/planning/costs/test_counted.py",
+    "tests/planning/memory/test_offload.py",
     "tests/checkpoint/test_saving.py",
     "tests/checkpoint/test_format_1.py",
     "tests/checkpoint/test_metadata.py",

@@ -179,8 +179,7 @@ class Trial:
 
     def count(self, name: str) -> Passed[LayerCount]:
         """Return the layer's cost, and what it gives to layers behind it: shapes without values."""
-        with _counting_device(self.precision, self.module) as placed:
-            leaves = map_tensors(lambda t: placed(fresh(t)), tuple(self.given))
+        with _counting_device(self.precision, self.module, self.given) as leaves:
             # Clones, for a layer may work in place: on a leaf that is forbidden.
             first, given, again = (Given(*map_tensors(torch.clone, leaves)) for _ in range(3))
             given_tensors = tensors_of(tuple(given))
@@ -281,13 +280,14 @@ def _said(error: Exception, otherwise: str) -> str:
 
 
 @contextmanager
-def _counting_device(precision: str, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Return how tensors are made to look for a trial; autocast passes meta tensors by.
+def _counting_device(precision: str, module: nn.Module, given: Given) -> Iterator[Any]:
+    """Yield leaves like what is given, as a trial takes them; autocast passes meta tensors by.
 
     Under a reduced precision they, and the parameters, claim to be on the CPU.
     """
+    leaves = map_tensors(fresh, tuple(given))
     if precision == "float32":
-        yield lambda tensor: tensor
+        yield leaves
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -304,8 +304,9 @@ def _counting_device(precision: str, module: nn.Module) -> Iterator[Callable[[Te
             part._buffers[name] = placed(buffer)
     if isinstance(module, Loss):
         module.targets = map_tensors(placed, module.targets)
+    leaves = map_tensors(placed, leaves)  # before torch 2.9, within the mode they cannot be made
     with mode:
-        yield placed
+        yield leaves
 
 
 def _homes(module: nn.Module) -> list[Home]:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from gpipe_hpc.comm.nests import tensors_of
+from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.torch_compat import TorchDispatchMode, pytree
 
 
@@ -109,9 +109,9 @@ def run_counting(
     if not ends:
         return Workspace(of_forward)
     seeds = [torch.empty_like(end) for end in ends]
-    edges = [get_gradient_edge(end) for end in ends]
+    edges = [edge_of(end) for end in ends]
     # A stage lets go of what it has sent: outputs live on where autograd has saved them.
     del results, ends
     with live.above() as most:
-        torch.autograd.backward(edges, seeds)
+        accumulate_gradients(edges, seeds)
         return Workspace(of_forward, most())
