@@ -254,7 +254,8 @@ def layer_times(
         bare = _spread(bare_s / pace, [each.bare_forward for each in own])
         backward = _spread(took[Op.B] or took[Op.I] + took[Op.W], [each.backward for each in own])
         for each, ahead, alone, back in zip(own, forward, bare, backward, strict=True):
-            share = each.of_input / each.backward if each.backward else 0.5
+            # Measured apart, while others had the machine, too: a half may be above the whole.
+            share = min(1.0, each.of_input / each.backward) if each.backward else 0.5
             times.append(LayerTimes(ahead, back, share * back, (1 - share) * back, alone))
     return tuple(times)
 

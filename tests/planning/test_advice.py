@@ -155,6 +155,9 @@ def test_measured_times_are_spread_over_the_layers_as_the_basis_says():
     assert [each.forward for each in times] == [2.0, 6.0, 1.0, 1.0]
     assert [each.backward for each in times] == pytest.approx([1.0, 3.0, 3.0, 3.0])
     assert times[1].of_input == pytest.approx(1.2) and times[1].of_weight == pytest.approx(1.8)
+    # A half that took longer than the whole while others had the machine ended runs in a traceback.
+    disturbed = layer_times(timeline, [2, 2], (LayerTimes.alike(1.0, 2.0, 3.0, 1.0),) * 4)
+    assert [each.of_weight for each in disturbed] == [0.0] * 4
     nothing = layer_times(timeline, [2, 2], (LayerTimes.alike(0.0, 0.0, 0.0, 0.0),) * 4)
     assert [each.forward for each in nothing] == [4.0, 4.0, 1.0, 1.0]
 
