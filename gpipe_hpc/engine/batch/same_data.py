@@ -151,7 +151,7 @@ def _mixed(leaf: object) -> Tensor | None:
             numbers = _integers(leaf)
             if numbers is None:
                 return None
-            place = torch.arange(1, len(numbers) + 1, device=numbers.device) * _FACTORS[0]
+            place = _counting(numbers, len(numbers)) * _FACTORS[0]
             weights = (place ^ (place >> 29)) * _FACTORS[1] | 1
             numbers = numbers * _FACTORS[2]
             # High bits reach low ones, too: floats of few digits differ in their high bits alone.
@@ -176,8 +176,13 @@ def _integers(leaf: object) -> Tensor | None:
     bits = bits.view(-1, width) if bits.is_contiguous() else bits
     if bits.is_contiguous():
         return bits[::step].flatten().long()
-    first = torch.arange(0, leaf.numel(), step, device=leaf.device) * width
+    first = (_counting(bits, -(-leaf.numel() // step)) - 1) * (step * width)
     return bits.take(torch.stack([first + i for i in range(width)], 1).flatten()).long()
+
+
+def _counting(tensor: Tensor, count: int) -> Tensor:
+    """Return 1 to `count`, on the device of a tensor."""
+    return tensor.new_ones(count, dtype=torch.int64).cumsum(0)
 
 
 def _stride(num_elements: int, num_samples: int) -> int:
