@@ -151,9 +151,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _others() -> Threads:
     """Return the threads that may draw: not this one, nor ours, nor ranks amid a step."""
-    own = threading.get_ident()
-    frames = sys._current_frames().items()
-    others = [ident for ident, frame in frames if ident != own and not _is_ours(frame)]
+    others = [ident for ident, frame in _other_frames().items() if not _is_ours(frame)]
     if not others:
         return {}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -184,8 +182,14 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _has_other_ranks() -> bool:
+    return any(_files(frame)[-1:] == [_RANKS] for frame in _other_frames().values())
+
+
+def _other_frames() -> dict[int, FrameType]:
+    """Return the innermost frames of other threads: with the own one there would be a circle."""
     frames = sys._current_frames()
-    return sum(_files(frame)[-1:] == [_RANKS] for frame in frames.values()) > 1
+    del frames[threading.get_ident()]
+    return frames
 
 
 def _files(frame: FrameType | None) -> list[str]:
