@@ -75,9 +75,10 @@ class SameData:
 
     def judge(self) -> None:
         """Warn, once, if ranks of a replica were given different data."""
-        while self._unread:
-            step, sums = self._unread.popleft()
-            differing = _differing(sums.read().tolist())
+        # Not those of a later step than the one whose loss is read: the device would be waited for.
+        while self._unread and (sums := self._unread[0][1].poll()) is not None:
+            step, _ = self._unread.popleft()
+            differing = _differing(sums.tolist())
             if differing and not self._is_said:
                 self._is_said = True
                 log.warning(

@@ -117,9 +117,10 @@ class StepLoss:
 
     @property
     def _on_host(self) -> torch.Tensor:
+        values = self.fetched.read().view(self.terms.shape)
         if self.on_read is not None:
             self.on_read()
-        return self.fetched.read().view(self.terms.shape)
+        return values
 
     @cached_property
     def _totals(self) -> list[float]:
