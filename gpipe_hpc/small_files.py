@@ -179,11 +179,17 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode, deep: bool = False) 
 
 
 # Builds plain values: as for OmegaConf 1e-6 is a number, and dates are texts.
-_Loader: Any = type("_Loader", (_Base,), {"construct_mapping": _construct_mapping})
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if "timestamp" not in tag]
-    for first, resolvers in _Base.yaml_implicit_resolvers.items()
-}
+_Loader: Any = type(
+    "_Loader",
+    (_Base,),
+    {
+        "construct_mapping": _construct_mapping,
+        "yaml_implicit_resolvers": {
+            first: [(tag, form) for tag, form in resolvers if "timestamp" not in tag]
+            for first, resolvers in _Base.yaml_implicit_resolvers.items()
+        },
+    },
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "gpipe_hpc"
 # Restricted unpicklers of our own, which take no name but those they know, each with its tests.
 ALLOWED = {
-    "checkpoint/metadata.py": {"pickle.Unpickler"},
+    "checkpoint/metadata.py": {"pickle._Unpickler"},
     "comm/pickling.py": {"pickle.Unpickler"},
     "config/commands.py": {"yaml.load"},  # by a safe loader, in C where there is one
 }

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,6 +133,26 @@ class _Record:
         self.state = state
 
 
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def loaded(reader: "_Reader") -> None:
+        load(reader)
+        reader._count_tuple()
+
+    return loaded
+
+
+_TUPLES: Final = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+_OPCODES: Final = (
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.POP, pickle.POP_MARK),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1),
+    *(pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE),
+    *(pickle.BINUNICODE, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+    *(pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, *_TUPLES),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
+)
+
+
 class _Reader(pickle._Unpickler):
     """An unpickler that knows the names of checkpoint metadata and dtypes, nothing else.
 
@@ -142,6 +162,11 @@ class _Reader(pickle._Unpickler):
     """
 
     stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code[0]: _counted(load) if code in _TUPLES else load
+        for code in _OPCODES
+        for load in (pickle._Unpickler.dispatch[code[0]],)
+    }
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -167,31 +192,6 @@ class _Reader(pickle._Unpickler):
             raise pickle.UnpicklingError(f"a tuple of more than {_MOST_PARTS} parts")
         self._sizes[id(made)] = size
         self._tuples.append(made)
-
-
-def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    def loaded(reader: _Reader) -> None:
-        load(reader)
-        reader._count_tuple()
-
-    return loaded
-
-
-_TUPLES: Final = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
-_OPCODES: Final = (
-    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.POP, pickle.POP_MARK),
-    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1),
-    *(pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE),
-    *(pickle.BINUNICODE, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
-    *(pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, *_TUPLES),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
-)
-_Reader.dispatch = {
-    code[0]: _counted(load) if code in _TUPLES else load
-    for code in _OPCODES
-    for load in (pickle._Unpickler.dispatch[code[0]],)
-}
 
 
 def _stored_tensors(root: Any) -> dict[str, StoredTensor]:

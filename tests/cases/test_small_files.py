@@ -277,7 +277,7 @@ def planned(*words):
     return make_plan(compose_config(words))
 
 
-def refused(action, path):
+def assert_refused(action, path):
     error = in_time(action)
     assert isinstance(error, GpipeError), error
     assert str(path) in str(error) and len(str(error)) < 2000
@@ -296,7 +296,7 @@ def test_a_file_of_a_plan_that_is_hostile_is_refused_in_time(tmp_path, setting, 
     else:
         raw = HOSTILE[content]
         path.write_bytes(raw if isinstance(raw, bytes) else raw.encode())
-    refused(lambda: planned("pipeline.stages=2", f"{setting}={path}"), path)
+    assert_refused(lambda: planned("pipeline.stages=2", f"{setting}={path}"), path)
 
 
 LINKS = {
@@ -336,7 +336,7 @@ def test_single_changes_of_links_are_refused_or_planned(tmp_path, change):
 def test_more_ranks_than_anybody_has_are_refused(tmp_path, text):
     path = tmp_path / "links.yaml"
     path.write_text(text + yaml.safe_dump({"links": LINKS["links"]}))
-    assert "at most 1,000,000 ranks" in refused(lambda: read_cluster(path), path)
+    assert "at most 1,000,000 ranks" in assert_refused(lambda: read_cluster(path), path)
 
 
 def drawn(path):
@@ -371,7 +371,7 @@ def test_a_table_that_is_hostile_is_refused_in_time(tmp_path, text):
     """Carriage returns and long cells ended in tracebacks."""
     path = tmp_path / "table.csv"
     path.write_bytes(text.encode("latin-1"))
-    refused(lambda: drawn(path), path)
+    assert_refused(lambda: drawn(path), path)
 
 
 LOCKS = {
@@ -431,4 +431,4 @@ def test_a_run_does_not_wait_for_a_file_of_an_earlier_start(tmp_path, kind, name
     run.mkdir()
     os.mkfifo(run / name) if kind == "a pipe" else (run / name).mkdir()
     words = ["model=mlp", "data=synthetic_vectors", "train.steps=1", "train.batch_size=4"]
-    refused(lambda: train_here(1, *words, f"run.dir={run}"), run)
+    assert_refused(lambda: train_here(1, *words, f"run.dir={run}"), run)

@@ -120,12 +120,14 @@ def _moved_first(optimizer: Optimizer, scale: float) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     takes_closure = "closure" in signature(type(optimizer).step).parameters
     moved = []
-    for number, group in enumerate(optimizer.param_groups):
-        device = next(iter(group["params"]), torch.zeros(1)).device
+    # A group may be empty on this rank: the matrices of all groups lie where the parameters do.
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    device = next(parameters, torch.zeros(1)).device
 
-        def matrix(where: torch.device = device) -> Tensor:
-            return torch.randn(_SMALL[0], generator=generator, dtype=torch.float64).to(where)
+    def matrix() -> Tensor:
+        return torch.randn(_SMALL[0], generator=generator, dtype=torch.float64).to(device)
 
+    for number in range(len(optimizer.param_groups)):
         first, second = nn.Parameter(matrix()), nn.Parameter(matrix())
         probe = _probe_of(optimizer, number, [first, second])
         with torch.random.fork_rng(devices=[]):
