@@ -139,7 +139,6 @@ REFUSED = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.05),
     "Muon": lambda p: optim.Muon([each for each in p if each.dim() == 2], lr=0.05),
     "LBFGS": lambda p: optim.LBFGS(p),
-    "SparseAdam": lambda p: optim.SparseAdam(p),
 }
 
 
