@@ -80,6 +80,8 @@ def test_bytes_train_under_a_vocabulary_of_bytes_and_numbers_under_any(
     tokens = ("data=tokens", f"data.paths=[{numbers}]", "data.seq_len=6", "data.vocab_size=1000")
     other = f"run.dir={tmp_path / 'other'}"
     train_here(1, *words_of(tmp_path, *tokens, f"model.path={file}", other))
+    for run in ("run", "other"):
+        assert json.loads((tmp_path / run / "summary.json").read_text())["last_step"] == 1
 
 
 # Labels.
