@@ -472,7 +472,7 @@ class StageWork:
         """Run W; False if there was nothing left to do."""
         deferred = self._deferred.pop(microbatch, None)
         if deferred is not None:
-            with self._surroundings.backward(self.stage.whole):
+            with self._surroundings.weight_gradients(self.stage.whole):
                 deferred.run()
             self.stage.gradients.own()
             if self.stage.squares is not None:

@@ -7,7 +7,6 @@ resumed run can draw the same. So the generators are compared around each backwa
 in a layer (`torch.utils.checkpoint`) puts back what it has used, and is no draw.
 """
 
-import ctypes
 import logging
 import pickle
 import sys
@@ -42,9 +41,6 @@ _REMEDY: Final = (
     "of numbers that the forward was given"
 )
 
-_memcmp: Final = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
 
 class _Marks(NamedTuple):
     """The states of all generators that a stage's layers may draw from."""
@@ -62,7 +58,7 @@ class _Marks(NamedTuple):
 
     def drawn(self, now: "_Marks") -> str:
         """Say which generator has been drawn from since; empty if none."""
-        if not all(map(_is_same, self.torchs, now.torchs)):
+        if not all(map(torch.equal, self.torchs, now.torchs)):
             return "torch's default generator"
         python, numpy = self.process.differ(now.process)
         if python or numpy:
@@ -103,6 +99,11 @@ class BackwardDraws:
         if drawn and not _has_other_ranks() and not _running(others):
             raise self._refusal(self._whole.where, drawn)
         self._is_suspected = bool(drawn)
+
+    @property
+    def looks_at_weights(self) -> bool:
+        """Say whether to look around W, too: it takes no lock, so not if ranks are threads."""
+        return self.looks and not _has_other_ranks()
 
     @contextmanager
     def refused(self, segment: Segment) -> Iterator[None]:
@@ -145,17 +146,14 @@ def _held(states: Sequence[LayerState]) -> list[bytes]:
     return [v.numpy().tobytes() if isinstance(v, torch.Tensor) else pickle.dumps(v) for v in values]
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.nbytes == other.nbytes and not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
-
-
 def _others() -> Threads:
     """Return the threads that may draw: not this one, nor ours, nor ranks amid a step."""
     others = [ident for ident, frame in _other_frames().items() if not _is_ours(frame)]
     if not others:
         return {}
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {ident: (names.get(ident, "unnamed"), _computed_ns(ident)) for ident in others}
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    found = ((ident, threads.get(ident)) for ident in others)
+    return {i: (thread.name if thread else "unnamed", _computed_ns(thread)) for i, thread in found}
 
 
 def _running(before: Threads) -> list[str]:
@@ -165,11 +163,15 @@ def _running(before: Threads) -> list[str]:
     return [(now.get(i) or before[i])[0] for i in threads if before.get(i) != now.get(i)]
 
 
-def _computed_ns(ident: int) -> int:
-    """Return for how long a thread has computed; where the system cannot tell, the time of day."""
+def _computed_ns(thread: threading.Thread | None) -> int:
+    """Return for how long a thread has computed; if nobody knows, a number that always differs.
+
+    Not by time.pthread_getcpuclockid: it ends the process if the thread has just ended.
+    """
     try:
-        return time.clock_gettime_ns(time.pthread_getcpuclockid(ident))
-    except (AttributeError, OSError):
+        path = f"/proc/self/task/{thread.native_id if thread else None}/schedstat"
+        return int(Path(path).read_text("ascii").partition(" ")[0])
+    except (OSError, ValueError):
         return time.perf_counter_ns()
 
 
