@@ -94,7 +94,7 @@ def same_gauge(monkeypatch, request, counts):
 
     monkeypatch.setattr(gpipe_hpc.planning.costs.gauges, "count_model", counted)
     monkeypatch.setattr(gpipe_hpc.pipeline, "Measured", lambda counted: counted)
-    monkeypatch.setattr(Pipeline, "_build", lambda self, model: None)
+    monkeypatch.setattr(Pipeline, "_build", lambda self, model: setattr(self, "stages", {}))
 
 
 def laid_out_by_a_run(config):

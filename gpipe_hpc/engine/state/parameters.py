@@ -22,6 +22,7 @@ from gpipe_hpc.errors import ModelError
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIRST, _EVERY = 3, 100  # steps in which values are compared
+_PIECE: Final = 2**16  # elements that are looked at at once: what that takes is no larger
 
 
 class StageParameters:
@@ -162,7 +163,8 @@ class StageParameters:
             )
 
     def _sketches(self) -> list[Sketch]:
-        return [sketch_of(p) if _is_plain(p) else () for p in self._named.values()]
+        named = self._named.values()
+        return [sketch_of(list(_pieces(p.detach()))) if _is_plain(p) else () for p in named]
 
 
 def _versions(parameters: Collection[nn.Parameter]) -> list[int]:
@@ -185,7 +187,12 @@ def _sum_of_bits(parameter: nn.Parameter) -> torch.Tensor:
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    return values.view(_WORDS[values.dtype.itemsize]).sum(dtype=torch.int64)
+    words = (piece.view(_WORDS[values.dtype.itemsize]) for piece in _pieces(values))
+    return torch.stack([each.sum(dtype=torch.int64) for each in words]).sum()
+
+
+def _pieces(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(values.reshape(-1), _PIECE)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
