@@ -33,6 +33,7 @@ TREES = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
 ROWS = [
     {"errors"},
     {"torch_compat", "small_files"},
+    {"yaml_files"},
     {"schedule"},
     {"drawing"},
     {"comm"},

@@ -257,7 +257,7 @@ def _check_described(
     named: Sequence[tuple[str, nn.Parameter]],
 ) -> None:
     """Refuse states of the optimizer without the options that they were made with."""
-    if facts["format"] == 1 or "optimizer" not in facts:
+    if facts["format"] == 1 or facts.get("optimizer") is None:  # as an earlier version wrote
         return
     described = {name for entry in facts["optimizer"] for name in entry["parameters"]}
     for name, parameter in named:

@@ -66,7 +66,6 @@ _SHAPE: Final[dict[str, Any]] = {
 _SHAPE_SINCE_2: Final[dict[str, Any]] = {
     "tensors": Values({"shape": [_COUNT], "dtype": str}),
     "states": {},
-    "optimizer": _GROUPS,
     TYPED: OrNull({"extra": OrNull([list]), "values": OrNull([list])}),
 }
 

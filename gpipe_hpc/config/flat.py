@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpipe_hpc.small_files import parse_yaml
+from gpipe_hpc.yaml_files import parse_yaml
 
 
 def flat_settings(text: str) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
-from gpipe_hpc.small_files import read_yaml
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.resuming import newest_whole
+from gpipe_hpc.yaml_files import read_yaml
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 from gpipe_hpc.errors import ConfigError, ScheduleError, os_remedy
 from gpipe_hpc.schedule import Cluster, Link
-from gpipe_hpc.small_files import read_yaml
+from gpipe_hpc.yaml_files import read_yaml
 
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 _WAY: Final = ("source", "destination")

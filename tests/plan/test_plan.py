@@ -546,12 +546,20 @@ class Live:
         self.peak = 0
 
     def update(self):
-        given = [tensor for ref in self.inputs if (tensor := ref()) is not None]
-        sizes = dict(self.part(tensor) for tensor in [*self.saved.values(), *given])
+        given = [each for ref in self.inputs if (each := ref()) is not None]
+        sizes = dict(self.part(each) for each in [*self.saved.values(), *given])
         self.peak = max(self.peak, sum(sizes.values()))
 
+    def give(self, tensor):
+        """Note the input of a stage; its forward and its recomputation have one memory."""
+        self.inputs.append(
+            weakref.ref(tensor.untyped_storage() if tensor.is_floating_point() else tensor)
+        )
+
     def part(self, tensor):
-        """Return where a tensor's memory is, and its bytes."""
+        """Return where a tensor's memory is, or a storage, and its bytes."""
+        if isinstance(tensor, torch.UntypedStorage):
+            return tensor.data_ptr(), tensor.nbytes()
         if not tensor.is_floating_point():
             return tensor.data_ptr(), tensor.nbytes  # its micro-batch's part of the batch
         storage = tensor.untyped_storage()
@@ -590,7 +598,8 @@ def live_bytes(layers, loss_fn, counts, ranks, schedule, microbatches, recompute
             protect = stage.whole.protect
 
             def noted(state, modes, protect=protect):
-                live.inputs += map(weakref.ref, tensors_of(state))
+                for tensor in tensors_of(state):
+                    live.give(tensor)
                 return protect(state, modes)
 
             stage.whole.protect = noted

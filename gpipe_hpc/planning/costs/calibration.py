@@ -24,7 +24,7 @@ from gpipe_hpc.planning.costs.prices import (
     told_prices,
 )
 from gpipe_hpc.schedule import Link
-from gpipe_hpc.small_files import read_yaml
+from gpipe_hpc.yaml_files import read_yaml
 
 _FORMAT: Final = "calibration of gpipe_hpc, "
 _VERSION: Final = 4

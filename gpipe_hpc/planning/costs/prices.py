@@ -13,7 +13,7 @@ from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.planning.costs.origin import doubts_of_device
 from gpipe_hpc.schedule import Costs, Link
 from gpipe_hpc.schedule.costs import Cost
-from gpipe_hpc.small_files import read_yaml
+from gpipe_hpc.yaml_files import read_yaml
 
 _FORMAT: Final = "prices of gpipe_hpc, 3"
 _OLDER: Final = "prices of gpipe_hpc, 2"

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.composing import written
 from gpipe_hpc.config.removed import REMOVED
-from gpipe_hpc.small_files import read_yaml
+from gpipe_hpc.yaml_files import read_yaml
 
 # What a run trains, and on what, is in these sections; all others are about this start of it.
 _SECTIONS: Final = ("model", "loss", "data", "optimizer", "lr", "train", "pipeline", "outer")

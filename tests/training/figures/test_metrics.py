@@ -74,7 +74,9 @@ class Refusing:
 
 def test_a_full_disk_is_told_with_its_folder_and_a_remedy(tmp_path):
     """It was an OSError out of our files, and another one as they were closed."""
-    full = JsonLines(Path("/dev/full"), resumed_step=None)
+    full = JsonLines(tmp_path / "lines.jsonl", resumed_step=None)
+    full.close()
+    full._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     refusing = [Refusing(), Refusing()]
     told = rf"metrics: .* in {tmp_path}, got .*No space left on device.*make room there"
     with (
