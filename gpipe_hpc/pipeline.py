@@ -17,6 +17,7 @@ from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.host.clock import clock_identity
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.threads import within_step
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.config.keywords import Keywords, Layers, by_keyword, name_of
 from gpipe_hpc.engine.backward.outsiders import Outsiders
@@ -480,7 +481,8 @@ class Pipeline:
                 run = self._run("training", inputs, targets, self.loss_fn)
                 digests = self._steps.same_data.says(self.steps_done, inputs, targets)
                 run = replace(run, digests=digests) if digests else run
-                result = self._steps.train(run, tell)
+                with within_step():
+                    result = self._steps.train(run, tell)
         self.steps_done += 1
         self._whole_model.watch()
         apart = self._steps.apart

@@ -5,7 +5,8 @@ The same engine runs on them as on processes; only this file and the in-memory t
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -353,6 +354,26 @@ class ThreadWorld:
         return self.hub.report or Report(symptom)
 
 
+class RankThread(threading.Thread):
+    """A rank that is a thread. `num_edges` of steps it has passed: odd within a step."""
+
+    num_edges = 0
+
+
+@contextmanager
+def within_step() -> Iterator[None]:
+    """Mark the block as a training step of this rank, in which no code of a loop draws numbers."""
+    thread = threading.current_thread()
+    if not isinstance(thread, RankThread):
+        yield
+        return
+    thread.num_edges += 1
+    try:
+        yield
+    finally:
+        thread.num_edges += 1
+
+
 def run_on_threads(
     size: int,
     body: Callable[[ThreadWorld], T],
@@ -382,7 +403,7 @@ def run_on_threads(
             ThreadWorld(hub, rank).fail(told, is_mistake=is_users_mistake(failure))
 
     threads = [
-        threading.Thread(target=target, args=(rank,), name=f"rank{rank}", daemon=True)
+        RankThread(target=target, args=(rank,), name=f"rank{rank}", daemon=True)
         for rank in range(size)
     ]
     for thread in threads:

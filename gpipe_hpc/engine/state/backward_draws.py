@@ -9,18 +9,16 @@ in a layer (`torch.utils.checkpoint`) puts back what it has used, and is no draw
 
 import logging
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-import gpipe_hpc
+from gpipe_hpc.comm.threads import RankThread
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.sources import ProcessMarks
@@ -33,9 +31,6 @@ Threads = dict[int, tuple[str, int]]
 """By number: the name of a thread, and for how many nanoseconds it has computed."""
 
 _FIRST: Final = 3  # steps in which all generators are compared around each backward
-_PACKAGE: Final = str(Path(gpipe_hpc.__file__).parent)
-_PIPELINE: Final = f"{_PACKAGE}/pipeline.py"
-_RANKS: Final = f"{_PACKAGE}/comm/threads.py"
 _REMEDY: Final = (
     "draw them in the forward and keep them for the backward (ctx.save_for_backward), or make them "
     "of numbers that the forward was given"
@@ -147,13 +142,22 @@ def _held(states: Sequence[LayerState]) -> list[bytes]:
 
 
 def _others() -> Threads:
-    """Return the threads that may draw: not this one, nor ours, nor ranks amid a step."""
-    others = [ident for ident, frame in _other_frames().items() if not _is_ours(frame)]
-    if not others:
-        return {}
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    found = ((ident, threads.get(ident)) for ident in others)
-    return {i: (thread.name if thread else "unnamed", _computed_ns(thread)) for i, thread in found}
+    """Return the threads that may draw: not this one, nor ours.
+
+    Of a rank that is a thread and within a step it counts whether it leaves the step.
+    """
+    own = threading.current_thread()
+    return {
+        thread.ident: (thread.name, _mark(thread))
+        for thread in threading.enumerate()
+        if thread is not own and thread.ident is not None and not _is_ours(thread)
+    }
+
+
+def _mark(thread: threading.Thread) -> int:
+    if isinstance(thread, RankThread) and thread.num_edges % 2:
+        return -thread.num_edges
+    return _computed_ns(thread)
 
 
 def _running(before: Threads) -> list[str]:
@@ -163,41 +167,28 @@ def _running(before: Threads) -> list[str]:
     return [(now.get(i) or before[i])[0] for i in threads if before.get(i) != now.get(i)]
 
 
-def _computed_ns(thread: threading.Thread | None) -> int:
+def _computed_ns(thread: threading.Thread) -> int:
     """Return for how long a thread has computed; if nobody knows, a number that always differs.
 
-    Not by time.pthread_getcpuclockid: it ends the process if the thread has just ended.
+    Not by time.pthread_getcpuclockid, which ends the process if the thread has just ended; nor by
+    its frames (sys._current_frames): Python 3.11 may crash if the thread runs meanwhile.
     """
     try:
-        path = f"/proc/self/task/{thread.native_id if thread else None}/schedstat"
+        path = f"/proc/self/task/{thread.native_id}/schedstat"
         return int(Path(path).read_text("ascii").partition(" ")[0])
     except (OSError, ValueError):
         return time.perf_counter_ns()
 
 
-def _is_ours(frame: FrameType) -> bool:
-    """Say whether a thread runs no code of the user's now but under the lock of the generators."""
-    files = _files(frame)
-    if files and files[-1] == _RANKS:
-        return _PIPELINE in files
-    return any(file.startswith(_PACKAGE) for file in files)
+def _is_ours(thread: threading.Thread) -> bool:
+    """Say whether a thread runs code of this package, which draws under the generators' lock."""
+    if isinstance(thread, RankThread):
+        return False
+    # An attribute of Python's own: without it a thread counts as the user's, which only warns.
+    target = getattr(thread, "_target", None)
+    return str(getattr(target, "__module__", "")).startswith("gpipe_hpc.")
 
 
 def _has_other_ranks() -> bool:
-    return any(_files(frame)[-1:] == [_RANKS] for frame in _other_frames().values())
-
-
-def _other_frames() -> dict[int, FrameType]:
-    """Return the innermost frames of other threads: with the own one there would be a circle."""
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]
-    return frames
-
-
-def _files(frame: FrameType | None) -> list[str]:
-    """Return the files of a stack, the innermost first, without those of Python's threads."""
-    files: list[Any] = []
-    while frame is not None:
-        files.append(frame.f_code.co_filename)
-        frame = frame.f_back
-    return [file for file in files if file != threading.__file__]
+    own = threading.current_thread()
+    return any(isinstance(each, RankThread) and each is not own for each in threading.enumerate())
