@@ -42,16 +42,48 @@ LONG: Final = (
     "tests/experiments/test_soak.py",
     "tests/train/test_cores.py",
 )
+# Starts of processes, waits, and whole commands, whose tests take half a second each or more.
+SLOW: Final = (
+    "tests/cases/test_bench_settings.py",
+    "tests/cases/test_output_goes_away.py",
+    "tests/cases/test_signal_while_starting.py",
+    "tests/cases/test_tokens_and_labels.py",
+    "tests/comm/failing/test_patience.py",
+    "tests/comm/failing/test_uncaught.py",
+    "tests/comm/joining/test_rendezvous.py",
+    "tests/comm/joining/test_roll_call.py",
+    "tests/comm/test_levels_processes.py",
+    "tests/comm/watch/test_watcher.py",
+    "tests/engine/outer/test_pairs.py",
+    "tests/engine/outer/test_sharding_processes.py",
+    "tests/engine/test_process_watch.py",
+    "tests/generated/test_settings.py",
+    "tests/plan/test_plan.py",
+    "tests/test_once_more.py",
+    "tests/train/test_inexact.py",
+    "tests/train/test_said.py",
+)
 # How many cases of each parametrized test function stay in its tier; the others are products.
 # Chosen by cost: a file stands here if its cases took more than a few seconds together.
 CASES: Final = {
     "tests/cases/test_huggingface_families.py": 1,
+    "tests/cases/test_losses.py": 10,
+    "tests/cases/test_small_files.py": 3,
+    "tests/checkpoint/test_shards.py": 6,
+    "tests/checkpoint/test_verifying.py": 8,
+    "tests/cluster/test_batch_script.py": 6,
     "tests/comm/collectives/test_exactness.py": 12,
     "tests/comm/mpi/test_mpiexec.py": 8,
     "tests/config/test_checks.py": 8,
     "tests/config/test_commands.py": 4,
     "tests/config/test_complaints.py": 12,
     "tests/draw/test_pictures.py": 3,
+    "tests/engine/outer/apart/test_checkpoints.py": 4,
+    "tests/engine/outer/apart/test_training.py": 8,
+    "tests/engine/outer/compress/test_training.py": 8,
+    "tests/engine/outer/test_exact_choices.py": 4,
+    "tests/engine/outer/test_exactness.py": 8,
+    "tests/engine/outer/test_sharding.py": 8,
     "tests/engine/outer/test_wide_copies.py": 2,
     "tests/engine/test_batchnorm.py": 4,
     "tests/engine/test_catalogue.py": 20,
@@ -60,10 +92,16 @@ CASES: Final = {
     "tests/engine/test_schedules_run.py": 6,
     "tests/engine/test_skips.py": 6,
     "tests/export/test_trust.py": 8,
-    "tests/models/zoo/test_settings.py": 8,
+    "tests/models/zoo/test_settings.py": 4,
     "tests/models/zoo/test_training.py": 3,
     "tests/plan/test_plan.py": 3,
+    "tests/planning/costs/test_busy.py": 4,
+    "tests/planning/costs/test_calibration.py": 6,
+    "tests/planning/costs/test_casts.py": 6,
+    "tests/planning/costs/test_prices.py": 6,
+    "tests/planning/memory/test_sharing.py": 8,
     "tests/planning/search/test_ranking.py": 3,
+    "tests/planning/test_layout.py": 6,
     "tests/schedule/passes/test_offload.py": 24,
     "tests/schedule/search/test_auto.py": 3,
     "tests/schedule/test_closed_forms.py": 12,
@@ -86,7 +124,9 @@ def sort_into_tiers(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.simulated)
         elif path in LONG:
             item.add_marker(pytest.mark.long)
-        elif path in CASES and not item.get_closest_marker("product"):
+        elif path in SLOW:
+            item.add_marker(pytest.mark.slow)
+        if path in CASES and not item.get_closest_marker("product"):
             groups[path, item.nodeid.partition("[")[0]].append(item)
     for (path, _), cases in groups.items():
         for case in beyond(cases, CASES[path]):
