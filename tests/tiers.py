@@ -4,7 +4,7 @@
     make test-slow       starts of several processes, kills, the wheel: five minutes
     make test-product    the combinations of settings of which the fast tests are a sample
     make test-simulated  training on the simulated accelerator (tests/played)
-    make test-long       soak, scale, sweeps, studies and benchmarks
+    make test-long       soak, scale, sweeps, searches, the tutorial, studies and benchmarks
 
 Continuous integration runs `make check` and the first two. Only the others find faults of these
 kinds: a setting that is wrong in one combination (product); a missing wait between streams, or an
@@ -28,6 +28,7 @@ LONG: Final = (
     "tests/benchmarks/test_memory.py",
     "tests/comm/host/test_allocator.py",
     "tests/comm/host/test_flight_recorder.py",
+    "tests/comm/mpi/test_failing.py",
     "tests/comm/mpi/test_training.py",
     "tests/experiments/test_characterisation.py",
     "tests/experiments/test_gpu.py",
@@ -40,7 +41,12 @@ LONG: Final = (
     "tests/experiments/test_scale_startup_processes.py",
     "tests/experiments/test_slow_link.py",
     "tests/experiments/test_soak.py",
+    "tests/planning/search/test_ranking.py",
+    "tests/test_tutorial.py",
     "tests/train/test_cores.py",
+    "tests/train/test_memory.py",
+    "tests/training/measuring/test_companions.py",
+    "tests/training/search/test_answer.py",
 )
 # Starts of processes, waits, and whole commands, whose tests take half a second each or more.
 SLOW: Final = (
@@ -61,7 +67,6 @@ SLOW: Final = (
     "tests/engine/test_process_watch.py",
     "tests/generated/test_settings.py",
     "tests/plan/test_plan.py",
-    "tests/planning/search/test_ranking.py",
     "tests/preflight/test_command.py",
     "tests/preflight/test_run.py",
     "tests/test_once_more.py",
@@ -70,7 +75,6 @@ SLOW: Final = (
     "tests/train/test_summary.py",
     "tests/training/data/test_running.py",
     "tests/training/optimizers/large_batch/test_adascale.py",
-    "tests/training/search/test_answer.py",
     "tests/training/start/test_choosing.py",
 )
 # How many cases of each parametrized test function stay in its tier; the others are products.
