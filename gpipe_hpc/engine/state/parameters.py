@@ -47,6 +47,7 @@ class StageParameters:
         self._num_steps = 0
         self._has_other_memory = False  # since the last step: another tensor was put there
         self._versions: list[int] = []
+        self._begun: list[tuple[int, int]] = []
         self._memory: list[int] = []
         self._bits: list[torch.Tensor] = []
         self._found: tuple[str, str] | None = None  # changed outside of training
@@ -105,6 +106,7 @@ class StageParameters:
 
         `may_arrive`: values that other ranks have updated may still be on their way.
         """
+        self._begun = self._writes()
         if not self._copied:
             return
         copied, compares = self._copied.values(), self.compares_values and not may_arrive
@@ -163,8 +165,17 @@ class StageParameters:
             )
 
     def _sketches(self) -> list[Sketch]:
+        # Only of what the step's forwards have written to: those of all would take memory.
+        pairs = zip(self._named.values(), self._writes(), self._begun, strict=True)
+        return [
+            sketch_of(list(_pieces(p.detach()))) if _is_plain(p) and now != begun else ()
+            for p, now, begun in pairs
+        ]
+
+    def _writes(self) -> list[tuple[int, int]]:
+        """Return what changes if a parameter is written to, or is given other memory."""
         named = self._named.values()
-        return [sketch_of(list(_pieces(p.detach()))) if _is_plain(p) else () for p in named]
+        return list(zip(_versions(named), _memory(named), strict=True))
 
 
 def _versions(parameters: Collection[nn.Parameter]) -> list[int]:
