@@ -153,9 +153,12 @@ class StageParameters:
 
         What a forward wrote and writes again is no harm if it is the same.
         """
-        before = self._sketches()
+        # Only of what the step's forwards have written to: those of all would take memory.
+        writes = zip(self._named.items(), self._writes(), self._begun, strict=True)
+        written = {n: p for (n, p), now, begun in writes if now != begun and _is_plain(p)}
+        before = _sketches(written.values())
         yield
-        pairs = zip(self._named, self._sketches(), before, strict=True)
+        pairs = zip(written, _sketches(written.values()), before, strict=True)
         changed = next((name for name, now, then in pairs if difference(now, then)), None)
         if changed is not None:
             raise ModelError(
@@ -164,18 +167,14 @@ class StageParameters:
                 f"keep in a buffer what a forward changes, or use recompute=never"
             )
 
-    def _sketches(self) -> list[Sketch]:
-        # Only of what the step's forwards have written to: those of all would take memory.
-        pairs = zip(self._named.values(), self._writes(), self._begun, strict=True)
-        return [
-            sketch_of(list(_pieces(p.detach()))) if _is_plain(p) and now != begun else ()
-            for p, now, begun in pairs
-        ]
-
     def _writes(self) -> list[tuple[int, int]]:
         """Return what changes if a parameter is written to, or is given other memory."""
         named = self._named.values()
         return list(zip(_versions(named), _memory(named), strict=True))
+
+
+def _sketches(parameters: Collection[nn.Parameter]) -> list[Sketch]:
+    return [sketch_of(list(_pieces(parameter.detach()))) for parameter in parameters]
 
 
 def _versions(parameters: Collection[nn.Parameter]) -> list[int]:
