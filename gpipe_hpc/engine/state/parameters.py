@@ -47,7 +47,7 @@ class StageParameters:
         self._num_steps = 0
         self._has_other_memory = False  # since the last step: another tensor was put there
         self._versions: list[int] = []
-        self._begun: list[tuple[int, int]] = []
+        self._begun = self._writes()
         self._memory: list[int] = []
         self._bits: list[torch.Tensor] = []
         self._found: tuple[str, str] | None = None  # changed outside of training
