@@ -645,21 +645,21 @@ class Pipeline:
         self,
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: dict[Any, Any] | None = None,
         *,
         step: int | None = None,
         keep: int | None = None,
     ) -> Path:
         """Write a checkpoint that any layout can load, whole or not at all; return where it is.
 
-        Every rank calls it, with the same path. `extra`: JSON, kept beside. With a `step`, `path`
-        is a folder of several: it becomes `path/step_<step>`, one of the same step is replaced, and
-        of all in there the `keep` that were written last stay (None: all). `gpipe_hpc.latest(path)`
-        finds the newest again. Raises CheckpointError if `path` exists (without a step) or cannot
-        be written.
+        Every rank calls it, with the same path. `extra`: a dict of plain values and NumPy arrays
+        that `load` returns with the same types. With a `step`, `path` is a folder of several: it
+        becomes `path/step_<step>`, one of the same step is replaced, and of all in there the `keep`
+        that were written last stay (None: all). `gpipe_hpc.latest(path)` finds the newest again.
+        Raises CheckpointError if `path` exists (without a step), cannot be written, or `extra`
+        holds a value of another type; nothing is written then.
         """
         self._catch_up()
-        kept = dict(extra or {})
         if step is None:
             if keep is not None:
                 raise ConfigError(
@@ -667,7 +667,7 @@ class Pipeline:
                     f"step=pipe.steps_done"
                 )
             with together(self.world, f"saving {path}"):
-                return checkpoint.save(self, Path(path), optimizer, kept)
+                return checkpoint.save(self, Path(path), optimizer, extra)
         with together(self.world, f"saving step {step} in {path}"):
             return checkpoint.save_numbered(
                 Path(path),
@@ -675,7 +675,7 @@ class Pipeline:
                 keep,
                 self.everybody,
                 leads=self.world.rank == self.everybody.ranks[0],
-                save=lambda place: checkpoint.save(self, place, optimizer, kept),
+                save=lambda place: checkpoint.save(self, place, optimizer, extra),
             )
 
     def load(
