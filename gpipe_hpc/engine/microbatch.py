@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from gpipe_hpc.comm.aliases import mark_buffer, storages_of
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.astray import refuse_astray
@@ -198,7 +199,8 @@ class StageWork:
                 state, reported, term, _ = self._run(part, segment, own, manner, is_end=is_end)
                 reported, term = _without_graph(reported, term)
                 state = _marked(state, self._promises.flags(segment, own, state, has_graph))
-                state = apart(state, own.tensors())
+                buffers = self._places_in_buffers(state, returning)
+                state = _with_marks(apart(state, own.tensors()), buffers)
                 left = self._left(state, is_end)
                 promised = tuple([tensor.requires_grad for tensor in left])
                 versions = tuple([tensor._version for tensor in given.tensors()])
@@ -206,7 +208,8 @@ class StageWork:
                     KeptSegment(segment, given, leaves, [], [], returning, promised, versions)
                 )
             else:
-                manner = Manner(Forward(), True, recipe.shares_casts, deferred, host)
+                passage = Forward()
+                manner = Manner(passage, True, recipe.shares_casts, deferred, host)
                 state, reported, term, losses = self._run(
                     part, segment, given, manner, is_end=is_end
                 )
@@ -216,8 +219,10 @@ class StageWork:
                 kept.append(KeptSegment(segment, None, leaves, edges, starts))
                 if not (is_end and self._is_last):
                     ends = [*edges, *(edge for edge, _ in starts)]
+                    buffers = self._places_in_buffers(state, passage)
                     state = _cut_off(state)
                     state = self._outlets.apart(state, given.tensors(), segment.place, ends)
+                    state = _with_marks(state, buffers)
             noted += reported
             if host is not None:
                 host.hold(given.tensors() if recomputes else leaves)
@@ -508,6 +513,19 @@ class StageWork:
             return state.tensors()
         return [each for part in self.stage.routes.scatter(state) for each in tensors_of(part)]
 
+    def _places_in_buffers(self, state: State, passage: Forward | Returning) -> Sequence[int]:
+        """Return which tensors of a state lie in buffers or frozen parameters, by position.
+
+        In the first steps; of several tensors, as one alone is never more than read.
+        """
+        tensors = state.tensors() if self._num_begun <= NUM_LOOKED else []
+        if len(tensors) < 2:
+            return ()
+        lasting = [t for m in self.stage.layers.values() for t in (*m.parameters(), *m.buffers())]
+        held = storages_of([each.tensor for each in passage.returned])
+        held |= storages_of([each for each in lasting if not each.requires_grad])
+        return [at for at, tensor in enumerate(tensors) if held & storages_of([tensor])]
+
     def _written(self, microbatch: int) -> ModelError:
         layers = self.stage.layers
         return ModelError(
@@ -546,6 +564,15 @@ def _marked(state: State, flags: Sequence[bool]) -> State:
         return tensor.detach().requires_grad_(next(values))
 
     return state.map(marked)
+
+
+def _with_marks(state: State, buffers: Sequence[int]) -> State:
+    """Mark tensors that lie in buffers; of those with a graph a layer only makes them anew."""
+    tensors = state.tensors() if buffers else []
+    for place in buffers:
+        if not tensors[place].requires_grad:
+            mark_buffer(tensors[place])
+    return state
 
 
 def _no_leaves(state: State) -> State:
