@@ -339,6 +339,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_train_refuses_a_frozen_model(tmp_path, start_ranks, tiny):
     (tmp_path / "frozen_model.py").write_text(FROZEN)
     ranks = start_ranks(
