@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gpipe_hpc.comm.aliases import cloned, is_buffer, shared_blocks
+from gpipe_hpc.comm.aliases import cloned, is_buffer, is_plain, shared_blocks
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.state.keyed import Keyed
@@ -86,11 +86,13 @@ class Segment:
         mode = any(modes[: len(self.layers)])
         is_known = self._leaves_input_alone.get(mode)
         if is_known and isinstance(state.nest, torch.Tensor) and not state.stashed:
-            return State(state.nest, {}), Watch(mode, [state.nest], is_copy=False)
+            return State(_with_node(state.nest), {}), Watch(mode, [state.nest], is_copy=False)
         leaves, tree = flatten(state)
-        if is_known:
-            return _state(unflatten(leaves, tree)), Watch(mode, state.tensors(), is_copy=False)
         given = state.tensors()
+        if is_known:
+            own = {id(tensor): _with_node(tensor) for tensor in given}
+            viewed = [own.get(id(leaf), leaf) for leaf in leaves]
+            return _state(unflatten(viewed, tree)), Watch(mode, given, is_copy=False)
         copies = cloned(given)
         own = {id(tensor): copy for tensor, copy in zip(given, copies, strict=True)}
         copied = [own.get(id(leaf), leaf) for leaf in leaves]
@@ -178,6 +180,12 @@ class Watch:
             for place in written & block.views.keys():
                 return place, [other for other in block.views if other != place]
         return None
+
+
+def _with_node(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a `grad_fn` if it requires a gradient: layers put hooks on that."""
+    has_none = tensor.requires_grad and tensor.is_leaf and is_plain(tensor)
+    return tensor.view_as(tensor) if has_none and torch.is_grad_enabled() else tensor
 
 
 def _state(nest: Nest) -> State:
