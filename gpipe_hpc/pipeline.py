@@ -82,20 +82,20 @@ class Pipeline:
     """A sequential model on `stages` x `replicas` ranks. Every rank makes it.
 
     `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its own.
-    `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair (sum,
-    weight). `stages`: ranks of one pipeline, None for world size / replicas. `replicas`: pipelines
-    side by side, None for as many as it takes for all ranks. `schedule`: a name with
-    `schedule_options`, or a Schedule; `auto` searches an order for the measured layers where
-    the partition is by `time`, one with which no rank needs more than `memory_bytes` (one number,
-    or one for each rank), if that is given. `recompute`: always, except_last, never, or budget: the
-    least with which no rank needs more than `memory_bytes` for weights, gradients,
-    `optimizer_states` numbers a parameter (or an OptimizerMemory), and activations (both need an
-    example too). `offload`: kept activations wait on the host where their backward is not near.
-    `partition`: parameters, uniform, time or simulated (these need `example=(inputs, targets)`),
-    or the number of layers of each stage. `pins`: layers that must be on certain stages, as
-    {0: 0, 11: 2, "Head": -1}: by index, or by a name that one layer alone has. `paces`: where ranks
-    of a pipeline are not equally fast, how many times as long each takes, or ``measured``: each
-    times the same work at the start.
+    `loss_fn(output, target)` returns the mean over the micro-batch's samples (never a sum alone) or
+    a pair (sum, weight), as (sum, number of tokens); metrics are a third value. `stages`: ranks of
+    one pipeline, None for world size / replicas. `replicas`: pipelines side by side, None for as
+    many as it takes for all ranks. `schedule`: a name with `schedule_options`, or a Schedule;
+    `auto` searches an order for the measured layers where the partition is by `time`, one with
+    which no rank needs more than `memory_bytes` (one number, or one for each rank), if that is
+    given. `recompute`: always, except_last, never, or budget: the least with which no rank needs
+    more than `memory_bytes` for weights, gradients, `optimizer_states` numbers a parameter (or an
+    OptimizerMemory), and activations (both need an example too). `offload`: kept activations wait
+    on the host where their backward is not near. `partition`: parameters, uniform, time or
+    simulated (these need `example=(inputs, targets)`), or the number of layers of each stage.
+    `pins`: layers that must be on certain stages, as {0: 0, 11: 2, "Head": -1}: by index, or by a
+    name that one layer alone has. `paces`: where ranks of a pipeline are not equally fast, how many
+    times as long each takes, or ``measured``: each times the same work at the start.
     `precision`: float32, or bfloat16 or float16 by autocast, the latter with a loss scale. `outer`:
     an `Outer`, or a dict of its fields: how replicas, and mirrored placements, combine their
     gradients.

@@ -35,14 +35,14 @@ from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import (
     LossFunction,
     LossTerm,
-    MeansWatch,
+    LossWatch,
     Noted,
     has_lost_graph,
     loss_term,
     refuse_constant,
 )
 from gpipe_hpc.errors import GpipeError, ModelError
-from gpipe_hpc.models import WeightedMeans, torch_loss
+from gpipe_hpc.models import Reductions, torch_loss
 from gpipe_hpc.torch_compat import can_split_backward
 
 Gradients = Sequence[torch.Tensor | None]
@@ -131,14 +131,13 @@ class StageWork:
         self._deferred: dict[int, Deferred] = {}
         self._num_begun = 0
         self._num_looked = self._looked_in = 0  # in how many runs, and in which last
-        self._means: MeansWatch | None = None
         self._constants: list[Fetched] = []  # losses without a graph, in the step before
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
         self._num_begun += 1
-        if self._means is not None:
-            self._means.begin()
+        if self.stage.loss_watch is not None:
+            self.stage.loss_watch.begin()
         constants, self._constants = self._constants, []
         for loss in constants:
             refuse_constant(float(loss.read()))
@@ -347,13 +346,13 @@ class StageWork:
         target = run.target(microbatch, num_samples, self._intake)
         block = inside.enter(place, run.keys(microbatch)(loss.index))
         watch = None
-        if run.is_cut and self._num_begun <= NUM_LOOKED:
-            watch = self._watch_means(run.loss_fn, loss.where)
+        if self._num_begun <= NUM_LOOKED:
+            watch = self._watch_loss(run.loss_fn, loss.where)
         try:
             with block or _NOTHING:
                 term = loss_term(run.loss_fn, output, target, num_samples, watch)
-            if watch is not None and self._means is not None:
-                self._means.note(watch, term, num_samples)
+            if watch is not None and self.stage.loss_watch is not None:
+                self.stage.loss_watch.note(watch, term, num_samples, is_cut=run.is_cut)
             if has_lost_graph(term, output):
                 self._look_at_constant(term.total)
         except Exception as error:
@@ -365,13 +364,13 @@ class StageWork:
             inside.leave(place, term.total)
         return term
 
-    def _watch_means(self, function: LossFunction, where: str) -> WeightedMeans | None:
-        """Return what looks at the means that a loss of the user's takes."""
+    def _watch_loss(self, function: LossFunction, where: str) -> Reductions | None:
+        """Return what looks at the sums and means that a loss of the user's takes."""
         if self.stage.is_compiled or torch_loss(function) is not None:
             return None
-        if self._means is None:
-            self._means = MeansWatch(self.stage.device, where)
-        return WeightedMeans()
+        if self.stage.loss_watch is None:
+            self.stage.loss_watch = LossWatch(self.stage.device, where)
+        return Reductions()
 
     def _refuse_astray(self, nest: Nest, where: str) -> None:
         """Refuse what layers or the loss have left on another accelerator."""

@@ -19,6 +19,7 @@ from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.parameters import StageParameters
 from gpipe_hpc.engine.sums.gradients import StageGradients
+from gpipe_hpc.engine.sums.loss import LossWatch
 from gpipe_hpc.engine.sums.squares import Squares, squares_of
 from gpipe_hpc.engine.sums.statistics import StageStatistics
 from gpipe_hpc.models import (
@@ -85,6 +86,7 @@ class Stage:
         self.keyed = Keyed(device)
         self.lasting = Lasting()
         self.is_compiled = False
+        self.loss_watch: LossWatch | None = None  # for training and evaluation
         self._elsewhere = elsewhere or {}
         self._placed = self._place_layers(names or {})
         self.whole = self._segment(self.layers)
