@@ -232,6 +232,8 @@ class StageWork:
         if noted:
             statistics = [pair for each in noted for pair in each.reports.statistics]
             self.stage.statistics.note(microbatch, statistics)
+        if self.stage.parameters.compares_values:
+            self.stage.parameters.note_forward()
         return Made(routes.scatter(state), term, noted=noted)
 
     def _evaluated(self, part: _Part, given: State) -> Made:

@@ -29,6 +29,7 @@ from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
+from gpipe_hpc.engine.state.parameters import refuse_different
 from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.flags import Flags
@@ -238,13 +239,15 @@ class Steps:
             self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
         for stage in self._stages.values():
-            stage.parameters.end(trains=True)
+            stage.refuse_changes()
         self._take_in_late()
         squares = self._squares() if self._part_of else None
         for tied in self._tied:
             tied.start_reduction()
         known = self._end(outcome, self._own_flags, tell, self._overflows, squares, run.digests)
         self.same_data.note(run.step, known.digests)
+        if Flags.HAS_WRITTEN in known.flags:
+            self._compare_copies()
         has_changed = Flags.HAS_CHANGED in known.flags
         if has_changed:
             known = known._replace(overflows=self._sum_late(known.overflows))
@@ -278,6 +281,12 @@ class Steps:
         if self.same_data.is_waiting:
             loss = replace(loss, on_read=self.same_data.judge)
         return StepResult(loss, is_skipped, scale, parts, known.told, known.left_s)
+
+    def _compare_copies(self) -> None:
+        """Refuse a step that made copies of a parameter differ; waits for all ranks."""
+        site, stages = self._site, [stage.parameters for stage in self._stages.values()]
+        together = site.everybody if self.apart is None else site.pipeline
+        refuse_different(stages, together, site.everybody)
 
     def _look_whether_trained(self, known: Known) -> None:
         """Refuse a first step that trains nothing; warn if it trains nothing of the first layers.
@@ -333,6 +342,8 @@ class Steps:
             gradients = stage.gradients
             flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
             flags |= self._flags.of_buffers(index, self._drifts[index].flags())
+            if stage.parameters.written:
+                flags.add(Flags.HAS_WRITTEN)
         if self._trained.has_changed:
             flags.add(Flags.HAS_CHANGED)
         tied = self._tied

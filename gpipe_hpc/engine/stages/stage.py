@@ -184,6 +184,15 @@ class Stage:
             for index, placed in self._placed.items():
                 placed.state.renew(_sharing(index, homes))
 
+    def refuse_changes(self) -> None:
+        """End a step. Raises ModelError or ConfigError for what its forwards may not write.
+
+        With ``outer.shard=flat`` an update reaches only the memory that is divided.
+        """
+        self.parameters.end(trains=True)
+        if self.shards is not None and self.parameters.has_other_memory:
+            self.shards.refuse_other_memory()
+
     def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, PlacedLayer]:
         homes = {index: homes_of(layer) for index, layer in self.layers.items()}
         placed = {}
