@@ -140,9 +140,10 @@ class StageParameters:
         if trains and self._num_steps < _FIRST and self._ids_now() != self._ids:
             self._refuse_new()
         self._num_steps += trains
+        changed = self._changed(self._copied) if self._copied else set()
+        self._bits, self._by_forward = {}, {}  # which may take memory of a device
         if not self._copied:
             return
-        changed = self._changed(self._copied)
         self.written |= dict.fromkeys(
             changed.difference(self.written), "a step" if trains else "an evaluation"
         )
