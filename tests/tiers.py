@@ -76,6 +76,8 @@ SLOW: Final = (
     "tests/engine/test_networks.py",
     "tests/engine/test_process_lifetime.py",
     "tests/engine/test_process_watch.py",
+    "tests/experiments/test_literature.py",
+    "tests/generated/test_settings.py",
     "tests/plan/test_plan.py",
     "tests/preflight/test_command.py",
     "tests/preflight/test_run.py",
