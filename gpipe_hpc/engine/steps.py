@@ -1,5 +1,6 @@
 """Whole steps of one rank: run a table, put together what all ranks know, finish gradients."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.backward.outsiders import Outsiders
-from gpipe_hpc.engine.batch.cutting import Output, join
+from gpipe_hpc.engine.batch.cutting import Output, join, square_output
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.batch.same_data import SameData
 from gpipe_hpc.engine.executor import Executor, Outcome
@@ -46,6 +47,8 @@ from gpipe_hpc.engine.sums.trained import (
     say_frozen,
 )
 from gpipe_hpc.errors import ConfigError, DataError
+
+log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Steps:
             )
             for index, stage in stages.items()
         }
+        self._has_warned_of_outputs = False
         self.same_data = SameData(self._placement, site.stage_rank)
         for index, stage in stages.items():
             is_alone = wiring.reductions[index].size == 1
@@ -491,7 +495,28 @@ class Steps:
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
             everywhere |= broadcast_nest(outcome.outputs, site.pipeline, root, site.world)
-        return join(everywhere, where)
+        joined = join(everywhere, where)
+        last = self._stages.get(self._placement.num_stages - 1)
+        if last is not None and site.replica == 0 and not self._has_warned_of_outputs:
+            inputs = run.inputs.nests[0] if run.inputs else None
+            layers = list(last.layers.values())
+            self._warn_of_square(square_output(everywhere, layers, inputs), where)
+        return joined
+
+    def _warn_of_square(self, shape: Sequence[int] | None, where: str) -> None:
+        """Warn once of an output whose rows may be no samples."""
+        if shape is None:
+            return
+        self._has_warned_of_outputs = True
+        log.warning(
+            "%s: returns outputs of shape %s for micro-batches of %d samples, whose rows are put "
+            "together as samples. If the second dimension is samples too (x @ x.T), this is not "
+            "the output of the whole batch: predict with microbatches=1. If it is not, other sizes "
+            "of micro-batches give the same",
+            where,
+            shape,
+            shape[0],
+        )
 
     def _evaluate(self, run: Run) -> Outcome:
         outcome = self._evaluator.run(run)
