@@ -8,7 +8,6 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.bench.collectives.workload import check, time_collectives
 from gpipe_hpc.bench.figures import Measured, table
 from gpipe_hpc.bench.plot import draw
 from gpipe_hpc.bench.running import code_of, measure, refusal
@@ -16,9 +15,9 @@ from gpipe_hpc.bench.sweep import Point, at_point, points
 from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.checks import check_timing
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, FAILED_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config.commands import FAILED_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.spelling import suggestion
+from gpipe_hpc.config.removed import STUDY_OF_COLLECTIVES
 from gpipe_hpc.errors import GpipeError, is_users_mistake
 from gpipe_hpc.training.data.paths import expand
 from gpipe_hpc.training.preflight.layout import plan_layout
@@ -39,25 +38,18 @@ def _task(job: Job) -> int:
     config = job.config
     try:
         check_timing(config)
-        workloads = _workloads(config)
-        wanted = points(config) if _STEPS in workloads else []
-        if _COLLECTIVES in workloads:
-            check(config)
+        _check_workloads(config)
+        wanted = points(config)
     except GpipeError as error:
         return say_error(error)
     refused = {point: why for point in wanted if (why := _refusal(config, point)) is not None}
-    if wanted and len(refused) == len(wanted):
+    if len(refused) == len(wanted):
         return say_error(refused[wanted[0]])
-    codes = []
     try:
-        if _STEPS in workloads:
-            codes.append(_time_steps(wanted, refused, job))
-        if _COLLECTIVES in workloads:
-            codes.append(time_collectives(config, job.words))
+        return _time_steps(wanted, refused, job)
     except OSError as error:
         say(f"gpipe_hpc: bench.out: {error}")
         return FAILED_EXIT_CODE
-    return max(codes, default=DONE_EXIT_CODE)
 
 
 def _refusal(config: Config, point: Point) -> GpipeError | None:
@@ -81,14 +73,16 @@ def _check_files(config: Config) -> None:
         expand([each for each in patterns if not glob(expanduser(each), recursive=True)])
 
 
-def _workloads(config: Config) -> list[str]:
-    known = (_STEPS, _COLLECTIVES)
-    names = config.bench.workloads
-    for name in names or [""]:
-        if name not in known:
-            remedy = f"{suggestion(name, known)}choose among them"
-            raise refuse("bench.workloads", f"any of {', '.join(known)}", name, remedy)
-    return names
+def _check_workloads(config: Config) -> None:
+    for name in config.bench.workloads or [""]:
+        if name != _STEPS:
+            remedy = (
+                f"algorithms of collectives are timed by {STUDY_OF_COLLECTIVES}, in a checkout of "
+                f"the repository"
+                if name == _COLLECTIVES
+                else "leave it out"
+            )
+            raise refuse("bench.workloads", f"[{_STEPS}]", f"[{name}]", remedy)
 
 
 def _time_steps(wanted: Sequence[Point], refused: Mapping[Point, GpipeError], job: Job) -> int:

@@ -26,7 +26,7 @@ from gpipe_hpc.config.schema import (
 )
 from gpipe_hpc.config.spelling import suggestion
 from gpipe_hpc.config.tracker_names import TRACKERS
-from gpipe_hpc.engine.outer.settings import ALGORITHMS, COMPRESSORS, ORDERS, SHARDS
+from gpipe_hpc.engine.outer.settings import COMPRESSORS, ORDERS, SHARDS
 from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
 _INF: Final = math.inf
@@ -87,7 +87,6 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "preflight.bytes": (1, 2**30),
         "verify.steps": (1, _INF),
         "bench.steps": (1, _INF),
-        "bench.repeats": (1, _INF),
         "bench.limit_s": (1, _INF),
         "pipeline.memory_bytes": (1, _INF),
         "outer.bucket_bytes": (1, _INF),
@@ -111,7 +110,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "pipeline.layout": ("given", AUTO_LAYOUT),
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
         "outer.order": ORDERS,
-        "outer.algorithm": ALGORITHMS,
         "outer.compress": COMPRESSORS,
         "outer.shard": SHARDS,
         "train.bind": ("auto", "none"),
@@ -666,7 +664,7 @@ def _idle_outer(config: Config) -> Iterator[str]:
             f"run trains as ever"
         )
     plain = OuterConfig()
-    for name in ("hierarchy", "order", "algorithm", "compress", "shard"):
+    for name in ("hierarchy", "order", "compress", "shard"):
         value = getattr(config.outer, name)
         if value != getattr(plain, name):
             yield (

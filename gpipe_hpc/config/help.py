@@ -53,7 +53,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             (*_but("verify"), "metrics"),
         ),
         "bench": Command(
-            "Measure the speed of a model and settings over a sweep, or of collectives.",
+            "Measure the speed of a model and settings over a sweep.",
             "python -m gpipe_hpc.bench bench.ranks=[1,2] bench.microbatches=[4,8]",
             (*_but("bench"), "metrics"),
         ),

@@ -13,6 +13,7 @@ from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.config.spelling import bytes_of_ranks, canonical_precision, num_bytes, suggestion
 from gpipe_hpc.engine.layers.precision import check_precision
 from gpipe_hpc.engine.outer.settings import Outer
@@ -178,9 +179,9 @@ def _outer_of(given: Outer | Mapping[str, Any]) -> Outer:
             f"outer: expected an Outer or a dict of its settings, got {given!r}; write "
             f"outer={{'compress': 'bfloat16'}}, or leave it out"
         )
-    for name in given:
+    for name, value in given.items():
         if name not in known:
-            raise ConfigError(
+            raise refusal_of_removed(f"outer.{name}", str(value)) or ConfigError(
                 f"outer: unknown setting {name}, expected some of {', '.join(known)}; "
                 f"{suggestion(name, known)}correct it"
             )

@@ -6,6 +6,9 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError
 
+STUDY_OF_COLLECTIVES: Final = "python -m experiments.outer.collectives measure"
+"""Times algorithms of collectives, in a checkout of the repository."""
+
 
 class Removed(NamedTuple):
     """A setting that was removed. `inert`: the value that asked for what every run does now."""
@@ -24,6 +27,13 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
             "Gloo and the watch listen on ports of the kernel's range; to bound it, set sysctl "
             "net.ipv4.ip_local_port_range on each host, and open that range in the firewall",
         ),
+        "outer.algorithm": Removed(
+            "backend",
+            "gradients are summed by the backend's own all-reduce, or as outer.order=rank and "
+            f"outer.hierarchy say; {STUDY_OF_COLLECTIVES} compares other algorithms with it",
+        ),
+        "bench.message_bytes": Removed(None, f"{STUDY_OF_COLLECTIVES} takes --bytes"),
+        "bench.repeats": Removed(None, f"{STUDY_OF_COLLECTIVES} takes --repeats"),
     }
 )
 

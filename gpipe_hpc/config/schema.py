@@ -140,7 +140,6 @@ class OuterConfig:
     bucket_bytes: Any = "25MB"
     hierarchy: Any = "none"
     order: str = "backend"
-    algorithm: str = "backend"
     overlap: bool = True
     compress: str = "none"
     powersgd_rank: int = 2
@@ -339,10 +338,6 @@ class BenchConfig:
     microbatches: list[int] = field(default_factory=list)
     backends: list[str] = field(default_factory=list)
     steps: int = 5
-    message_bytes: list[int] = field(
-        default_factory=lambda: [1024, 16384, 262144, 1048576, 4194304, 16777216]
-    )
-    repeats: int = 15
     limit_s: float = 600.0
     out: str | None = None
 

@@ -16,8 +16,7 @@ def example(repository, tmp_path):
 
 
 def printed(output):
-    # Ranks that print at the same time may join their lines.
-    (loss,) = set(re.findall(r"loss (\d+\.\d{6})", output))
+    (loss,) = set(re.findall(r"^loss (\d+\.\d+)$", output, re.M))
     return float(loss)
 
 

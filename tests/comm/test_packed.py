@@ -2,10 +2,10 @@
 
 import torch
 
-from gpipe_hpc.comm.collectives.menu import start_broadcast
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.threads import run_on_threads
+from tests.comm.collectives.starts import BROADCASTS
 
 
 def some(fill):
@@ -59,7 +59,9 @@ def test_our_own_algorithms_serve_too_and_one_rank_sends_nothing():
             world.everybody,
             own,
             2,
-            start=lambda group, flat, root: start_broadcast(group, flat, root, "scatter_ring"),
+            start=lambda group, flat, root: BROADCASTS["scatter_ring"](
+                group, flat, group.ranks.index(root)
+            ),
         )
         return own[0][0, 0].item(), world.everybody.sent.num_bytes > 0
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm import processes as module
 from gpipe_hpc.comm.collectives.bruck import partners
-from gpipe_hpc.comm.collectives.menu import start_all_reduce
+from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.failing.noticeboard import Noticeboard
@@ -184,7 +184,10 @@ def body_of_ways(rank):
     )
     ordered = group.start_ordered_all_reduce
     on("in the order of ranks", lambda: summed(on_device(rank), lambda t: ordered(t).wait()))
-    ring = lambda t: start_all_reduce(group, t, "ring").wait()  # noqa: E731
+
+    def ring(tensor):
+        start_ring_all_reduce(group, tensor).wait()
+
     on("by a plan", lambda: summed(on_device(*[rank] * SIZE), ring))
     on("by a plan on the host", lambda: summed(torch.tensor([rank] * SIZE), ring))
     shares = [2] + [1] * (SIZE - 1)
@@ -203,7 +206,7 @@ def body_of_sent(rank):
     world, *_ = joined(meshed=3)
     group = world.group([range(SIZE)])
     started = group.sent.num_messages, group.sent.num_bytes
-    start_all_reduce(group, on_device(*[rank] * SIZE), "ring").wait()
+    start_ring_all_reduce(group, on_device(*[rank] * SIZE)).wait()
     return group.sent.num_messages - started[0], group.sent.num_bytes - started[1]
 
 

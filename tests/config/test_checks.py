@@ -51,7 +51,7 @@ REFUSED = [
     ("comm.backend=mpi4py", "comm.backend, expected one of auto, mpi, gloo"),
     ("draw.format=pdf", "draw.format, expected one of"),
     ("outer.order=rnak", "outer.order, expected one of backend, rank, got 'rnak'; did you mean"),
-    ("outer.algorithm=star", "outer.algorithm, expected one of backend, auto, ring, recursive"),
+    ("outer.algorithm=ring", "outer.algorithm is no setting any more, .*got outer.algorithm=ring"),
     ("outer.shard=zero", "outer.shard, expected one of none, flat, oss, got 'zero'"),
 ]
 

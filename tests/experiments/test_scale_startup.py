@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from experiments.scale.startup.one import DEVICES, One, measure, others_say
-from experiments.scale.startup.played import PlayedGroup, join, no_counts
+from experiments.scale.startup.played import join, no_counts
 from experiments.scale.startup.session import Part, measure_session
-from gpipe_hpc.comm.collectives.tuned import measured_link
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.pickling import dumps
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.engine.outer.algorithms import _in_a_row
+from gpipe_hpc.engine.outer.hierarchical import _in_a_row
 from gpipe_hpc.engine.state.drift import _Offer, _united
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.start import choosing
@@ -171,20 +170,6 @@ def test_what_ranks_hear_of_a_layout_that_is_chosen_grows_with_the_levels():
 
 
 SIZES = (64, 512, 4096, 16_384)
-
-
-def test_what_copies_hear_to_choose_an_algorithm_stays():
-    """Each heard five seconds of every other copy, six times."""
-    found = []
-    for size in SIZES[:3]:  # the plan of a ring has as many steps as it has ranks
-        counts = no_counts()
-        group = PlayedGroup(
-            tuple(range(size)), 0, counts, lambda value, ranks: [value] * len(ranks)
-        )
-        measured_link(group, sizes=(1024,), repeats=1)
-        assert "all_gather_object" not in counts.collectives
-        found.append((counts.collectives, counts.num_bytes["all_reduce"]))
-    assert found == found[:1] * 3
 
 
 def test_what_copies_hear_of_hosts_grows_with_the_hosts():

@@ -21,8 +21,8 @@ from tests.played.scenarios import (
 from tests.support import covering, product
 
 SLOW = {"normed over replicas", "buffers of the first", "apart in parts", "apart and compressed"}
-SLOW |= {"direct skips", "staged uneven", "no overlap", "by a ring", "qsgd", "v_half"}
-SLOW |= {"by doubling", "by what is fastest", "by one host", "by weights"}
+SLOW |= {"direct skips", "staged uneven", "no overlap", "qsgd", "v_half"}
+SLOW |= {"by one host", "by weights"}
 
 
 def compiled_anew() -> dict[str, Counter[str]]:

@@ -22,7 +22,6 @@ from tests.played.removed import Wait, waits, without
 from tests.played.scenarios import ALL, on_cpu, played
 from tests.played.test_transport import on_played
 
-_CLOCK = "a clock on the host stops when the work is done"
 _BROKEN = "nothing of it is used: it ends what hangs"
 # What is not missed here, and why it is there all the same.
 ARGUED = {
@@ -37,7 +36,6 @@ ARGUED = {
     "engine/outer/flat_sharing.py _finish each": (
         "a process that ends would take its shards along; threads leave theirs in memory of all"
     ),
-    "comm/collectives/tuned.py _seconds start_all_reduce(group, vector, name)": _CLOCK,
     "comm/processes.py ProcessWorld.break_groups work": _BROKEN,
     "comm/reaching/pairs.py Pairs.break_off group.recv([torch.empty(1)], other, tag)": _BROKEN,
 }

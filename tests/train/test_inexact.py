@@ -89,11 +89,11 @@ def test_a_validation_between_outer_steps_is_doubted():
 
 
 def test_what_one_replica_has_no_use_for_is_doubted():
-    words = ["pipeline.replicas=1", "outer.compress=topk", "outer.algorithm=ring"]
+    words = ["pipeline.replicas=1", "outer.compress=topk", "outer.order=rank"]
     doubts = check_config(compose_config([*SMALL, words[0], words[1]]), 1)
     assert any("outer.compress=topk is for several copies of a stage" in each for each in doubts)
     doubts = check_config(compose_config([*SMALL, words[0], words[2]]), 1)
-    assert any("outer.algorithm=ring is for several copies of a stage" in each for each in doubts)
+    assert any("outer.order=rank is for several copies of a stage" in each for each in doubts)
     doubts = check_config(compose_config([*SMALL, words[0]]), 1)
     assert not any("outer." in each for each in doubts)
 

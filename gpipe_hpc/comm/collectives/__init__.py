@@ -1,7 +1,7 @@
-"""Collectives of our own over sends and receives: plans, what carries them out, what they cost.
+"""Collectives of our own over sends and receives: plans, and what carries them out.
 
-`plan` says what a plan is; `ring`, `halving`, `tree`, `chain`, `direct` and `hierarchy` make plans;
-`menu` knows them by name and starts them; `carrier` and `on_stream` carry them out. `costs` has
-the closed forms, `fitting` fits a link to measured times, `tuning` and `tuned` choose by them.
-Planners are pure: what a rank sends is counted without sending it.
+`plan` defines a plan; `ring`, `halving`, `tree`, `direct` and `hierarchy` make plans; `menu` starts
+them over a group; `carrier` and `on_stream` carry them out. Planners are pure: what a rank sends is
+counted without sending it. Algorithms that lose to the backend's own, their closed forms and a
+comparison are in `experiments/outer/collectives`.
 """

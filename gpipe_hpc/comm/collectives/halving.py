@@ -21,21 +21,24 @@ from gpipe_hpc.comm.collectives.plan import (
 )
 
 
-class _Fold(NamedTuple):
+class Fold(NamedTuple):
     """How n ranks become p: of the first 2 (n-p), each even one is folded into the next."""
 
     size: int
 
     @property
     def num_kept(self) -> int:
+        """Return p."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
     def num_steps(self) -> int:
+        """Return log2(p)."""
         return self.size.bit_length() - 1
 
     @property
     def num_pairs(self) -> int:
+        """Return n-p."""
         return self.size - self.num_kept
 
     def partner(self, i: int) -> int | None:
@@ -59,25 +62,20 @@ class _Fold(NamedTuple):
         return range(self.rank(v) - (v < self.num_pairs), self.rank(v) + 1)
 
 
-def recursive_doubling_all_reduce(place: Place, count: int) -> Plan:
-    """Exchange the whole vector with partners at distances 1, 2, 4, ...: few steps, many bytes."""
-    return _exchanges(place, count, [1 << step for step in range(_Fold(place.size).num_steps)])
-
-
 def butterfly_all_reduce(place: Place, count: int) -> Plan:
     """Exchange the whole vector with partners ever nearer.
 
     Each element is summed in the order in which `rabenseifner_all_reduce` sums it, so the bits are
     the same: on four ranks (0 + 2) + (1 + 3).
     """
-    steps = range(_Fold(place.size).num_steps)
-    return _exchanges(place, count, [1 << step for step in reversed(steps)])
+    steps = range(Fold(place.size).num_steps)
+    return exchange_whole(place, count, [1 << step for step in reversed(steps)])
 
 
-def _exchanges(place: Place, count: int, distances: Sequence[int]) -> Plan:
+def exchange_whole(place: Place, count: int, distances: Sequence[int]) -> Plan:
     """Exchange the whole vector with partners at some distances, one after the other."""
     n, i = place
-    fold, whole = _Fold(n), Span(0, count)
+    fold, whole = Fold(n), Span(0, count)
     peers = [] if fold.is_folded(i) else [fold.rank(fold.kept(i) ^ each) for each in distances]
     core = planned(Step(sends=moves(peer, whole), adds=moves(peer, whole)) for peer in peers)
     return _folded_in(fold, i, whole) + core + _folded_out(fold, i, (whole,))
@@ -86,50 +84,33 @@ def _exchanges(place: Place, count: int, distances: Sequence[int]) -> Plan:
 def rabenseifner_all_reduce(place: Place, count: int) -> Plan:
     """Reduce and scatter by halving, then gather by doubling (Rabenseifner, 2004)."""
     n, i = place
-    fold, whole = _Fold(n), Span(0, count)
+    fold, whole = Fold(n), Span(0, count)
     spans = spans_of(even_counts(count, fold.num_kept))
-    core = () if fold.is_folded(i) else _halving(fold, i, spans) + _doubling(fold, i, spans)
+    core = () if fold.is_folded(i) else _halving(fold, i, spans) + doubling(fold, i, spans)
     return _folded_in(fold, i, whole) + core + _folded_out(fold, i, (whole,))
 
 
 def halving_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
     """Sum shard i at rank i: exchange half of what is left with partners ever nearer."""
     n, i = place
-    fold, whole = _Fold(n), Span(0, sum(counts))
-    core = () if fold.is_folded(i) else _halving(fold, i, _looked_after(fold, counts))
+    fold, whole = Fold(n), Span(0, sum(counts))
+    core = () if fold.is_folded(i) else _halving(fold, i, looked_after(fold, counts))
     return _folded_in(fold, i, whole) + core + _folded_out(fold, i, _own(fold, i, counts))
 
 
-def doubling_all_gather(place: Place, counts: Sequence[int]) -> Plan:
-    """Give every rank all shards: exchange what there is with partners ever farther."""
-    n, i = place
-    fold = _Fold(n)
-    spans, core = spans_of(counts), _doubling(fold, i, _looked_after(fold, counts))
-    partner = fold.partner(i)
-    if partner is None:
-        return core
-    folded = spans[min(i, partner)]
-    others = Span(0, folded.start), Span(folded.stop, sum(counts))
-    if fold.is_folded(i):
-        first, last = Step(sends=moves(partner, folded)), Step(takes=moves(partner, *others))
-        return planned(iter((first, last)))
-    first, last = Step(takes=moves(partner, folded)), Step(sends=moves(partner, *others))
-    return planned(iter((first, *core, last)))
-
-
-def _looked_after(fold: _Fold, counts: Sequence[int]) -> tuple[Span, ...]:
+def looked_after(fold: Fold, counts: Sequence[int]) -> tuple[Span, ...]:
     """Return the elements of the shards that each v looks after."""
     shards = [fold.shards(v) for v in range(fold.num_kept)]
     return spans_of([sum(counts[each] for each in some) for some in shards])
 
 
-def _own(fold: _Fold, i: int, counts: Sequence[int]) -> tuple[Span, ...]:
+def _own(fold: Fold, i: int, counts: Sequence[int]) -> tuple[Span, ...]:
     """Return the shard of the folded rank of this rank's pair."""
     partner = fold.partner(i)
     return () if partner is None else (spans_of(counts)[min(i, partner)],)
 
 
-def _halving(fold: _Fold, i: int, spans: Sequence[Span]) -> Plan:
+def _halving(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
     """Sum spans[v] at v; the vector is cut into one span for each v."""
 
     def steps() -> Iterator[Step]:
@@ -148,7 +129,7 @@ def _halving(fold: _Fold, i: int, spans: Sequence[Span]) -> Plan:
     return planned(steps())
 
 
-def _doubling(fold: _Fold, i: int, spans: Sequence[Span]) -> Plan:
+def doubling(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
     """Give every v all spans, of which it has its own."""
 
     def steps() -> Iterator[Step]:
@@ -170,7 +151,7 @@ def _joined(spans: Sequence[Span], first: int, last: int) -> Span:
     return Span(spans[first].start, spans[last - 1].stop)
 
 
-def _folded_in(fold: _Fold, i: int, whole: Span) -> Plan:
+def _folded_in(fold: Fold, i: int, whole: Span) -> Plan:
     """Return the step in which a folded rank hands over its vector."""
     partner = fold.partner(i)
     if partner is None:
@@ -180,7 +161,7 @@ def _folded_in(fold: _Fold, i: int, whole: Span) -> Plan:
     return planned(iter([Step(adds=moves(partner, whole))]))
 
 
-def _folded_out(fold: _Fold, i: int, spans: Sequence[Span]) -> Plan:
+def _folded_out(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
     """Return the step in which a folded rank gets its part of the result."""
     partner = fold.partner(i)
     if partner is None:

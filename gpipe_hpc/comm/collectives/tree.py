@@ -1,7 +1,6 @@
 """Binomial trees: in each round, twice as many ranks have the vector.
 
-Few steps and the whole vector in each: for short vectors. The halves of an all-reduce were
-S-Caffe's: reduce to a root, then broadcast.
+Few steps and the whole vector in each: for short vectors.
 """
 
 from collections.abc import Iterator
@@ -18,28 +17,6 @@ from gpipe_hpc.comm.collectives.plan import (
     spans_of,
 )
 from gpipe_hpc.comm.collectives.ring import ring_all_gather
-
-
-def tree_all_reduce(place: Place, count: int) -> Plan:
-    """Reduce to the first rank, then broadcast from there."""
-    return binomial_reduce(place, count) + binomial_broadcast(place, 0, count)
-
-
-def binomial_reduce(place: Place, count: int) -> Plan:
-    """Sum the vector at the first rank; others are left with partial sums."""
-
-    def steps() -> Iterator[Step]:
-        n, i = place
-        whole, distance = Span(0, count), 1
-        while distance < n:
-            if i & distance:
-                yield Step(sends=moves(i - distance, whole))
-                return
-            if i + distance < n:
-                yield Step(adds=moves(i + distance, whole))
-            distance *= 2
-
-    return planned(steps())
 
 
 def binomial_broadcast(place: Place, root: int, count: int) -> Plan:

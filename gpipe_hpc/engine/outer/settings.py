@@ -11,15 +11,6 @@ from gpipe_hpc.errors import ConfigError
 
 HIERARCHIES: Final = ("none", "host")
 ORDERS: Final = ("backend", "rank")
-ALGORITHMS: Final = (
-    "backend",
-    "auto",
-    "ring",
-    "recursive_doubling",
-    "rabenseifner",
-    "tree",
-    "chain",
-)
 COMPRESSORS: Final = ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd")
 SHARDS: Final = ("none", "flat", "oss")
 
@@ -45,10 +36,8 @@ class Outer:
     last backward, as soon as its last gradient has come; otherwise behind it. `hierarchy`:
     ``none``, or sum inside each ``host`` first and then between hosts, or with a number of copies
     that counts as one host. `order`: ``backend``, or ``rank`` for sums in the order of ranks: the
-    same bits for any buckets. `algorithm`: of ``ALGORITHMS``; ``backend`` is Gloo's or NCCL's own,
-    ``auto`` measures the link at the start and chooses by size. `weights`: how
-    the micro-batches of a step are divided over replicas of unequal speed, a whole number for each;
-    None: evenly.
+    same bits for any buckets. `weights`: how the micro-batches of a step are divided over replicas
+    of unequal speed, a whole number for each; None: evenly.
 
     `compress`: of `COMPRESSORS`, what copies send in place of their gradients; what it loses is
     added to the next step's. `powersgd_rank`: columns of a matrix's factors. `topk_fraction`: of a
@@ -71,7 +60,6 @@ class Outer:
     overlap: bool = True
     hierarchy: str | int = "none"
     order: str = "backend"
-    algorithm: str = "backend"
     compress: str = "none"
     powersgd_rank: int = 2
     topk_fraction: float = 0.01
@@ -116,7 +104,6 @@ class Outer:
                 "25MB"
             )
         _check_name("order", self.order, ORDERS)
-        _check_name("algorithm", self.algorithm, ALGORITHMS)
         _check_name("compress", self.compress, COMPRESSORS)
         if not isinstance(self.hierarchy, int):
             _check_name("hierarchy", self.hierarchy, HIERARCHIES, "or a number of copies")
@@ -131,7 +118,6 @@ class Outer:
             for name, value in (
                 ("hierarchy", self.hierarchy),
                 ("order", self.order),
-                ("algorithm", self.algorithm),
                 ("compress", self.compress),
             )
             if value not in ("none", "backend")

@@ -5,10 +5,8 @@ from typing import Protocol
 
 import torch
 
-from gpipe_hpc.comm.collectives.menu import BACKEND
-from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
-from gpipe_hpc.engine.outer.algorithms import ByAlgorithm, Tuned, hierarchical
+from gpipe_hpc.engine.outer.hierarchical import hierarchical
 from gpipe_hpc.engine.outer.items import Item
 from gpipe_hpc.engine.outer.settings import Outer
 
@@ -34,6 +32,17 @@ class AllReduce:
         return self._group.start_all_reduce(flat)
 
 
+class InRankOrder:
+    """Each element is summed in the order of ranks, wherever it lies."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def start(self, flat: torch.Tensor, items: Sequence[Item] = ()) -> Pending:
+        """Start summing over the group, in place."""
+        return self._group.start_ordered_all_reduce(flat)
+
+
 class ReduceScatter:
     """Each copy gets its equal part of the sum alone; the rest of the buffer means nothing then.
 
@@ -57,10 +66,10 @@ def way_of_tie(outer: Outer, group: Group) -> Way | None:
     """
     if group.size == 1:
         return None
-    return ByAlgorithm(group, "rank_order") if outer.order == "rank" else AllReduce(group)
+    return InRankOrder(group) if outer.order == "rank" else AllReduce(group)
 
 
-def choose_way(outer: Outer, group: Group, device: Device) -> Way:
+def choose_way(outer: Outer, group: Group) -> Way:
     """Return the way that the settings ask for; the same call on all copies.
 
     Raises ConfigError for a hierarchy that does not fit the number of copies.
@@ -70,8 +79,4 @@ def choose_way(outer: Outer, group: Group, device: Device) -> Way:
     if outer.hierarchy != "none":
         outer.check_copies(group.size)
         return hierarchical(group, outer.hierarchy)
-    if outer.order == "rank":
-        return ByAlgorithm(group, "rank_order")
-    if outer.algorithm == "auto":
-        return Tuned(group, device)
-    return AllReduce(group) if outer.algorithm == BACKEND else ByAlgorithm(group, outer.algorithm)
+    return InRankOrder(group) if outer.order == "rank" else AllReduce(group)

@@ -39,7 +39,6 @@ _LAYOUT: Final = frozenset(
         "train.accumulation",
         "train.compile",
         # How replicas sum exactly, and what each has of the optimizer's state.
-        "outer.algorithm",
         "outer.bucket_bytes",
         "outer.hierarchy",
         "outer.order",

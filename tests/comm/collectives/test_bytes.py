@@ -1,56 +1,41 @@
-"""What ranks really send, counted by their groups: what the plans say, and so the closed forms.
-
-tests/comm/collectives/test_costs.py holds the plans against theory.
-"""
+"""What ranks really send, counted by their groups: what the plans say."""
 
 from collections import defaultdict
 
 import pytest
 import torch
 
+from gpipe_hpc.comm.collectives.direct import rank_order_all_reduce
 from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
 from gpipe_hpc.comm.collectives.menu import (
-    ALL_GATHERS,
-    ALL_REDUCES,
-    BROADCASTS,
-    REDUCE_SCATTERS,
     start_all_gather,
-    start_all_reduce,
-    start_broadcast,
+    start_ordered_all_reduce,
     start_reduce_scatter,
+    start_ring_all_reduce,
 )
 from gpipe_hpc.comm.collectives.plan import Place, even_counts, num_messages, num_sent
+from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.threads import run_on_threads
 
-COUNT, BLOCK_BYTES = 5047, 4096  # odd, so that shards and blocks differ in length
-BLOCK = BLOCK_BYTES // 4
+COUNT = 5047  # odd, so that shards differ in length
 
 
 def cases(size):
     """Return by name what starts an algorithm, and the plan of the rank at a position."""
-    counts, found = even_counts(COUNT, size), {}
-    for name, planner in ALL_REDUCES.items():
-        found[f"all-reduce {name}"] = (
-            lambda g, t, n=name: start_all_reduce(g, t, n, block_bytes=BLOCK_BYTES),
-            lambda i, p=planner: p(Place(size, i), COUNT, BLOCK),
-        )
-    for name, planner in BROADCASTS.items():
-        found[f"broadcast {name}"] = (
-            lambda g, t, n=name: start_broadcast(g, t, size - 1, n, block_bytes=BLOCK_BYTES),
-            lambda i, p=planner: p(Place(size, i), size - 1, COUNT, BLOCK),
-        )
-    for name, planner in REDUCE_SCATTERS.items():
-        found[f"reduce-scatter {name}"] = (
-            lambda g, t, n=name: start_reduce_scatter(g, t, None, n),
-            lambda i, p=planner: p(Place(size, i), counts),
-        )
-    for name, planner in ALL_GATHERS.items():
-        found[f"all-gather {name}"] = (
-            lambda g, t, n=name: start_all_gather(g, t, None, n),
-            lambda i, p=planner: p(Place(size, i), counts),
-        )
-    return found
+    counts = even_counts(COUNT, size)
+    return {
+        "ring": (start_ring_all_reduce, lambda i: ring_all_reduce(Place(size, i), COUNT)),
+        "rank_order": (
+            start_ordered_all_reduce,
+            lambda i: rank_order_all_reduce(Place(size, i), COUNT),
+        ),
+        "reduce_scatter": (
+            start_reduce_scatter,
+            lambda i: ring_reduce_scatter(Place(size, i), counts),
+        ),
+        "all_gather": (start_all_gather, lambda i: ring_all_gather(Place(size, i), counts)),
+    }
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 1, 2]])
@@ -98,4 +83,4 @@ def test_between_processes(processes, tmp_path, size):
         # All shards but its own, and all but the next one's: twice (R-1)/R of the vector.
         shards = even_counts(COUNT, size)
         ring = 4 * (2 * COUNT - shards[rank] - shards[(rank + 1) % size])
-        assert found["all-reduce ring"][0] == (ring, 2 * (size - 1))
+        assert found["ring"][0] == (ring, 2 * (size - 1))

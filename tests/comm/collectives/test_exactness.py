@@ -1,25 +1,21 @@
-"""Every algorithm against the plain sum, on threads: any number of ranks, any length, any dtype."""
+"""Our collectives against the plain sum, on threads: any number of ranks, length and dtype."""
 
 import pytest
 import torch
 
+from gpipe_hpc.comm.collectives.halving import rabenseifner_all_reduce
 from gpipe_hpc.comm.collectives.menu import (
-    ALL_GATHERS,
-    ALL_REDUCE_NAMES,
-    BROADCAST_NAMES,
-    REDUCE_SCATTERS,
     start_all_gather,
-    start_all_reduce,
-    start_broadcast,
-    start_reduce_scatter,
+    start_ordered_all_reduce,
+    start_ring_all_reduce,
 )
 from gpipe_hpc.comm.collectives.shards import shards
 from gpipe_hpc.comm.group import Piece, SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
+from tests.comm.collectives.starts import ALL_REDUCES, BROADCASTS, REDUCE_SCATTERS, by_length
 
 SIZES = range(1, 10)
 LENGTHS = (0, 1, 2, 3, 8, 13, 100)
-BLOCK_BYTES = 24
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -30,11 +26,6 @@ def parts_of(size, length, dtype=torch.float64):
     if dtype in INTEGERS:
         return [torch.randint(0, 9, (length,)).to(dtype) for _ in range(size)]
     return [torch.randn(length, dtype=torch.float64).to(dtype) for _ in range(size)]
-
-
-def hosts_of(size):
-    """Return hosts of three ranks and one of what is left."""
-    return [position // 3 for position in range(size)]
 
 
 def in_rank_order(parts):
@@ -61,7 +52,7 @@ def assert_sums(found, parts, algorithm):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_NAMES)
+@pytest.mark.parametrize("algorithm", ALL_REDUCES)
 def test_all_reduce_is_the_sum_with_the_same_bits_everywhere(algorithm, size):
     cases = [(length, torch.float64) for length in LENGTHS]
     cases += [(13, dtype) for dtype in FLOATS + INTEGERS]
@@ -69,12 +60,7 @@ def test_all_reduce_is_the_sum_with_the_same_bits_everywhere(algorithm, size):
 
     def body(world):
         group, own = world.everybody, [parts[world.rank].clone() for parts in given]
-        started = [
-            start_all_reduce(
-                group, tensor, algorithm, block_bytes=BLOCK_BYTES, hosts=hosts_of(size)
-            )
-            for tensor in own
-        ]
+        started = [ALL_REDUCES[algorithm](group, tensor) for tensor in own]
         for pending in started:
             pending.wait()
         return own
@@ -84,17 +70,15 @@ def test_all_reduce_is_the_sum_with_the_same_bits_everywhere(algorithm, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("algorithm", BROADCAST_NAMES)
+@pytest.mark.parametrize("algorithm", BROADCASTS)
 def test_broadcast_brings_the_roots_bits(algorithm, size):
     roots = sorted({0, size // 2, size - 1})
     given = [(root, parts_of(size, length)) for root in roots for length in LENGTHS]
-    hosts = [i // 3 for i in range(size)]
 
     def body(world):
         own = [parts[world.rank].clone() for _, parts in given]
         for (root, _), tensor in zip(given, own, strict=True):
-            options = {"block_bytes": BLOCK_BYTES, "hosts": hosts}
-            start_broadcast(world.everybody, tensor, root, algorithm, **options).wait()
+            BROADCASTS[algorithm](world.everybody, tensor, root).wait()
         return own
 
     for (root, parts), found in zip(
@@ -122,7 +106,7 @@ def test_reduce_scatter_gives_each_rank_its_shard_of_the_sum(algorithm, size):
         found = []
         for parts, counts in given:
             whole = parts[world.rank].clone()
-            start_reduce_scatter(world.everybody, whole, counts, algorithm).wait()
+            REDUCE_SCATTERS[algorithm](world.everybody, whole, counts).wait()
             found.append(shards(whole, counts, size)[world.rank])
         return found
 
@@ -137,8 +121,7 @@ def test_reduce_scatter_gives_each_rank_its_shard_of_the_sum(algorithm, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("algorithm", ALL_GATHERS)
-def test_all_gather_gives_all_shards_to_every_rank(algorithm, size):
+def test_all_gather_gives_all_shards_to_every_rank(size):
     given = [(parts_of(1, n)[0], counts) for n in LENGTHS for counts in cuts(n, size)]
 
     def body(world):
@@ -146,7 +129,7 @@ def test_all_gather_gives_all_shards_to_every_rank(algorithm, size):
         for right, counts in given:
             whole = torch.full_like(right, float("nan"))
             shards(whole, counts, size)[world.rank].copy_(shards(right, counts, size)[world.rank])
-            start_all_gather(world.everybody, whole, counts, algorithm).wait()
+            start_all_gather(world.everybody, whole, counts).wait()
             found.append(whole)
         return found
 
@@ -168,7 +151,7 @@ def test_a_groups_own_reduce_scatter_and_all_gather_make_an_all_reduce():
     alone, whole = SoloGroup(0), parts[0].clone()
     alone.start_reduce_scatter(whole).wait()
     alone.start_all_gather(whole, [10]).wait()
-    start_all_reduce(alone, whole, "ring").wait()
+    start_ring_all_reduce(alone, whole).wait()
     assert torch.equal(whole, parts[0])
 
 
@@ -181,7 +164,7 @@ def test_the_order_of_ranks_has_the_same_bits_however_the_vector_is_cut():
         for cut in (length, 1, 7, 50):
             own = parts[world.rank].clone()
             pending = [
-                start_all_reduce(world.everybody, bucket, "rank_order") for bucket in own.split(cut)
+                start_ordered_all_reduce(world.everybody, bucket) for bucket in own.split(cut)
             ]
             for each in pending:
                 each.wait()
@@ -199,8 +182,8 @@ def test_tensors_need_not_be_flat_nor_lie_in_one_row():
     def body(world):
         rows = torch.arange(12.0).reshape(3, 4) * (world.rank + 1)
         column, scalar = rows[:, 1:3], torch.tensor(2.0)
-        start_all_reduce(world.everybody, column, "ring").wait()
-        start_all_reduce(world.everybody, scalar, "rabenseifner").wait()
+        start_ring_all_reduce(world.everybody, column).wait()
+        by_length(rabenseifner_all_reduce, world.everybody, scalar).wait()
         return rows, scalar
 
     for rank, (rows, scalar) in enumerate(run_on_threads(3, body)):

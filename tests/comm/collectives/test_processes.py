@@ -8,16 +8,12 @@ import time
 import pytest
 import torch
 
-from gpipe_hpc.comm.collectives.menu import (
-    ALL_REDUCE_NAMES,
-    BROADCAST_NAMES,
-    start_all_reduce,
-    start_broadcast,
-)
+from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
 from gpipe_hpc.comm.group import Piece
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import ConfigError, PeerError
+from tests.comm.collectives.starts import ALL_REDUCES, BROADCASTS
 from tests.support import patience
 
 DTYPES = (
@@ -39,26 +35,23 @@ def test_sums_shards_and_broadcasts_between_processes(processes, tmp_path, size)
         world = start_world(device="cpu", timeout_s=60)  # it ends with its last name
         group = world.everybody
         wrong = []
-        for algorithm in ALL_REDUCE_NAMES[1:]:
+        for algorithm in sorted(ALL_REDUCES.keys() - {"backend"}):
             for length, dtype in [(1000, d) for d in DTYPES] + [(n, DTYPES[0]) for n in (0, 1, 3)]:
                 parts = parts_of(size, length, dtype)
                 own = parts[rank].clone()
-                hosts = [i // 2 for i in range(size)]
-                start_all_reduce(group, own, algorithm, block_bytes=1024, hosts=hosts).wait()
+                ALL_REDUCES[algorithm](group, own).wait()
                 if not torch.equal(own, sum(parts[1:], parts[0])):
                     wrong.append((algorithm, length, dtype))
-        for algorithm in BROADCAST_NAMES:
+        for algorithm in BROADCASTS:
             for root in (0, size - 1):
                 parts = parts_of(size, 1000)
                 own = parts[rank].clone()
-                hosts = [i // 2 for i in range(size)]
-                options = {"block_bytes": 1024, "hosts": hosts}
-                start_broadcast(group, own, root, algorithm, **options).wait()
+                BROADCASTS[algorithm](group, own, root).wait()
                 if not torch.equal(own, parts[root]):
                     wrong.append((algorithm, root))
         for dtype in (torch.bool, torch.float8_e4m3fn):  # what travels, though nothing sums it
             own = torch.full((100,), rank % 2).to(dtype)
-            start_broadcast(group, own, 1, "scatter_ring").wait()
+            BROADCASTS["scatter_ring"](group, own, 1).wait()
             if not bool((own.float() == 1.0).all()):
                 wrong.append(dtype)
         parts = parts_of(size, 999)
@@ -85,9 +78,9 @@ def test_plans_go_on_beside_the_calling_thread_and_the_groups_other_collectives(
         world = start_world(device="cpu", timeout_s=60)  # it ends with its last name
         group = world.everybody
         buckets = [torch.full((50_000,), float(rank + i)) for i in range(6)]
-        algorithms = ["ring", "chain", "rank_order", "tree", "ring", "rabenseifner"]
+        algorithms = ["ring", "butterfly", "rank_order", "hierarchical", "ring", "rabenseifner"]
         pending = [
-            start_all_reduce(group, bucket, name)
+            ALL_REDUCES[name](group, bucket)
             for bucket, name in zip(buckets, algorithms, strict=True)
         ]
         told = [group.all_gather_object((rank, turn)) for turn in range(3)]
@@ -109,7 +102,7 @@ def test_ranks_that_do_not_start_the_same_are_all_told(processes, tmp_path):
         began_s = time.monotonic()
         try:
             with together(world, "a sum"):
-                start_all_reduce(world.everybody, torch.ones(10 + (rank == 2)), "ring").wait()
+                start_ring_all_reduce(world.everybody, torch.ones(10 + (rank == 2))).wait()
         except (ConfigError, PeerError) as error:
             return str(error), time.monotonic() - began_s
 
@@ -124,7 +117,7 @@ def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_r
     script = tmp_path / "dies.py"
     script.write_text(
         "import os, signal, sys, torch\n"
-        "from gpipe_hpc.comm.collectives.menu import start_all_reduce\n"
+        "from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce\n"
         "from gpipe_hpc.comm.joining.start import start_world\n"
         "from gpipe_hpc.comm.world import together\n"
         "world = start_world(device='cpu', timeout_s=60)\n"
@@ -132,7 +125,7 @@ def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_r
         "    for turn in range(1000):\n"
         "        if turn == 20 and world.rank == 1:\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        start_all_reduce(world.everybody, torch.ones(1000), 'ring').wait()\n"
+        "        start_ring_all_reduce(world.everybody, torch.ones(1000)).wait()\n"
     )
     began_s = time.monotonic()
     ranks = start_ranks(
@@ -152,13 +145,13 @@ def test_who_waits_for_a_plan_says_for_whom(processes, tmp_path, until):
 
     def body(rank):
         world = start_world(device="cpu", timeout_s=60)
-        start_all_reduce(world.everybody, torch.ones(8), "tree").wait()  # they have met
+        start_ring_all_reduce(world.everybody, torch.ones(8)).wait()  # they have met
         seen, looking = [], threading.Thread(target=lambda: seen.append(look(world)))
         if rank == 0:
             looking.start()
         if rank == 2:
             until((tmp_path / "seen").exists, 40, "another rank waits for this one")
-        start_all_reduce(world.everybody, torch.ones(8), "tree").wait()
+        start_ring_all_reduce(world.everybody, torch.ones(8)).wait()
         if rank == 0:
             looking.join()
         assert world._pulse.waits_for is None

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from gpipe_hpc.comm.collectives.menu import start_all_reduce
+from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
 from gpipe_hpc.comm.collectives.turns import Turns
 from gpipe_hpc.comm.threads import run_on_threads
 
@@ -16,7 +16,7 @@ def test_a_plan_ends_though_nobody_waits_for_it(until):
 
     def body(world):
         own = torch.full((100,), float(world.rank))
-        start_all_reduce(world.everybody, own, "ring")  # four steps
+        start_ring_all_reduce(world.everybody, own)  # four steps
         until(lambda: bool((own == 3.0).all()), 20, "the sum is there")
         return True
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.collectives.bruck import partners
-from gpipe_hpc.comm.collectives.menu import ALL_REDUCE_NAMES, ALL_REDUCES, start_all_reduce
+from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
 from gpipe_hpc.comm.collectives.orders import in_gloo_order, in_rank_order, in_ring_order
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.group import Piece
 from gpipe_hpc.comm.threads import run_on_threads
+from tests.comm.collectives.starts import ALL_REDUCES
 
 from .wide_threads import Heard
 
@@ -83,9 +84,9 @@ def test_the_greatest_objects_exchanges_and_plans_go_too(size: int):
         group, few = heard.wide, len(heard.peers)
         greatest = torch.tensor([rank, -rank])
         group.all_reduce_max(greatest)
-        for name in ALL_REDUCE_NAMES[1:]:
-            own, hosts = torch.full((13,), float(rank)), [i // 2 for i in range(size)]
-            start_all_reduce(group, own, name, block_bytes=16, hosts=hosts).wait()
+        for name, start in ALL_REDUCES.items():
+            own = torch.full((13,), float(rank))
+            start(group, own).wait()
             assert own.tolist() == [float(sum(range(size)))] * 13, name
         into, across = torch.zeros(3), (rank + size // 2) % size
         back = (rank - size // 2) % size
@@ -156,12 +157,10 @@ def test_a_rank_is_connected_with_two_for_each_power_of_two(size: int, num_partn
 
 
 @pytest.mark.parametrize("size", [100, 1024])
-@pytest.mark.parametrize("name", [name for name in ALL_REDUCES if name != "rank_order"])
-def test_no_algorithm_needs_many_more_connections(name: str, size: int):
-    """In the order of ranks a wide group sums by its partners, not by a plan."""
+def test_a_hierarchical_sum_needs_few_more_connections(size: int):
     for position in (0, 1, size // 3, size - 1):
-        place = Place(size, position)
-        plan = ALL_REDUCES[name](place, 4 * size, 64)
+        place, hosts = Place(size, position), [i // 4 for i in range(size)]
+        plan = hierarchical_all_reduce(place, 4 * size, hosts)
         peers = {m.peer for step in plan for part in step for m in part}
         assert len(peers - set(partners(place))) <= (size - 1).bit_length()
 

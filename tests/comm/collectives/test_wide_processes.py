@@ -59,7 +59,6 @@ def test_training_over_wide_groups_has_the_same_bits(processes, tmp_path):
     outers = (
         {},
         {"order": "rank"},
-        {"algorithm": "rabenseifner"},
         {"compress": "float16"},
         {"compress": "topk", "topk_fraction": 0.3},
         {"shard": "flat"},

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.collectives.menu import (
-    start_all_gather,
-    start_all_reduce,
-    start_broadcast,
-    start_reduce_scatter,
+    start_hierarchical_all_reduce,
+    start_ordered_all_reduce,
+    start_ring_all_reduce,
 )
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
@@ -20,13 +19,7 @@ ALONE = SoloGroup(0)
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (lambda t: start_all_reduce(ALONE, t, "rings"), "one of backend, ring, .*got 'rings'"),
-        (lambda t: start_broadcast(ALONE, t, 0, "tree"), "one of backend, binomial.*got 'tree'"),
-        (lambda t: start_reduce_scatter(ALONE, t, None, "tree"), "one of ring, halving"),
-        (lambda t: start_all_gather(ALONE, t, None, "tree"), "one of ring, doubling"),
-        (lambda t: start_all_reduce(ALONE, t, "chain", block_bytes=0), "1 byte at least, got 0"),
-        (lambda t: start_broadcast(ALONE, t, 3, "chain"), "root among .*got 3"),
-        (lambda t: start_broadcast(ALONE, t, 0, "hierarchical"), "host of each of 1 ranks"),
+        (lambda t: start_hierarchical_all_reduce(ALONE, t, []), "host of each of 1 ranks, got 0"),
         (lambda t: ALONE.start_reduce_scatter(t, [5]), "sum 6, got 1 with the sum 5"),
         (lambda t: ALONE.start_all_gather(t, [3, 3]), "expected 1 counts.*got 2"),
         (lambda t: ALONE.start_all_gather(t, [7, -1]), "none negative"),
@@ -59,13 +52,17 @@ def refused(size, body):
 @pytest.mark.parametrize(
     "start",
     [
-        lambda group, odd: start_all_reduce(group, torch.zeros(7 if odd else 6), "ring"),
-        lambda group, odd: start_all_reduce(group, torch.zeros(6), "tree" if odd else "ring"),
-        lambda group, odd: start_all_reduce(
-            group, torch.zeros(6, dtype=torch.int32 if odd else torch.int64), "ring"
+        lambda group, odd: start_ring_all_reduce(group, torch.zeros(7 if odd else 6)),
+        lambda group, odd: (start_ordered_all_reduce if odd else start_ring_all_reduce)(
+            group, torch.zeros(6)
+        ),
+        lambda group, odd: start_ring_all_reduce(
+            group, torch.zeros(6, dtype=torch.int32 if odd else torch.int64)
         ),
         lambda group, odd: group.start_all_gather(torch.zeros(6), [3, 3, 0] if odd else [2, 2, 2]),
-        lambda group, odd: start_broadcast(group, torch.zeros(6), int(odd), "chain"),
+        lambda group, odd: start_hierarchical_all_reduce(
+            group, torch.zeros(6), [0, 0, 1] if odd else [0, 1, 1]
+        ),
     ],
 )
 def test_ranks_that_start_different_things_all_hear_of_it(start):
@@ -76,10 +73,10 @@ def test_ranks_that_start_different_things_all_hear_of_it(start):
 
 def test_a_rank_that_fails_ends_the_plans_of_all():
     def body(world):
-        start_all_reduce(world.everybody, torch.zeros(6), "ring").wait()
+        start_ring_all_reduce(world.everybody, torch.zeros(6)).wait()
         if world.rank == 1:
             raise ConfigError("rank 1: the cause")
-        start_all_reduce(world.everybody, torch.zeros(6), "ring").wait()
+        start_ring_all_reduce(world.everybody, torch.zeros(6)).wait()
 
     told = refused(3, body)
     assert told.keys() == {0, 1, 2} and all("the cause" in each for each in told.values())
@@ -87,8 +84,8 @@ def test_a_rank_that_fails_ends_the_plans_of_all():
 
 def test_after_a_failure_no_plan_behind_it_is_carried_out():
     def body(world):
-        first = start_all_reduce(world.everybody, torch.zeros(7 if world.rank else 6), "ring")
-        behind = start_all_reduce(world.everybody, torch.zeros(3), "ring")
+        first = start_ring_all_reduce(world.everybody, torch.zeros(7 if world.rank else 6))
+        behind = start_ring_all_reduce(world.everybody, torch.zeros(3))
         errors = []
         for pending in (first, behind):
             with pytest.raises((ConfigError, ConnectionError)) as caught:

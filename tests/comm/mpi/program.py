@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import gpipe_hpc.comm.mpi.library as mpi_library
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.collectives.menu import ALL_REDUCES, start_all_reduce
 from gpipe_hpc.comm.joining.start import start_world
+from tests.comm.collectives.starts import ALL_REDUCES
 from tests.played.scenarios import ALL, train
 from tests.support import batches, mean_square, train_rank
 
@@ -48,9 +48,9 @@ def sums(world: Any, folder: Path) -> dict[str, Tensor]:
     grid = drawn(world.rank, 9, torch.float32).view(3, 3).t()  # not in order in memory
     group.all_reduce(grid)
     found["turned"], apart[:] = grid, grid.reshape(-1)
-    for name in ALL_REDUCES:
+    for name, start in ALL_REDUCES.items():
         found[name] = own = torch.arange(1000.0) + world.rank
-        start_all_reduce(group, own, name).wait()
+        start(group, own).wait()
     found["max"] = own = torch.arange(5.0) * (-1) ** world.rank
     group.all_reduce_max(own)
     return found

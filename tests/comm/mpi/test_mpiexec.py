@@ -3,13 +3,13 @@
 What ranks on threads give is the reference: others hold that against the plain loop.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from gpipe_hpc import run_on_threads
-from gpipe_hpc.comm.collectives.menu import ALL_REDUCES
+from gpipe_hpc.comm.collectives.halving import rabenseifner_all_reduce
+from gpipe_hpc.engine.outer.ways import AllReduce
+from tests.comm.collectives.starts import ALL_REDUCES, by_length
 from tests.comm.mpi.program import KINDS, SIZES, drawn, make
 from tests.played.scenarios import ALL, on_cpu
 from tests.support import batches, train_rank
@@ -141,24 +141,28 @@ def test_a_checkpoint_goes_on_in_another_layout(left):
 OF_FOUR = [each for each in ALL if each.ranks == 4 and each.way is None]
 
 
-def in_the_order_of_mpi(scenario):
-    """Return the training whose sums on threads have the order that they have over MPI.
+def sum_in_the_order_of_mpi(scenario, monkeypatch):
+    """Give sums on threads the order that they have over MPI.
 
     Four ranks hold each stage of a mirrored one, and threads add their terms in another order.
     BatchNorm makes rounding of that: the bias before it has a gradient of nothing else, from which
     AdamW makes a step of full length, and an evaluation, with statistics of other steps, shows it.
     """
     if scenario.name != "mirrored":
-        return scenario
-    outer = {"algorithm": "rabenseifner"}
-    return replace(scenario, options={**scenario.options, "outer": outer})
+        return
+
+    def start(way, flat, items=()):
+        return by_length(rabenseifner_all_reduce, way._group, flat)
+
+    monkeypatch.setattr(AllReduce, "start", start)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [4], indirect=True)
 @pytest.mark.parametrize("scenario", OF_FOUR, ids=str)
-def test_training_has_the_bits_of_threads(left, scenario):
+def test_training_has_the_bits_of_threads(left, scenario, monkeypatch):
     """Losses, gradients, norms, weights, an evaluation and a prediction."""
-    others = on_cpu(in_the_order_of_mpi(scenario))
+    sum_in_the_order_of_mpi(scenario, monkeypatch)
+    others = on_cpu(scenario)
     for own, other in zip(left.each("trainings", str(scenario)), others, strict=True):
         assert own.unlike(other) == []

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.engine.outer.settings import ALGORITHMS
 from gpipe_hpc.schedule import schedule_names
 from tests.support import batches, square_sum
 
@@ -15,7 +14,6 @@ CHOICES = {
     "hierarchy": {"hierarchy": 2},
     "host": {"hierarchy": "host"},
     "order": {"order": "rank"},
-    **{name: {"algorithm": name} for name in ALGORITHMS[1:]},
     "flat": {"shard": "flat"},
     "flat_order": {"shard": "flat", "order": "rank"},
     "weights": {"weights": [3, 1]},
@@ -127,7 +125,6 @@ def test_every_exact_choice_is_one_process_on_four_replicas(recompute, alone, on
 
 
 SENT = [
-    *(({"algorithm": name}, 2) for name in ("ring", "rabenseifner")),
     ({"order": "rank"}, 2),
     ({"shard": "flat"}, 1),  # for the sums; as much again for the parameters
 ]

@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import run_on_threads
-from gpipe_hpc.engine.outer.settings import ALGORITHMS
 from gpipe_hpc.engine.outer.ways import AllReduce
 from gpipe_hpc.errors import ActionError, ConfigError, ModelError, PeerError
 from gpipe_hpc.schedule import Action, Op, schedule_names
@@ -202,8 +201,6 @@ WAYS = [
     {"hierarchy": 2},
     {"hierarchy": "host"},
     {"order": "rank"},
-    {"algorithm": "auto"},
-    *({"algorithm": name} for name in ALGORITHMS[2:]),
 ]
 
 
@@ -265,11 +262,11 @@ def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, sc
         (None, "outer: expected an Outer or a dict of its settings, got None"),
         ({"buckets": 3}, "outer: unknown setting buckets.*bucket_bytes"),
         ({"order": "rnak"}, r"outer\.order: expected backend, rank, got 'rnak'"),
-        ({"algorithm": "butterfly"}, r"outer\.algorithm: expected backend, auto, ring.*tree"),
+        ({"algorithm": "ring"}, r"outer\.algorithm is no setting any more.*order=rank"),
         ({"hierarchy": "rack"}, r"outer\.hierarchy: expected none, host or a number of copies"),
         ({"hierarchy": 0}, r"outer\.hierarchy: expected none, host or a number"),
         ({"hierarchy": 3}, r"outer\.hierarchy: expected a divisor of the 2 copies.*1, 2, or host"),
-        ({"order": "rank", "algorithm": "ring"}, "expected one way to sum, got.*and"),
+        ({"order": "rank", "hierarchy": 2}, "expected one way to sum, got.*and"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(plain, outer, message):

@@ -22,8 +22,6 @@ OUTER = {
     "hierarchy": {"hierarchy": 2},
     "host": {"hierarchy": "host"},
     "order": {"order": "rank"},
-    "ring": {"algorithm": "ring"},
-    "auto": {"algorithm": "auto"},
     "bfloat16": {"compress": "bfloat16"},
     "float16": {"compress": "float16"},
     "powersgd": {"compress": "powersgd", "powersgd_rank": 1},
@@ -45,14 +43,14 @@ PIPELINE = {
 }
 COMPRESS = {"bfloat16", "float16", "powersgd", "topk", "qsgd"}
 APART = {"local_sgd", "diloco", "streaming", "late"}
-WAYS = {"hierarchy", "host", "order", "ring", "auto"} | COMPRESS
+WAYS = {"hierarchy", "host", "order"} | COMPRESS
 NOISE = {"noise_of_microbatches", "noise_of_replicas"}
 REFUSED = [
     (WAYS, WAYS, "outer: expected one way to sum"),
     (
         {"flat"},
         WAYS - {"order"},
-        r"outer\.shard=flat: .* got outer\.(hierarchy|algorithm|compress)",
+        r"outer\.shard=flat: .* got outer\.(hierarchy|compress)",
     ),
     ({"flat", "oss"}, APART, r"outer\.shard: replicas that train apart \(outer\.every=2\)"),
     (APART, {"normalise"}, r"outer\.every: .*normalise_over_replicas=False"),
@@ -208,4 +206,4 @@ def test_the_pairs_are_all_pairs():
     """Of every setting of `Outer` some choice is made here."""
     made = {key for each in OUTER.values() for key in each} | {"shard"}
     assert made == set(Pipeline([nn.Linear(2, 2)], square_sum).request.outer.__dataclass_fields__)
-    assert len(list(itertools.combinations([*OUTER, *PIPELINE], 2))) == 253
+    assert len(list(itertools.combinations([*OUTER, *PIPELINE], 2))) == 210

@@ -61,7 +61,6 @@ def refused(world, stages, outer, name, *, frozen_in_step, is_tied=False):
 OUTERS = [
     {},
     {"bucket_bytes": 8},
-    {"algorithm": "ring"},
     {"order": "rank"},
     {"compress": "bfloat16"},
     {"compress": "powersgd", "powersgd_rank": 1},

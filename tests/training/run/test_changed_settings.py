@@ -38,7 +38,7 @@ def test_settings_that_change_no_step_are_passed_over(differences):
     assert differences([], settings) == []
 
 
-@pytest.mark.parametrize("how", ["shard=flat", "order=rank", "algorithm=ring", "hierarchy=host"])
+@pytest.mark.parametrize("how", ["shard=flat", "order=rank", "hierarchy=host"])
 def test_a_run_may_sum_in_another_exact_way(differences, how):
     """A checkpoint holds whole tensors, but resume=auto was refused with another outer.shard."""
     (change,) = differences([], [f"outer.{how}"])

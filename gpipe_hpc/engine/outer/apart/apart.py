@@ -54,7 +54,7 @@ class Apart:
                 ways[index] = compression.way(stage, copies, wide=True)
                 continue
             if copies not in chosen:
-                chosen[copies] = choose_way(outer, copies, device)
+                chosen[copies] = choose_way(outer, copies)
             ways[index] = chosen[copies]
         turns = list(_turns(outer, mesh.stage_rank_of(rank), tables, stages, wiring, ways))
         for each in tied:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from gpipe_hpc.comm.collectives.menu import start_all_reduce
+from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.outer.compress.compressor import Task
 from gpipe_hpc.engine.outer.items import Item
@@ -109,7 +109,7 @@ def _sum(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     if not parts:
         return []
     flat = torch.cat([part.reshape(-1) for part in parts])
-    start_all_reduce(group, flat, "ring").wait()
+    start_ring_all_reduce(group, flat).wait()
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + part.numel())

@@ -448,7 +448,7 @@ def test_replicas_with_unequal_numbers_of_micro_batches_count_by_them():
     assert_near(run(2, TOGETHER | unequal, data, 1), run(2, unequal, data, 1))
 
 
-@pytest.mark.parametrize("how", [{"hierarchy": 2}, {"order": "rank"}, {"algorithm": "ring"}])
+@pytest.mark.parametrize("how", [{"hierarchy": 2}, {"order": "rank"}])
 def test_parameters_are_averaged_by_every_way_to_sum(how):
     data = batches(3, ROWS, WIDTH)
     assert_near(run(4, TOGETHER | how, data, 1), run(4, {}, data, 1))

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.collectives.costs import Link, Terms
+from experiments.outer.collectives.costs import Link, Terms
 
 _NUM_ROUNDS: Final = 30
 _LEAST_SCALE: Final = 1e-9

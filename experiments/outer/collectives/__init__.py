@@ -1,0 +1,1 @@
+"""Algorithms of collectives, their costs, and what libraries make of them: see README.md."""

@@ -1,0 +1,328 @@
+"""Trees along which a vector goes whole or in blocks: chains, k-nomial, two levels, binary.
+
+A pipelined tree sends block after block: rank at depth d hands on block k in step d + k. After the
+first block has reached the deepest rank, every edge carries a block in each step. The best block
+weighs that fill against a start-up for each block.
+
+Legend: n ranks; positions count within the group, from 0; `root`: the position that has the vector,
+or gets the sum.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from gpipe_hpc.comm.collectives.plan import (
+    Move,
+    Place,
+    Plan,
+    Span,
+    Step,
+    blocks_of,
+    even_counts,
+    moves,
+    planned,
+    renamed,
+    spans_of,
+)
+from gpipe_hpc.comm.collectives.tree import binomial_broadcast
+
+
+class Tree(NamedTuple):
+    """The parent of each position; None for the root."""
+
+    parents: tuple[int | None, ...]
+
+    def children(self, position: int) -> tuple[int, ...]:
+        """Return whom a position hands on to, in the order of positions."""
+        return _children(self)[position]
+
+    def path(self, position: int) -> list[int]:
+        """Return the positions from the root to this one, both included."""
+        found, at = [position], self.parents[position]
+        while at is not None:
+            found.append(at)
+            at = self.parents[at]
+        return found[::-1]
+
+    def depth(self, position: int) -> int:
+        """Return how many edges lead from the root to a position."""
+        return len(self.path(position)) - 1
+
+    @property
+    def height(self) -> int:
+        """Return the greatest depth."""
+        return max(map(self.depth, range(len(self.parents))))
+
+    @property
+    def fan_out(self) -> int:
+        """Return the most children that a position has."""
+        return max(map(len, _children(self)))
+
+    @property
+    def fill(self) -> int:
+        """Return how many messages, one after the other, bring the first block everywhere.
+
+        A rank with several children serves them in turn, so each child costs its parent's port.
+        """
+        paths = map(self.path, range(len(self.parents)))
+        return max(sum(len(self.children(each)) for each in path[:-1]) for path in paths)
+
+
+@lru_cache(maxsize=256)
+def _children(tree: Tree) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in tree.parents]
+    for position, parent in enumerate(tree.parents):
+        if parent is not None:
+            found[parent].append(position)
+    return tuple(map(tuple, found))
+
+
+# Trees.
+
+
+def chain(members: Sequence[int]) -> dict[int, int | None]:
+    """Return the parents of a chain: each hands on to the next."""
+    return dict(zip(members, [None, *members[:-1]], strict=True))
+
+
+def knomial(members: Sequence[int], radix: int) -> dict[int, int | None]:
+    """Return the parents of a k-nomial tree; of radix 2 it is binomial."""
+
+    def parent(number: int) -> int | None:
+        distance = 1
+        while distance * radix <= number:
+            distance *= radix
+        return None if number == 0 else members[number % distance]
+
+    return {each: parent(number) for number, each in enumerate(members)}
+
+
+def members_of(hosts: Sequence[int], root: int) -> list[list[int]]:
+    """Return the positions of each host, the root's first; the first of each is its leader.
+
+    The root leads its host; elsewhere the first position after the root does.
+    """
+    found: dict[int, list[int]] = {}
+    for position in sorted(range(len(hosts)), key=lambda i: (i - root) % len(hosts)):
+        found.setdefault(hosts[position], []).append(position)
+    return list(found.values())
+
+
+@lru_cache(maxsize=256)
+def chain_tree(n: int, root: int) -> Tree:
+    """Return the chain from the root upwards, and from the last position on to the first."""
+    parents = chain([(root + i) % n for i in range(n)])
+    return Tree(tuple(parents[i] for i in range(n)))
+
+
+@lru_cache(maxsize=256)
+def two_level_tree(hosts: tuple[int, ...], root: int, radix: int | None = None) -> Tree:
+    """Return a tree over one leader of each host, and a chain from each leader inside its host.
+
+    `hosts`: the host of each position. `radix`: of a k-nomial tree over the leaders; None: a chain.
+    """
+    inside = members_of(hosts, root)
+    leaders = [each[0] for each in inside]
+    parents: dict[int, int | None] = {}
+    for each in inside:
+        parents |= chain(each)
+    parents |= chain(leaders) if radix is None else knomial(leaders, radix)
+    return Tree(tuple(parents[i] for i in range(len(hosts))))
+
+
+@lru_cache(maxsize=256)
+def double_binary_trees(n: int) -> tuple[Tree, Tree]:
+    """Return two binary trees of which each rank is a leaf of one (Sanders, Speck, Traeff, 2009).
+
+    As NCCL builds them: of the first, odd ranks are the leaves; the second is its mirror image
+    where n is even, and the first one shifted by a rank where n is odd.
+    """
+
+    def parent(i: int) -> int | None:
+        low = i & -i
+        up = (i ^ low) | (low << 1)
+        return None if i == 0 else up if up < n else i ^ low
+
+    first = [parent(i) for i in range(n)]
+
+    def other(i: int) -> int:
+        return n - 1 - i if n % 2 == 0 else (i + 1) % n
+
+    second: list[int | None] = [None] * n
+    for i, up in enumerate(first):
+        second[other(i)] = None if up is None else other(up)
+    return Tree(tuple(first)), Tree(tuple(second))
+
+
+# What goes along them. Steps have a time, which is the same on all ranks.
+
+
+class _Times:
+    """The steps of one position, by time."""
+
+    def __init__(self, tree: Tree, position: int) -> None:
+        self._depth, self._height = tree.depth(position), tree.height
+        self._parent, self._children = tree.parents[position], tree.children(position)
+        self.up: list[tuple[int, Move]] = []
+        self.down: list[tuple[int, Move]] = []
+        self.adds: list[tuple[int, Move]] = []
+        self.takes: list[tuple[int, Move]] = []
+
+    def hand_down(self, blocks: Sequence[Span], begin: int = 0) -> None:
+        """Hand blocks on from the root to all."""
+        for time, span in enumerate(blocks, begin + self._depth):
+            self.down += [(time, move) for child in self._children for move in moves(child, span)]
+            if self._parent is not None:
+                self.takes += [(time - 1, move) for move in moves(self._parent, span)]
+
+    def sum_up(self, blocks: Sequence[Span]) -> None:
+        """Add blocks on the way from all to the root."""
+        for time, span in enumerate(blocks, self._height - self._depth):
+            self.adds += [
+                (time - 1, move) for child in self._children for move in moves(child, span)
+            ]
+            if self._parent is not None:
+                self.up += [(time, move) for move in moves(self._parent, span)]
+
+
+def _plan_of(*parts: _Times) -> Plan:
+    """Return the plan in which what has one time happens in one step.
+
+    Two ranks may be each other's neighbours in two trees. Of what goes from one to the other in a
+    step, that which is added goes first, as a step expects it first.
+    """
+    steps: dict[int, tuple[list[Move], ...]] = {}
+    for kind, name in enumerate(("up", "down", "adds", "takes")):
+        for part in parts:
+            for time, move in getattr(part, name):
+                steps.setdefault(time, ([], [], [], []))[kind].append(move)
+    return tuple(
+        Step((*up, *down), tuple(adds), tuple(takes))
+        for _, (up, down, adds, takes) in sorted(steps.items())
+    )
+
+
+def pipelined_broadcast(place: Place, tree: Tree, count: int, block: int) -> Plan:
+    """Give every rank the root's vector, block after block."""
+    own = _Times(tree, place.position)
+    own.hand_down(blocks_of(count, block))
+    return _plan_of(own)
+
+
+def pipelined_reduce(place: Place, tree: Tree, count: int, block: int) -> Plan:
+    """Sum the vector at the root, block after block; others are left with partial sums."""
+    own = _Times(tree, place.position)
+    own.sum_up(blocks_of(count, block))
+    return _plan_of(own)
+
+
+def pipelined_all_reduce(place: Place, trees: Sequence[Tree], count: int, block: int) -> Plan:
+    """Sum a part of the vector along each tree to its root, from where it goes back at once.
+
+    ```text
+    a chain  0      1      2      3      4
+    0 -> 1   b0     b1
+    1 -> 2          b0     b1            (sums)
+    2 -> 1                 b0     b1
+    1 -> 0                        b0     b1
+    ```
+    """
+    parts = []
+    for tree, part in zip(trees, spans_of(even_counts(count, len(trees))), strict=True):
+        own = _Times(tree, place.position)
+        blocks = [
+            Span(part.start + each.start, part.start + each.stop)
+            for each in blocks_of(part.length, block)
+        ]
+        own.sum_up(blocks)
+        own.hand_down(blocks, begin=tree.height)
+        parts.append(own)
+    return _plan_of(*parts)
+
+
+# Trees whose ranks serve one child after the other, each with the whole vector.
+
+
+def knomial_broadcast(place: Place, root: int, count: int, radix: int) -> Plan:
+    """Give every rank the root's vector; in each round all that have it send it to k-1 others."""
+
+    def steps() -> Iterator[Step]:
+        n, i = place.size, (place.position - root) % place.size
+        whole, distance = Span(0, count), 1
+        while distance < n:
+            if i < distance:
+                others = range(i + distance, min(radix * distance, n), distance)
+                yield Step(sends=tuple(move for each in others for move in moves(each, whole)))
+            elif i < radix * distance:
+                yield Step(takes=moves(i % distance, whole))
+            distance *= radix
+
+    return _from(root, place, planned(steps()))
+
+
+def binomial_reduce(place: Place, root: int, count: int) -> Plan:
+    """Sum the vector at the root; others are left with partial sums."""
+
+    def steps() -> Iterator[Step]:
+        n, i = place.size, (place.position - root) % place.size
+        whole, distance = Span(0, count), 1
+        while distance < n:
+            if i & distance:
+                yield Step(sends=moves(i - distance, whole))
+                return
+            if i + distance < n:
+                yield Step(adds=moves(i + distance, whole))
+            distance *= 2
+
+    return _from(root, place, planned(steps()))
+
+
+def tree_all_reduce(place: Place, count: int) -> Plan:
+    """Reduce to the first rank along a binomial tree, then broadcast from there."""
+    return binomial_reduce(place, 0, count) + binomial_broadcast(place, 0, count)
+
+
+def hierarchical_broadcast(place: Place, root: int, count: int, hosts: Sequence[int]) -> Plan:
+    """Broadcast along a binomial tree of one rank a host, then along one inside each host."""
+    leaders, inside = _levels(place, root, hosts)
+    plan: Plan = ()
+    if place.position in leaders:
+        plan += _among(leaders, place, lambda own: binomial_broadcast(own, 0, count))
+    return plan + _among(inside, place, lambda own: binomial_broadcast(own, 0, count))
+
+
+def chain_binomial_reduce(
+    place: Place, root: int, count: int, block: int, hosts: Sequence[int]
+) -> Plan:
+    """Sum along a pipelined chain inside each host, then along a binomial tree of the leaders.
+
+    S-Caffe's hierarchical reduce, for groups of 8 called CB-8 (Awan et al., PPoPP 2017).
+    """
+    leaders, inside = _levels(place, root, hosts)
+
+    def in_a_chain(own: Place) -> Plan:
+        return pipelined_reduce(own, chain_tree(own.size, 0), count, block)
+
+    plan = _among(inside, place, in_a_chain)
+    if place.position in leaders:
+        plan += _among(leaders, place, lambda own: binomial_reduce(own, 0, count))
+    return plan
+
+
+def _levels(place: Place, root: int, hosts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the leaders of hosts, and the positions of this rank's host."""
+    inside = members_of(hosts, root)
+    own = next(each for each in inside if place.position in each)
+    return [each[0] for each in inside], own
+
+
+def _among(members: Sequence[int], place: Place, plan: Callable[[Place], Plan]) -> Plan:
+    """Return a plan of some of the ranks, the first of which is its first."""
+    own = Place(len(members), members.index(place.position))
+    return renamed(plan(own), members.__getitem__)
+
+
+def _from(root: int, place: Place, plan: Plan) -> Plan:
+    """Return a plan for root 0 as one for another root."""
+    return renamed(plan, lambda peer: (peer + root) % place.size)
