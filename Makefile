@@ -101,7 +101,7 @@ fitness: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests/test_fitness.py
 
 site: $(STAMP)
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build
 
 docs: $(STAMP)
 	$(BIN)/python -m docs.generate

@@ -82,20 +82,20 @@ class Pipeline:
     """A sequential model on `stages` x `replicas` ranks. Every rank makes it.
 
     `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its own.
-    `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair (sum,
-    weight). `stages`: ranks of one pipeline, None for world size / replicas. `replicas`: pipelines
-    side by side, None for as many as it takes for all ranks. `schedule`: a name with
-    `schedule_options`, or a Schedule; `auto` searches an order for the measured layers where
-    the partition is by `time`, one with which no rank needs more than `memory_bytes` (one number,
-    or one for each rank), if that is given. `recompute`: always, except_last, never, or budget: the
-    least with which no rank needs more than `memory_bytes` for weights, gradients,
-    `optimizer_states` numbers a parameter (or an OptimizerMemory), and activations (both need an
-    example too). `offload`: kept activations wait on the host where their backward is not near.
-    `partition`: parameters, uniform, time or simulated (these need `example=(inputs, targets)`),
-    or the number of layers of each stage. `pins`: layers that must be on certain stages, as
-    {0: 0, 11: 2, "Head": -1}: by index, or by a name that one layer alone has. `paces`: where ranks
-    of a pipeline are not equally fast, how many times as long each takes, or ``measured``: each
-    times the same work at the start.
+    `loss_fn(output, target)` returns the mean over the micro-batch's samples (never a sum alone) or
+    a pair (sum, weight), as (sum, number of tokens); metrics are a third value. `stages`: ranks of
+    one pipeline, None for world size / replicas. `replicas`: pipelines side by side, None for as
+    many as it takes for all ranks. `schedule`: a name with `schedule_options`, or a Schedule;
+    `auto` searches an order for the measured layers where the partition is by `time`, one with
+    which no rank needs more than `memory_bytes` (one number, or one for each rank), if that is
+    given. `recompute`: always, except_last, never, or budget: the least with which no rank needs
+    more than `memory_bytes` for weights, gradients, `optimizer_states` numbers a parameter (or an
+    OptimizerMemory), and activations (both need an example too). `offload`: kept activations wait
+    on the host where their backward is not near. `partition`: parameters, uniform, time or
+    simulated (these need `example=(inputs, targets)`), or the number of layers of each stage.
+    `pins`: layers that must be on certain stages, as {0: 0, 11: 2, "Head": -1}: by index, or by a
+    name that one layer alone has. `paces`: where ranks of a pipeline are not equally fast, how many
+    times as long each takes, or ``measured``: each times the same work at the start.
     `precision`: float32, or bfloat16 or float16 by autocast, the latter with a loss scale. `outer`:
     an `Outer`, or a dict of its fields: how replicas, and mirrored placements, combine their
     gradients.
@@ -645,21 +645,21 @@ class Pipeline:
         self,
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: dict[Any, Any] | None = None,
         *,
         step: int | None = None,
         keep: int | None = None,
     ) -> Path:
         """Write a checkpoint that any layout can load, whole or not at all; return where it is.
 
-        Every rank calls it, with the same path. `extra`: JSON, kept beside. With a `step`, `path`
-        is a folder of several: it becomes `path/step_<step>`, one of the same step is replaced, and
-        of all in there the `keep` that were written last stay (None: all). `gpipe_hpc.latest(path)`
-        finds the newest again. Raises CheckpointError if `path` exists (without a step) or cannot
-        be written.
+        Every rank calls it, with the same path. `extra`: a dict of plain values and NumPy arrays
+        that `load` returns with the same types. With a `step`, `path` is a folder of several: it
+        becomes `path/step_<step>`, one of the same step is replaced, and of all in there the `keep`
+        that were written last stay (None: all). `gpipe_hpc.latest(path)` finds the newest again.
+        Raises CheckpointError if `path` exists (without a step), cannot be written, or `extra`
+        holds a value of another type; nothing is written then.
         """
         self._catch_up()
-        kept = dict(extra or {})
         if step is None:
             if keep is not None:
                 raise ConfigError(
@@ -667,7 +667,7 @@ class Pipeline:
                     f"step=pipe.steps_done"
                 )
             with together(self.world, f"saving {path}"):
-                return checkpoint.save(self, Path(path), optimizer, kept)
+                return checkpoint.save(self, Path(path), optimizer, extra)
         with together(self.world, f"saving step {step} in {path}"):
             return checkpoint.save_numbered(
                 Path(path),
@@ -675,7 +675,7 @@ class Pipeline:
                 keep,
                 self.everybody,
                 leads=self.world.rank == self.everybody.ranks[0],
-                save=lambda place: checkpoint.save(self, place, optimizer, kept),
+                save=lambda place: checkpoint.save(self, place, optimizer, extra),
             )
 
     def load(

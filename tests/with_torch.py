@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = (
     "tests/cases/test_torch_versions.py",
     "tests/cases/test_gloo_groups.py",
+    "tests/comm/collectives/test_wide_processes.py",
     "tests/engine/test_exactness.py",
     "tests/engine/backward",
     "tests/engine/layers/test_kept_casts.py",

@@ -82,7 +82,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             "memory",
             "the peak of a step against the plan",
             "experiments.gpu.memory",
-            90,
+            120,
             (*device, "--size", "tiny" if in_little else "medium"),
         ),
         Part(

@@ -9,7 +9,6 @@ is written leaves an unnamed folder beside the older checkpoints.
 import copy
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,7 @@ class BackgroundSaver:
         self,
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: dict[Any, Any] | None = None,
     ) -> None:
         """Copy the state of this moment and begin to write it to `path`.
 
@@ -85,7 +84,7 @@ class BackgroundSaver:
         """
         self.finish()
         with together(self._pipe.world, f"saving {path}"):
-            begun = begin(self._pipe, Path(path), optimizer, dict(extra or {}))
+            begun = begin(self._pipe, Path(path), optimizer, extra)
             tensors = self._buffer.copy(begun.contents.tensors)
             # What the caller gave may change before it is written down.
             facts = copy.deepcopy(begun.contents.facts)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from gpipe_hpc.checkpoint.telling import Sizes, gather, sizes_of_all
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
+
+_REMEDY: Final = (
+    "convert it, and back after loading: int() for an IntEnum, str() for a subclass of str, dict() "
+    "for a defaultdict, tuple() for a namedtuple, isoformat() for a date, tolist() or numpy() for "
+    "a tensor"
+)
 
 
 class Contents(NamedTuple):
@@ -35,9 +41,7 @@ class Contents(NamedTuple):
     num_bytes: int
 
 
-def collect(
-    pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
-) -> Contents:
+def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: object) -> Contents:
     """Return what to write of this moment; all ranks call it.
 
     Raises CheckpointError on all ranks for a value that cannot be written.
@@ -122,10 +126,10 @@ class _Written(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def _written(pipe: "Pipeline", values: Mapping[str, Any], extra: Mapping[str, Any]) -> _Written:
+def _written(pipe: "Pipeline", values: Mapping[str, Any], extra: object) -> _Written:
     return _Written(
         split_values(values),
-        split(extra, "extra", "turn it into those (a tensor by tolist() or numpy())"),
+        split({} if extra is None else extra, "extra", _REMEDY),
         *_extra_states(pipe),
     )
 

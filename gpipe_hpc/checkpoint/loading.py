@@ -52,6 +52,9 @@ class Source(Protocol):
     def stored(self) -> Mapping[str, StoredTensor]:
         """Return its tensors, by name."""
 
+    def check(self, name: str) -> None:
+        """Raise OSError or ValueError if a tensor cannot be read."""
+
     def fetch(self, names: Sequence[str]) -> None:
         """Make ready to read these on this rank; all ranks call it."""
 
@@ -110,8 +113,7 @@ def load(
     check_room(found.path, everybody, pipe.world.device, _needed_bytes(plan, found.stored))
     made = all_or_none(everybody, lambda: _make(plan, found))
     targets = plan.targets | made
-    if found.facts["format"] == 1:
-        all_or_none(everybody, lambda: _try_to_read(found, [*targets, *plan.cuts]))
+    all_or_none(everybody, lambda: _check_readable(found, [*targets, *plan.cuts]))
     found.fetch([*targets, *plan.cuts])
     # From here on this rank's state changes.
     try:
@@ -410,16 +412,15 @@ def _cut_out(found: Source, name: str, cut: _Cut) -> Tensor:
     return cut.held.part_of(whole).to(cut.device, copy=True)
 
 
-def _try_to_read(found: Source, names: Iterable[str]) -> None:
-    """Read each tensor once for nothing: without digests this tells whether it can be read."""
+def _check_readable(found: Source, names: Iterable[str]) -> None:
+    """Refuse tensors that are not where they are said to be, while nothing has changed."""
     for name in names:
-        tensor = found.stored[name]
         try:
-            found.fill({name: torch.empty(tensor.shape, dtype=tensor.dtype)})
+            found.check(name)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"checkpoint {found.path}: expected to read {name} from {tensor.file}, got "
-                f"{said(error)}; {other_checkpoint(found.path)}"
+                f"checkpoint {found.path}: expected to read {name} from "
+                f"{found.stored[name].file}, got {said(error)}; {other_checkpoint(found.path)}"
             ) from error
 
 

@@ -66,7 +66,7 @@ _SHAPE: Final[dict[str, Any]] = {
 _SHAPE_SINCE_2: Final[dict[str, Any]] = {
     "tensors": Values({"shape": [_COUNT], "dtype": str}),
     "states": {},
-    TYPED: OrNull({"extra": OrNull([list]), "values": OrNull([list])}),
+    TYPED: OrNull({"values": OrNull([list])}),  # and "extra": see `join`
 }
 
 Facts = dict[str, Any]

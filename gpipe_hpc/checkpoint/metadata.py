@@ -8,11 +8,12 @@ by torch without restriction).
 """
 
 import io
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, BinaryIO, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from gpipe_hpc.checkpoint.manifest import METADATA
-from gpipe_hpc.small_files import read_bytes
+from gpipe_hpc.small_files import open_regular, read_bytes
 from gpipe_hpc.torch_compat import storage_info
 
 _MOST_BYTES: Final = 2**30
@@ -116,6 +117,53 @@ def fill(path: Path, stored: Mapping[str, StoredTensor], targets: Mapping[str, T
     except Exception as error:  # torch's reader raises what it likes
         what = str(error) or "a file ends too early"
         raise ValueError(f"{type(error).__name__}: {what}") from error
+
+
+def check_readable(path: Path, stored: StoredTensor) -> None:
+    """Look whether a tensor of that shape and dtype is where it is said to be; read no data of it.
+
+    Raises OSError or ValueError otherwise.
+    """
+    with open_regular(path / stored.file) as file:
+        try:
+            with torch.serialization.skip_data():
+                span = io.BufferedReader(_Span(file, stored.offset, stored.length))
+                found = torch.load(span, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # a damaged archive may raise anything
+            last = stored.offset + stored.length - 1
+            raise ValueError(f"no tensor in bytes {stored.offset:,} to {last:,}") from error
+    if (type(found), found.shape, found.dtype) != (Tensor, stored.shape, stored.dtype):
+        raise ValueError(f"another shape or dtype than in {METADATA}")
+
+
+class _Span(io.RawIOBase):
+    """Some bytes in a row of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._place = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_CUR: self._place, io.SEEK_END: self._length}.get(whence, 0)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:  # a Buffer, which has no name before Python 3.12
+        room = min(len(buffer), max(0, self._length - self._place))
+        found = os.pread(self._file.fileno(), room, self._start + self._place)
+        buffer[: len(found)] = found
+        self._place += len(found)
+        return len(found)
 
 
 class _Record:

@@ -6,7 +6,6 @@ is refused: nothing that a file names is imported or called.
 """
 
 import base64
-import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from gpipe_hpc.comm.device import on_host
 from gpipe_hpc.errors import CheckpointError
@@ -32,7 +32,7 @@ _MOST_DEPTH: Final = 100  # each level of a dict is three in JSON
 _MOST_BITS: Final = 4096  # of a whole number: Python reads 4300 digits
 _ALLOWED: Final = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter, OrderedDict, "
-    "deque, NumPy scalars and arrays"
+    "deque, torch.__version__, NumPy scalars and arrays, and no subclasses of these"
 )
 
 
@@ -63,40 +63,54 @@ def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 class Split(NamedTuple):
-    """Entries by name: those that JSON gives back as they are, and pairs of the others, encoded."""
+    """Entries by name: those that JSON gives back as they are, and pairs of the others, encoded.
+
+    Of an OrderedDict or a Counter `typed` is all of it, encoded.
+    """
 
     plain: dict[str, Any]
-    typed: list[Any]
+    typed: Any
 
 
-def split(values: Mapping[Any, Any], where: str, remedy: str) -> Split:
-    """Return entries as JSON can hold them; `join` puts them together again.
+def split(values: object, where: str, remedy: str) -> Split:
+    """Return the entries of a dict as JSON can hold them; `join` puts them together again.
 
-    Raises CheckpointError for an entry of which neither is true; `where` names the values.
+    Raises CheckpointError for an entry of which neither is true, and for anything but a dict, an
+    OrderedDict or a Counter; `where` names the values.
     """
+    kind = type(values)
+    if not isinstance(values, dict) or kind is not _MAPPINGS.get(kind.__name__):
+        raise CheckpointError(
+            f"checkpoint: {where}: expected a dict, an OrderedDict or a Counter, got "
+            f"{kind.__qualname__}: {values!r:.80}; pass a dict that holds the value, such as "
+            f"{{'value': ...}}, or convert another kind of mapping by dict(...)"
+        )
     plain: dict[str, Any] = {}
     typed: list[Any] = []
-    for key, value in values.items():
-        if type(key) is str and _is_plain(value):
-            plain[key] = value
-            continue
-        place = f"{where}[{key!r}]"
-        try:
-            typed.append([_written(key, f"the key {place}", 0), _written(value, place, 0)])
-        except _NotExact as error:
-            if type(key) is str and _is_equal_in_json(value):  # an IntEnum, say
-                plain[key] = json.loads(json.dumps(value))
-                continue
-            raise CheckpointError(
-                f"checkpoint: {where}: expected values that are loaded as they were saved "
-                f"({_ALLOWED}), got {error}; {remedy}"
-            ) from error
+    try:
+        if kind is not dict:
+            return Split({}, _written(values, where, 0))
+        for key, value in values.items():
+            place = f"{where}[{key!r}]"
+            entry = [_written(key, f"the key {place}", 0), _written(value, place, 0)]
+            if type(key) is str and _has_json_types(value):
+                plain[key] = value
+            else:
+                typed.append(entry)
+    except _NotExact as error:
+        raise CheckpointError(
+            f"checkpoint: {where}: expected values that are loaded as they were saved "
+            f"({_ALLOWED}), got {error}; {remedy}"
+        ) from error
     return Split(plain, typed)
 
 
 def join(plain: Mapping[str, Any], typed: object) -> dict[Any, Any]:
     """Return what `split` was given; ValueError for what it has not written."""
-    return {**plain, **decode({"dict": typed}, {})}
+    found = decode(typed if isinstance(typed, dict) else {"dict": typed}, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"no dict: {str(found)[:80]}")
+    return {**plain, **found} if type(found) is dict else found
 
 
 def tensor_names(written: Any) -> Iterator[tuple[str, bool]]:
@@ -120,28 +134,13 @@ def decode(written: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise ValueError(f"a value that nobody has written: {error}") from error
 
 
-def _is_plain(value: Any) -> bool:
-    """Say whether JSON gives a value back as it is, with all its types."""
-    try:
-        _written(value, "", 0)
-    except _NotExact:
-        return False
-    return _has_json_types(value)
-
-
 def _has_json_types(value: Any) -> bool:
+    """Say whether JSON gives a value that can be encoded back as it is, with all its types."""
     if type(value) is dict:
         return all(type(k) is str and _has_json_types(v) for k, v in value.items())
     if type(value) is list:
         return all(map(_has_json_types, value))
     return type(value) in _PLAIN
-
-
-def _is_equal_in_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError, RuntimeError, RecursionError):
-        return False
 
 
 def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | None = None) -> Any:
@@ -161,6 +160,8 @@ def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | 
 
     if kind is complex:
         return {"complex": [part.real, part.imag]}
+    if kind is TorchVersion:
+        return {"TorchVersion": str(part)}
     if kind.__name__ in _BYTES and kind is _BYTES[kind.__name__]:
         return {kind.__name__: base64.b64encode(part).decode()}
     if kind is list or kind is _SEQUENCES.get(kind.__name__):
@@ -192,6 +193,8 @@ def _read(written: Any, tensors: Mapping[str, Tensor]) -> Any:
             return _array(content, dtype, shape)
         case {"complex": [float(real), float(imaginary)]}:
             return complex(real, imaginary)
+        case {"TorchVersion": str(text)}:
+            return TorchVersion(text)
     if isinstance(written, dict) and len(written) == 1:
         ((kind, parts),) = written.items()
         if kind in _BYTES and isinstance(parts, str):

@@ -7,16 +7,18 @@ checkpoint. They do not tell who wrote it.
 import logging
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
 from gpipe_hpc.checkpoint.folder import other_checkpoint, read_facts, read_stored, said
 from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, Facts
-from gpipe_hpc.checkpoint.metadata import StoredTensor, fill, listed
+from gpipe_hpc.checkpoint.metadata import StoredTensor, check_readable, fill, listed
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
@@ -38,6 +40,17 @@ class Verified(NamedTuple):
     path: Path
     facts: Facts
     stored: dict[str, StoredTensor]
+
+    def check(self, name: str) -> None:
+        """Raise OSError or ValueError if a tensor cannot be read.
+
+        Format 1 has no digests: all of it is read.
+        """
+        tensor = self.stored[name]
+        if self.facts["format"] == 1:
+            self.fill({name: torch.empty(tensor.shape, dtype=tensor.dtype)})
+        else:
+            check_readable(self.path, tensor)
 
     def fetch(self, names: Sequence[str]) -> None:
         """Do nothing: every rank reads the files itself."""
@@ -150,7 +163,7 @@ def _damaged(path: Path, blocks: list[tuple[Block, str]]) -> CheckpointError | N
 
 
 def _stored_in_files(path: Path, facts: Facts) -> dict[str, StoredTensor]:
-    """Return the tensors that the checkpoint lists; refuse those behind the end of their file."""
+    """Return the tensors that the checkpoint lists, none beyond its file or within another."""
     stored = read_stored(path)
     if "tensors" in facts and _listed(stored) != facts["tensors"]:
         raise _refusal(path, MANIFEST, f"a list of other tensors than {METADATA} has")
@@ -167,6 +180,10 @@ def _stored_in_files(path: Path, facts: Facts) -> dict[str, StoredTensor]:
                 raise _refusal(path, name, said(error), error) from error
         if size < end:
             raise _refusal(path, name, f"{size:,} bytes where tensors lie up to {end:,}")
+    spans = sorted((each.file, each.offset, each.length, name) for name, each in stored.items())
+    for (file, start, length, name), (other_file, other, _, other_name) in pairwise(spans):
+        if file == other_file and start + length > other:
+            raise _refusal(path, METADATA, f"{name} and {other_name} in the same bytes of {file}")
     return stored
 
 

@@ -7,10 +7,10 @@ views share travels once and is shared again where it arrives, and whoever runs 
 refuse writes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,12 +51,28 @@ class Block(NamedTuple):
     views: dict[int, View]
 
 
+_MARK: Final = "_lies_in_a_buffer"
 _ALIGNMENT = 16  # bytes: that of the widest dtype
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Say whether a tensor is its elements in a storage."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def mark_buffer(tensor: Tensor) -> None:
+    """Mark what lies, where it was made, in a buffer or a frozen parameter of a layer."""
+    setattr(tensor, _MARK, True)
+
+
+def is_buffer(tensor: Tensor) -> bool:
+    """Say whether a tensor is so marked; views and copies of it are not."""
+    return hasattr(tensor, _MARK)
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the storages that tensors lie in."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
 
 
 def shared_blocks(tensors: Sequence[Tensor]) -> list[Block]:

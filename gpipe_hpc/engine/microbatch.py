@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from gpipe_hpc.comm.aliases import mark_buffer, storages_of
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.astray import refuse_astray
@@ -34,14 +35,14 @@ from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import (
     LossFunction,
     LossTerm,
-    MeansWatch,
+    LossWatch,
     Noted,
     has_lost_graph,
     loss_term,
     refuse_constant,
 )
 from gpipe_hpc.errors import GpipeError, ModelError
-from gpipe_hpc.models import WeightedMeans, torch_loss
+from gpipe_hpc.models import Reductions, torch_loss
 from gpipe_hpc.torch_compat import can_split_backward
 
 Gradients = Sequence[torch.Tensor | None]
@@ -130,14 +131,13 @@ class StageWork:
         self._deferred: dict[int, Deferred] = {}
         self._num_begun = 0
         self._num_looked = self._looked_in = 0  # in how many runs, and in which last
-        self._means: MeansWatch | None = None
         self._constants: list[Fetched] = []  # losses without a graph, in the step before
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
         self._num_begun += 1
-        if self._means is not None:
-            self._means.begin()
+        if self.stage.loss_watch is not None:
+            self.stage.loss_watch.begin()
         constants, self._constants = self._constants, []
         for loss in constants:
             refuse_constant(float(loss.read()))
@@ -198,7 +198,8 @@ class StageWork:
                 state, reported, term, _ = self._run(part, segment, own, manner, is_end=is_end)
                 reported, term = _without_graph(reported, term)
                 state = _marked(state, self._promises.flags(segment, own, state, has_graph))
-                state = apart(state, own.tensors())
+                buffers = self._places_in_buffers(state, returning)
+                state = _with_marks(apart(state, own.tensors()), buffers)
                 left = self._left(state, is_end)
                 promised = tuple([tensor.requires_grad for tensor in left])
                 versions = tuple([tensor._version for tensor in given.tensors()])
@@ -206,7 +207,8 @@ class StageWork:
                     KeptSegment(segment, given, leaves, [], [], returning, promised, versions)
                 )
             else:
-                manner = Manner(Forward(), True, recipe.shares_casts, deferred, host)
+                passage = Forward()
+                manner = Manner(passage, True, recipe.shares_casts, deferred, host)
                 state, reported, term, losses = self._run(
                     part, segment, given, manner, is_end=is_end
                 )
@@ -216,8 +218,10 @@ class StageWork:
                 kept.append(KeptSegment(segment, None, leaves, edges, starts))
                 if not (is_end and self._is_last):
                     ends = [*edges, *(edge for edge, _ in starts)]
+                    buffers = self._places_in_buffers(state, passage)
                     state = _cut_off(state)
                     state = self._outlets.apart(state, given.tensors(), segment.place, ends)
+                    state = _with_marks(state, buffers)
             noted += reported
             if host is not None:
                 host.hold(given.tensors() if recomputes else leaves)
@@ -228,6 +232,8 @@ class StageWork:
         if noted:
             statistics = [pair for each in noted for pair in each.reports.statistics]
             self.stage.statistics.note(microbatch, statistics)
+        if self.stage.parameters.compares_values:
+            self.stage.parameters.note_forward()
         return Made(routes.scatter(state), term, noted=noted)
 
     def _evaluated(self, part: _Part, given: State) -> Made:
@@ -342,13 +348,13 @@ class StageWork:
         target = run.target(microbatch, num_samples, self._intake)
         block = inside.enter(place, run.keys(microbatch)(loss.index))
         watch = None
-        if run.is_cut and self._num_begun <= NUM_LOOKED:
-            watch = self._watch_means(run.loss_fn, loss.where)
+        if self._num_begun <= NUM_LOOKED:
+            watch = self._watch_loss(run.loss_fn, loss.where)
         try:
             with block or _NOTHING:
                 term = loss_term(run.loss_fn, output, target, num_samples, watch)
-            if watch is not None and self._means is not None:
-                self._means.note(watch, term, num_samples)
+            if watch is not None and self.stage.loss_watch is not None:
+                self.stage.loss_watch.note(watch, term, num_samples, is_cut=run.is_cut)
             if has_lost_graph(term, output):
                 self._look_at_constant(term.total)
         except Exception as error:
@@ -360,13 +366,13 @@ class StageWork:
             inside.leave(place, term.total)
         return term
 
-    def _watch_means(self, function: LossFunction, where: str) -> WeightedMeans | None:
-        """Return what looks at the means that a loss of the user's takes."""
+    def _watch_loss(self, function: LossFunction, where: str) -> Reductions | None:
+        """Return what looks at the sums and means that a loss of the user's takes."""
         if self.stage.is_compiled or torch_loss(function) is not None:
             return None
-        if self._means is None:
-            self._means = MeansWatch(self.stage.device, where)
-        return WeightedMeans()
+        if self.stage.loss_watch is None:
+            self.stage.loss_watch = LossWatch(self.stage.device, where)
+        return Reductions()
 
     def _refuse_astray(self, nest: Nest, where: str) -> None:
         """Refuse what layers or the loss have left on another accelerator."""
@@ -508,6 +514,19 @@ class StageWork:
             return state.tensors()
         return [each for part in self.stage.routes.scatter(state) for each in tensors_of(part)]
 
+    def _places_in_buffers(self, state: State, passage: Forward | Returning) -> Sequence[int]:
+        """Return which tensors of a state lie in buffers or frozen parameters, by position.
+
+        In the first steps; of several tensors, as one alone is never more than read.
+        """
+        tensors = state.tensors() if self._num_begun <= NUM_LOOKED else []
+        if len(tensors) < 2:
+            return ()
+        lasting = [t for m in self.stage.layers.values() for t in (*m.parameters(), *m.buffers())]
+        held = storages_of([each.tensor for each in passage.returned])
+        held |= storages_of([each for each in lasting if not each.requires_grad])
+        return [at for at, tensor in enumerate(tensors) if held & storages_of([tensor])]
+
     def _written(self, microbatch: int) -> ModelError:
         layers = self.stage.layers
         return ModelError(
@@ -546,6 +565,15 @@ def _marked(state: State, flags: Sequence[bool]) -> State:
         return tensor.detach().requires_grad_(next(values))
 
     return state.map(marked)
+
+
+def _with_marks(state: State, buffers: Sequence[int]) -> State:
+    """Mark tensors that lie in buffers; of those with a graph a layer only makes them anew."""
+    tensors = state.tensors() if buffers else []
+    for place in buffers:
+        if not tensors[place].requires_grad:
+            mark_buffer(tensors[place])
+    return state
 
 
 def _no_leaves(state: State) -> State:

@@ -1,5 +1,6 @@
 """Whole steps of one rank: run a table, put together what all ranks know, finish gradients."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.backward.outsiders import Outsiders
-from gpipe_hpc.engine.batch.cutting import Output, join
+from gpipe_hpc.engine.batch.cutting import Output, join, square_output
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.batch.same_data import SameData
 from gpipe_hpc.engine.executor import Executor, Outcome
@@ -29,6 +30,7 @@ from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
+from gpipe_hpc.engine.state.parameters import refuse_different
 from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.flags import Flags
@@ -45,6 +47,8 @@ from gpipe_hpc.engine.sums.trained import (
     say_frozen,
 )
 from gpipe_hpc.errors import ConfigError, DataError
+
+log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class Steps:
             )
             for index, stage in stages.items()
         }
+        self._has_warned_of_outputs = False
         self.same_data = SameData(self._placement, site.stage_rank)
         for index, stage in stages.items():
             is_alone = wiring.reductions[index].size == 1
@@ -238,13 +243,15 @@ class Steps:
             self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
         for stage in self._stages.values():
-            stage.parameters.end(trains=True)
+            stage.refuse_changes()
         self._take_in_late()
         squares = self._squares() if self._part_of else None
         for tied in self._tied:
             tied.start_reduction()
         known = self._end(outcome, self._own_flags, tell, self._overflows, squares, run.digests)
         self.same_data.note(run.step, known.digests)
+        if Flags.HAS_WRITTEN in known.flags:
+            self._compare_copies()
         has_changed = Flags.HAS_CHANGED in known.flags
         if has_changed:
             known = known._replace(overflows=self._sum_late(known.overflows))
@@ -278,6 +285,12 @@ class Steps:
         if self.same_data.is_waiting:
             loss = replace(loss, on_read=self.same_data.judge)
         return StepResult(loss, is_skipped, scale, parts, known.told, known.left_s)
+
+    def _compare_copies(self) -> None:
+        """Refuse a step that made copies of a parameter differ; waits for all ranks."""
+        site, stages = self._site, [stage.parameters for stage in self._stages.values()]
+        together = site.everybody if self.apart is None else site.pipeline
+        refuse_different(stages, together, site.everybody)
 
     def _look_whether_trained(self, known: Known) -> None:
         """Refuse a first step that trains nothing; warn if it trains nothing of the first layers.
@@ -333,6 +346,8 @@ class Steps:
             gradients = stage.gradients
             flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
             flags |= self._flags.of_buffers(index, self._drifts[index].flags())
+            if stage.parameters.written:
+                flags.add(Flags.HAS_WRITTEN)
         if self._trained.has_changed:
             flags.add(Flags.HAS_CHANGED)
         tied = self._tied
@@ -480,7 +495,28 @@ class Steps:
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
             everywhere |= broadcast_nest(outcome.outputs, site.pipeline, root, site.world)
-        return join(everywhere, where)
+        joined = join(everywhere, where)
+        last = self._stages.get(self._placement.num_stages - 1)
+        if last is not None and site.replica == 0 and not self._has_warned_of_outputs:
+            inputs = run.inputs.nests[0] if run.inputs else None
+            layers = list(last.layers.values())
+            self._warn_of_square(square_output(everywhere, layers, inputs), where)
+        return joined
+
+    def _warn_of_square(self, shape: Sequence[int] | None, where: str) -> None:
+        """Warn once of an output whose rows may be no samples."""
+        if shape is None:
+            return
+        self._has_warned_of_outputs = True
+        log.warning(
+            "%s: returns outputs of shape %s for micro-batches of %d samples, whose rows are put "
+            "together as samples. If the second dimension is samples too (x @ x.T), this is not "
+            "the output of the whole batch: predict with microbatches=1. If it is not, other sizes "
+            "of micro-batches give the same",
+            where,
+            shape,
+            shape[0],
+        )
 
     def _evaluate(self, run: Run) -> Outcome:
         outcome = self._evaluator.run(run)

@@ -27,7 +27,7 @@ from gpipe_hpc.models.cut import layer_stages, long_skips, skip_routes, stage_la
 from gpipe_hpc.models.direction import looks_back, sees_ahead
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
-    WeightedMeans,
+    Reductions,
     bert_pretraining,
     causal_lm,
     classification,
@@ -88,12 +88,12 @@ __all__ = [
     "Moments",
     "PooledBatchNorm",
     "ProcessStates",
+    "Reductions",
     "Reports",
     "Skip",
     "SkipNames",
     "SumOver",
     "Tie",
-    "WeightedMeans",
     "Within",
     "add_loss",
     "add_metric",

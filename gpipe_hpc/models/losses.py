@@ -8,7 +8,7 @@ that of the whole batch. Metrics, as a third value, are summed likewise. Weights
 exact at any size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from types import MappingProxyType, MethodType
@@ -262,27 +262,106 @@ def _reduction(keywords: Mapping[str, Any]) -> str:
     return str(keywords.get("reduction", "mean"))
 
 
-class WeightedMeans(TorchFunctionMode):
-    """Within it, notes over what a loss of the user's takes the means that it calls torch for.
+# What divides by nothing, and multiplies with nothing that need not be part of a sum.
+_NAMES: Final = """
+    __add__ __bool__ __eq__ __ge__ __get__ __getitem__ __gt__ __iadd__ __le__ __len__ __lt__ __ne__
+    __neg__ __pow__ __radd__ __rsub__ __sub__ abs add argmax clamp contiguous detach dim double exp
+    flatten float int log log_softmax logsigmoid long neg numel permute pow relu reshape rsub
+    sigmoid size square squeeze stack sub sum to transpose type_as unflatten unsqueeze view where
+"""
+_HARMLESS: Final = frozenset(_NAMES.split())
+_ADDS: Final = frozenset({"__add__", "__radd__", "__iadd__", "add"})
+_MULTIPLIES: Final = frozenset({"__mul__", "__rmul__", "__imul__", "mul"})
+
+
+class Reductions(TorchFunctionMode):
+    """Within it, notes over what a loss of the user's takes sums and means.
 
     `counted`: for each call of `F.cross_entropy` or `F.nll_loss` that takes a mean, how much all
     its targets weigh: numbers on their device. Means over equally many are means over samples.
+    A number is known to be a sum if nothing was divided or multiplied on the way to it, and to be
+    a mean if that is what torch was called for, or one plus other means, which may be weighed.
+    `result`: what the loss returned, or the first of several (`is_pair`).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: list[Tensor] = []
+        self.result: object = None
+        self.is_pair = False
+        self._sums: list[Tensor] = []
+        self._means: list[Tensor] = []
+        self._weighed: list[Tensor] = []  # means times a number
+        self._is_plain = True  # until something is called that may divide
+
+    @property
+    def is_sum(self) -> bool:
+        """Say whether the result is known to be a sum over all that the loss was given."""
+        return _is_among(self.result, self._sums)
+
+    @property
+    def is_mean(self) -> bool:
+        """Say whether the result is known to be a mean."""
+        return _is_among(self.result, self._means)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one torch function, and note a mean."""
-        if func in _WEIGHTED_FUNCTIONS and not torch.compiler.is_compiling():
-            given = dict(signature(func).bind(*args, **(kwargs or {})).arguments)
-            loss, target = torch_loss(partial(func, **given)), given.get("target")
-            if loss is not None and loss.reduction == "mean" and isinstance(target, Tensor):
-                with torch.no_grad():
-                    weight = loss.weight_of(target, target.numel())
-                if isinstance(weight, Tensor):
-                    self.counted.append(weight)
-        return func(*args, **(kwargs or {}))
+        """Run one torch function, and note what it reduces."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func in _WEIGHTED_FUNCTIONS:
+            self._note_counted(func, args, kwargs)
+        value = func(*args, **kwargs)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            self._note(func, args, kwargs, value)
+        self._is_plain = self._is_plain and (_is_loss(func) or _name_of(func) in _HARMLESS)
+        return value
+
+    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], value: Tensor) -> None:
+        """Note a number that was made if it is known to be a sum or a mean."""
+        name, numbers = _name_of(func), [each for each in args if isinstance(each, int | float)]
+        tensors = [each for each in args if not isinstance(each, int | float)]
+        if _is_loss(func):
+            reduction = _reduction(signature(func).bind(*args, **kwargs).arguments)
+        else:
+            reduction = name if len(args) == 1 and not kwargs else ""
+        if name in _ADDS and not kwargs and tensors:
+            are_means = all(_is_among(each, self._means + self._weighed) for each in tensors)
+            if all(_is_among(each, self._sums) for each in tensors):
+                reduction = "sum"
+            elif are_means and any(_is_among(each, self._means) for each in tensors):
+                reduction = "mean"
+        if reduction == "sum" and self._is_plain:
+            self._sums.append(value)
+        elif reduction in ("mean", "batchmean"):
+            self._means.append(value)
+        elif name in _MULTIPLIES and numbers and all(_is_among(t, self._means) for t in tensors):
+            self._weighed.append(value)
+
+    def _note_counted(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        given = dict(signature(func).bind(*args, **kwargs).arguments)
+        loss, target = torch_loss(partial(func, **given)), given.get("target")
+        if loss is not None and loss.reduction == "mean" and isinstance(target, Tensor):
+            with torch.no_grad():
+                weight = loss.weight_of(target, target.numel())
+            if isinstance(weight, Tensor):
+                self.counted.append(weight)
+
+
+def _is_loss(function: Any) -> bool:
+    """Say whether a function of torch is a loss with a reduction."""
+    name = _name_of(function)
+    is_named_so = (
+        name.endswith(("loss", "cross_entropy", "entropy_with_logits")) or name == "kl_div"
+    )
+    return is_named_so and getattr(function, "__module__", None) == F.__name__
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", ""))
+
+
+def _is_among(value: object, known: Sequence[Tensor]) -> bool:
+    return any(value is each for each in known)

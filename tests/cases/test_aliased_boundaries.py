@@ -169,3 +169,91 @@ def test_evaluation_and_prediction_see_one_tensor_too():
     for loss, output in run_on_threads(2, body):
         assert abs(loss - float(mean_square(right, y))) < 1e-12
         torch.testing.assert_close(output, right, rtol=1e-12, atol=1e-12)
+
+
+class Keeps(nn.Module):
+    """Return something that lasts besides its output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.kind = kind
+        size = 10_000 if kind == "a large one" else 4
+        self.register_buffer("kept", torch.ones(size, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind == "a view":
+            return self.linear(x), self.kept[1:].unflatten(0, (3, 1))
+        if self.kind == "a copy":
+            return self.linear(x), self.kept.clone()
+        if self.kind == "scratch":
+            self.kept.copy_(x.detach().mean(0))
+        return self.linear(x), self.frozen if self.kind == "frozen" else self.kept
+
+
+class WritesSecond(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = pair
+        second.add_(1.0)
+        return first, second
+
+
+class Adds(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.tanh(pair[0]) * pair[1].mean()
+
+
+def assert_as_plain(layers: list[nn.Module], counts: list[int], recompute: str) -> None:
+    right = train_plainly(layers, mean_square, DATA)
+    ours = train_ranks(
+        layers, mean_square, DATA, ranks=len(counts), microbatches=4, partition=counts,
+        recompute=recompute,
+    )  # fmt: skip
+    right.buffers = together(ours).buffers  # a plain loop on copies tells of none
+    assert_close(together(ours), right, 1e-12)
+
+
+BUFFER_CUTS = [[4], [1, 3], [2, 2], [3, 1]]
+
+
+@pytest.mark.parametrize("counts", BUFFER_CUTS, ids=str)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("kind", ["all of it", "a view"])
+def test_a_buffer_that_another_layer_writes_to_is_refused_by_name(kind, recompute, counts):
+    """The write was lost in one stage, and behind a cut it never came to the buffer."""
+    stepped = []
+
+    def body(world):
+        layers = [Keeps(kind), Pass(), WritesSecond(), Adds()]
+        options = {"microbatches": 2, "partition": counts, "recompute": recompute}
+        Pipeline(layers, mean_square, world=world, **options).step(*DATA[0])
+        stepped.append(world.rank)
+
+    words = r"layers\.0 \(Keeps\): returned its buffer kept.*clone\(\)"
+    if counts[0] < 3:
+        words = r"layers\.2 \(WritesSecond\): wrote in place into tensor 1 of the.*\(clone\)"
+    with pytest.raises(GpipeError, match=words):
+        run_on_threads(len(counts), body)
+    assert not stepped
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_frozen_parameter_that_is_written_to_behind_a_cut_is_refused(recompute):
+    with pytest.raises(GpipeError, match=r"layers\.1 \(WritesSecond\): wrote in place"):
+        assert_as_plain([Keeps("frozen"), WritesSecond(), Adds()], [1, 2], recompute)
+
+
+@pytest.mark.parametrize("counts", BUFFER_CUTS, ids=str)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_buffer_that_is_only_read_or_a_copy_of_it_keeps_working(recompute, counts):
+    for kind in ("all of it", "a view", "scratch", "frozen", "a large one"):
+        assert_as_plain([Keeps(kind), Pass(), Pass(), Adds()], counts, recompute)
+    assert_as_plain([Keeps("a copy"), Pass(), WritesSecond(), Adds()], counts, recompute)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [("scratch", r) for r in RECOMPUTE] + [("a large one", "never")]
+)
+def test_what_is_right_in_one_stage_stays_so(kind, recompute):
+    assert_as_plain([Keeps(kind), Pass(), WritesSecond(), Adds()], [4], recompute)

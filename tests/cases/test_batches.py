@@ -242,7 +242,7 @@ def test_a_mask_goes_to_every_microbatch(length, kind, caplog):
 
 def pipe_of(number: int = 4, layers: Any = None) -> Pipeline:
     return Pipeline(
-        layers or [nn.Linear(4, 4)], lambda output, target: output.sum(), microbatches=number
+        layers or [nn.Linear(4, 4)], lambda output, target: output.mean(), microbatches=number
     )
 
 
@@ -408,6 +408,34 @@ def test_outputs_that_cannot_be_put_together_are_refused_by_name(make, words, ra
             pipe.predict(X)
 
     run_on_threads(ranks, body)
+
+
+SQUARES = {
+    "products": ([Returns(lambda x: x @ x.T)], 4, True),
+    "in a dict": ([Returns(lambda x: {"x": x, "products": x @ x.T})], 4, True),
+    "activated": ([Returns(lambda x: x @ x.T), nn.Softmax(1)], 4, True),
+    "in one piece": ([Returns(lambda x: x @ x.T)], 1, False),
+    "classes": ([nn.Linear(WIDTH, 2).double()], 4, False),
+    "classes, activated": ([nn.Linear(WIDTH, 2).double(), nn.Tanh(), nn.LogSoftmax(1)], 4, False),
+    "others": ([Returns(lambda x: x[:, :3])], 4, False),
+    "one number": ([Returns(lambda x: x[:, :1])], 8, False),
+    "sequences": ([Returns(lambda x: x[:, :2, None])], 4, False),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", SQUARES)
+def test_outputs_that_may_be_of_pairs_of_samples_are_warned_of_once(kind, ranks, caplog):
+    layers, microbatches, warns = SQUARES[kind]
+
+    def body(world):
+        model = [nn.Identity(), *layers]
+        pipe = Pipeline(model, mean_square, microbatches=microbatches, world=world)
+        return [pipe.predict(X) for _ in range(2)]
+
+    run_on_threads(ranks, body)
+    found = [record.getMessage() for record in caplog.records]
+    assert ["microbatches=1" in each and "shape [2, 2]" in each for each in found] == [True] * warns
 
 
 def test_an_output_that_need_not_be_put_together_is_as_it_is():

@@ -28,6 +28,12 @@ class Hooked(nn.Module):
         view = x[:, :2]
         if self.hook == "view" and view.requires_grad:
             view.register_hook(lambda gradient: -2 * gradient)
+        if self.hook == "node, ahead" and x.grad_fn is not None:
+            x.grad_fn.register_prehook(lambda got: (-2 * got[0],))
+        if self.hook == "node" and x.grad_fn is not None:
+            x.grad_fn.register_hook(
+                lambda given, got: tuple([None if each is None else -2 * each for each in given])
+            )
         return torch.tanh(self.linear(torch.cat([view, x[:, 2:]], 1)))
 
 
@@ -57,7 +63,7 @@ class Joined(nn.Module):
         return pair[0] + 0.5 * pair[1]
 
 
-HOOKS = ("input", "retained", "view", "module", "module, ahead")
+HOOKS = ("input", "retained", "view", "node", "node, ahead", "module", "module, ahead")
 RECOMPUTE = ("never", "except_last", "always")
 DATA = batches(2)
 
@@ -102,7 +108,7 @@ def test_each_of_several_inputs_has_its_own_hook(recompute):
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved", "chimera"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook != "node"])
 def test_hooks_run_once_in_every_kind_of_schedule(hook, schedule):
     layers = [linear(), *(Hooked(hook).double() for _ in range(3))]
     right = train_plainly(layers, mean_square, DATA)

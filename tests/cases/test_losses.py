@@ -256,12 +256,16 @@ def even(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+def summed(output, target):
+    return even(output, target) * len(output)
+
+
 def dropped(output, target):
     return F.cross_entropy(F.dropout(output, 0.5).flatten(0, 1), target.flatten())
 """
 
 
-@pytest.mark.parametrize("name", ["weighed", "even", "dropped"])
+@pytest.mark.parametrize("name", ["weighed", "even", "dropped", "summed"])
 def test_verify_finds_a_loss_that_depends_on_the_cut(name, tmp_path, monkeypatch):
     (tmp_path / "losses_of_a_user.py").write_text(WEIGHED)
     monkeypatch.syspath_prepend(tmp_path)
@@ -274,8 +278,9 @@ def test_verify_finds_a_loss_that_depends_on_the_cut(name, tmp_path, monkeypatch
         ]
     )
     report = verify(config)
-    assert report.is_same == (name != "weighed"), str(report)
-    assert ("Return (sum, weight)" in str(report)) == (name == "weighed")
+    depends = name in ("weighed", "summed")
+    assert report.is_same == (not depends), str(report)
+    assert ("Return (sum, weight)" in str(report)) == depends
 
 
 EVENLY = torch.where(torch.arange(8) % 2 == 0, -100, TARGETS)  # one of two in each micro-batch
@@ -309,3 +314,67 @@ def test_a_mean_over_unequally_many_targets_is_warned_of(name, recompute, caplog
     piped(loss, target, 2, stages=2, microbatches=microbatches, recompute=recompute)
     found = [each.getMessage() for each in caplog.records if "Return (sum, weight)" in each.message]
     assert len(found) == warns
+
+
+def accuracy(o, t):
+    return (o.argmax(1) == t).double().mean()
+
+
+NO_MEANS = {
+    "torch's": (lambda o, t: F.cross_entropy(o, t, reduction="sum"), 4),
+    "a module's": (lambda o, t: nn.CrossEntropyLoss(reduction="sum")(o, t), 4),
+    "several": (
+        lambda o, t: sum(F.mse_loss(o, o.detach() - k, reduction="sum") for k in (1, 2)),
+        4,
+    ),
+    "squares": (lambda o, t: (o - 1).pow(2).sum(), 4),
+    "in one piece": (lambda o, t: F.cross_entropy(o, t, reduction="sum"), 1),
+    "divided": (lambda o, t: F.cross_entropy(o, t, reduction="sum") / len(t), 4),
+    "multiplied": (lambda o, t: F.cross_entropy(o, t, reduction="sum") * (1 / len(t)), 4),
+    "of shares": (lambda o, t: (F.cross_entropy(o, t, reduction="none") / len(t)).sum(), 4),
+    "with a weight": (pair, 4),
+    "a mean": (lambda o, t: F.cross_entropy(o, t, reduction="none").mean(), 4),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_sum_that_is_taken_for_a_mean_is_warned_of_once(name, caplog):
+    """The same loss is scaled by one over the number of micro-batches."""
+    loss, microbatches = NO_MEANS[name]
+    piped(loss, TARGETS, 2, stages=2, microbatches=microbatches)
+    found = [each.getMessage() for each in caplog.records]
+    warns = name in ("torch's", "a module's", "several", "squares")
+    assert ["returns a sum" in each for each in found] == [True] * warns
+
+
+NO_WEIGHTS = {
+    "accuracy": lambda o, t: (F.cross_entropy(o, t), accuracy(o, t)),
+    "accuracy as a number": lambda o, t: (F.cross_entropy(o, t), float(accuracy(o, t))),
+    "accuracy and metrics": lambda o, t: (F.cross_entropy(o, t), accuracy(o, t), {}),
+    "another loss": lambda o, t: (F.mse_loss(o, o.detach() + 1), o.detach().square().mean()),
+    "a part": lambda o, t: (
+        F.cross_entropy(o, t) + 0.1 * o.pow(2).mean(),
+        o.detach().pow(2).mean(),
+    ),
+    "a count": lambda o, t: (F.cross_entropy(o, t), len(t)),
+}
+RIGHT_PAIRS = {
+    "a number": lambda o, t: (F.cross_entropy(o, t, reduction="sum"), len(t)),
+    "a float": lambda o, t: (F.cross_entropy(o, t) * len(t), float(len(t))),
+    "a count that counts": pair,
+    "weights of classes": lambda o, t: (
+        F.cross_entropy(o, t, WEIGHTS, reduction="sum"),
+        WEIGHTS[t].sum(),
+    ),
+    "less than 1": lambda o, t: (0.25 * F.cross_entropy(o, t), 0.25),
+    "means of equal pieces": lambda o, t: (F.cross_entropy(o, t), 1),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", [*NO_WEIGHTS, *RIGHT_PAIRS])
+def test_a_mean_and_what_is_no_weight_are_warned_of_once(name, microbatches, caplog):
+    loss = NO_WEIGHTS.get(name) or RIGHT_PAIRS[name]
+    piped(loss, TARGETS, 2, stages=2, microbatches=microbatches, recompute="always")
+    found = [each.getMessage() for each in caplog.records]
+    assert ["returns a mean and" in each for each in found] == [True] * (name in NO_WEIGHTS)

@@ -72,7 +72,7 @@ DIFFERENT = {
     ),
     "arrays of NumPy": lambda rank: tuple(each.numpy() for each in shuffled(rank)),
     "two samples change places": lambda rank: (X, Y if rank else Y[[1, 0, *range(2, len(X))]]),
-    "one number": lambda rank: (X, Y if rank else Y + (ROW == 7).double()[:, None] * 1e-15),
+    "one number": lambda rank: (X, Y if rank else Y + (ROW == 7).double()[:, None] * 1e-5),
 }
 
 
@@ -110,6 +110,12 @@ SAME = {
     "only what is needed": lambda rank, last: (X if not rank else None, Y if last else None),
     "inputs alone, and both": lambda rank, last: (X, Y if last else None),
     "an array and a tensor": lambda rank, last: (X.numpy(), Y.numpy()) if rank else (X, Y),
+    "float32 where targets are not used": lambda rank, last: (X, Y if last else Y.float()),
+    "float32 of NumPy": lambda rank, last: (X, Y if last else Y.numpy().astype("f4")),
+    "float32 in another layout": lambda rank, last: (X, Y if last else Y.float().expand(-1, 1)),
+    "float64 where targets are not used": lambda rank, last: (
+        (X, Y.float()) if last else (X, Y.float().double())
+    ),
     "another layout in memory": lambda rank, last: (
         (X, Y) if rank else (X.t().contiguous().t(), Y.expand(-1, 1))
     ),

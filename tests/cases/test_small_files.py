@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.draw import draw
 from gpipe_hpc.errors import CheckpointError, GpipeError, RunFolderError
@@ -38,10 +39,10 @@ class Keeping(nn.Linear):
         self.kept = state
 
 
-def trained(steps=1, saves=None):
+def trained(steps=1, world=None):
     torch.manual_seed(0)
     layers = [LayerSpec(Keeping, 3, 3), LayerSpec(nn.BatchNorm1d, 3), LayerSpec(nn.Linear, 3, 3)]
-    pipe = Pipeline(layers, nn.MSELoss(), microbatches=2, recompute="never")
+    pipe = Pipeline(layers, nn.MSELoss(), microbatches=2, recompute="never", world=world)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     inputs = torch.arange(12.0).reshape(4, 3)
     for _ in range(steps):
@@ -200,6 +201,133 @@ def test_a_list_of_tensors_that_torch_would_not_write_is_refused(tmp_path, saved
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         pipe.load(broken, optimizer)
     assert is_same(state_of(pipe, optimizer), before)
+
+
+def forged_list(folder, broken, change):
+    """Write a list of tensors that `change` was applied to, and a manifest that fits it."""
+    metadata = FileSystemReader(folder).read_metadata()
+    facts = json.loads((folder / MANIFEST).read_text())
+    places = {index.fqn: place for index, place in metadata.storage_data.items()}
+    change(metadata, places, facts["tensors"])
+    raw = pickle.dumps(metadata)
+    (broken / ".metadata").write_bytes(raw)
+    facts["files"][".metadata"] = {"bytes": len(raw), "sha256": [hashlib.sha256(raw).hexdigest()]}
+    forged(broken, facts)
+
+
+def moved(name, field, value):
+    def change(metadata, places, tensors):
+        setattr(places[name], field, value(getattr(places[name], field)))
+
+    return change
+
+
+def exchanged(one, other, *fields):
+    def change(metadata, places, tensors):
+        for field in fields:
+            own = getattr(places[one], field)
+            setattr(places[one], field, getattr(places[other], field))
+            setattr(places[other], field, own)
+
+    return change
+
+
+def described_as(name, dtype, shape, is_listed=True):
+    def change(metadata, places, tensors):
+        entry = metadata.state_dict_metadata[name]
+        shapes = torch.Size(entry.size if shape is None else shape)
+        entry.properties.dtype = dtype
+        entry.size = shapes
+        entry.chunks[0].sizes = shapes
+        entry.chunks[0].offsets = torch.Size([0] * len(shapes))
+        if is_listed:
+            tensors[name] = {"shape": list(shapes), "dtype": str(dtype).removeprefix("torch.")}
+
+    return change
+
+
+WEIGHT, BIAS = "model.layers.0.weight", "model.layers.2.bias"
+MOMENT, STATE = "optimizer.layers.0.weight.exp_avg", "state.layers.0._extra_state.0"
+CHANGED = {
+    "offset": [
+        *(lambda n: n + 1, lambda n: n - 1, lambda n: n + 64, lambda n: 0, lambda n: 10**9),
+        *(lambda n: 2**70, lambda n: -1, lambda n: float(n), lambda n: None, lambda n: "0"),
+    ],
+    "length": [
+        *(lambda n: n + 1, lambda n: n - 1, lambda n: n // 2, lambda n: 2 * n, lambda n: 1),
+        *(lambda n: 0, lambda n: -n, lambda n: 10**9, lambda n: 2**70, lambda n: None),
+    ],
+    "relative_path": [
+        *(lambda f: ".metadata", lambda f: MANIFEST, lambda f: "nothing", lambda f: ""),
+        *(lambda f: "..", lambda f: "../" + f, lambda f: None, lambda f: 3, lambda f: "\0"),
+        lambda f: {"__0_0.distcp": "__1_0.distcp", "__1_0.distcp": "__0_0.distcp"}[f],
+    ],
+}
+PAIRS = ((WEIGHT, BIAS), (BIAS, STATE), (STATE, MOMENT))  # of equal shapes only the weights tell
+FORGED = {
+    **{
+        f"{name}: {field} {i}": moved(name, field, value)
+        for name in (WEIGHT, BIAS, MOMENT, STATE)
+        for field, values in CHANGED.items()
+        for i, value in enumerate(values)
+    },
+    **{
+        f"{one}, {other}: {fields}": exchanged(one, other, *fields)
+        for one, other in PAIRS
+        for fields in (
+            *(("offset",), ("length",), ("relative_path",), ("offset", "length")),
+            ("offset", "length", "relative_path"),
+        )
+    },
+    **{
+        f"{name}: {dtype} {shape} {is_listed}": described_as(name, dtype, shape, is_listed)
+        for name in (WEIGHT, BIAS, MOMENT, STATE)
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.int32)
+        for shape in (None, [1], [9], [2, 2], [10**9], [2**40, 2**40])
+        for is_listed in (True, False)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+    """Return a checkpoint whose tensors lie in two files, and the state that it holds."""
+    folder = tmp_path_factory.mktemp("two") / "kept"
+
+    def body(world):
+        pipe, optimizer = trained(2, world)
+        pipe.save(folder, optimizer, {"position": 7})
+
+    run_on_threads(2, body)
+    pipe, optimizer = trained()
+    pipe.load(folder, optimizer)
+    return folder, state_of(pipe, optimizer)
+
+
+def test_a_forged_list_of_tensors_loads_right_or_changes_nothing(tmp_path, saved_by_two):
+    """Weights were half overwritten when the first place with another content was read."""
+    folder, right = saved_by_two
+    assert {"__0_0.distcp", "__1_0.distcp"} < {each.name for each in folder.iterdir()}
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    pipe, optimizer = trained()
+    before = state_of(pipe, optimizer)
+    wrong = []
+    for what, change in FORGED.items():
+        forged_list(folder, broken, change)
+        try:
+            pipe.load(broken, optimizer)
+        except CheckpointError as error:
+            if str(broken) not in str(error) or not is_same(state_of(pipe, optimizer), before):
+                wrong.append((what, str(error)))
+        else:
+            if not is_same(state_of(pipe, optimizer), right):
+                wrong.append((what, "loaded"))
+            pipe, optimizer = trained()
+    assert not wrong, wrong
+    forged_list(folder, broken, lambda *_: None)
+    pipe.load(broken, optimizer)
+    assert is_same(state_of(pipe, optimizer), right)
 
 
 def in_time(action, seconds=20.0):

@@ -269,6 +269,7 @@ def test_layers_are_measured_on_the_thread_that_runs_them(monkeypatch):
     assert set(noted) == {"rank0"}
 
 
+@pytest.mark.slow
 def test_measuring_may_take_longer_than_a_rank_waits_for_another(monkeypatch):
     """The others waited in one collective: measuring a big model ended with a time-out."""
 

@@ -240,6 +240,7 @@ def test_a_full_disk_is_named_by_all_at_a_later_step(start_ranks, tiny, tmp_path
 COPIED = ("checkpoint.neighbour_every=3", "checkpoint.neighbour_dir=memory")
 
 
+@pytest.mark.long
 def test_kill_9_between_checkpoints_costs_only_the_steps_since_the_last_copy(
     torchrun, train, settings, tmp_path, until, same_end
 ):

@@ -123,6 +123,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(start_ranks, tiny, tmp_path,
     assert ranks.codes == [75, 75], ranks.outputs
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_hundreds_of_steps_on_a_busy_machine_raise_no_alarm(start_ranks, tiny):
     """Each core is wanted by several others all the time."""

@@ -98,7 +98,8 @@ class Former:
     ) -> dist.ProcessGroup:
         """Make a group and enter it into torch's lists; `given`: what the backend is made with."""
         default: Any = dist.group.WORLD
-        if _GLOO in backend:
+        is_gloo = _GLOO in backend
+        if is_gloo:
             gloo.register(self._address)
             backend = backend.replace(_GLOO, gloo.NAME)
         with _unbound(default):
@@ -112,9 +113,9 @@ class Former:
                 backend_options=given,
                 timeout=self._timeout,
             )
-        if (
-            formed.name() == "undefined"
-        ):  # torch < 2.14 gives a mixed group NCCL's or its own Gloo's
+        # torch < 2.14 gives a mixed group NCCL's or its own Gloo's. A group made by `show` has no
+        # backend: with a default one torch 2.14 would ask it for its size.
+        if is_gloo and formed.name() == "undefined":
             formed._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         places = {rank: position for position, rank in enumerate(members)}
         ranks_of_groups()[formed] = places

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.aliases import View, shared_blocks
+from gpipe_hpc.comm.aliases import View, is_buffer, mark_buffer, shared_blocks
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
 from gpipe_hpc.comm.pickling import dumps, loads
@@ -45,6 +45,7 @@ class TensorMeta(NamedTuple):
 
     `strides`: of its elements as they travel, without gaps; None: the last dimension runs fastest.
     `on_device`: it lies in the memory of the device on which its rank computes, not of the host.
+    `is_buffer`: it lies in a buffer of a layer, so that others may not write to it.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +53,7 @@ class TensorMeta(NamedTuple):
     requires_grad: bool
     strides: tuple[int, ...] | None = None
     on_device: bool = True
+    is_buffer: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -143,9 +145,8 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
             continue
         elements = _elements(leaf)
         on_device = told is None or told.holds(elements)
-        metas.append(
-            _meta(leaf.shape, elements.stride(), leaf.dtype, leaf.requires_grad, on_device)
-        )
+        meta = _meta(leaf.shape, elements.stride(), leaf.dtype, leaf.requires_grad, on_device)
+        metas.append(meta._replace(is_buffer=True) if is_buffer(leaf) else meta)
         tensors.append(elements)
     if len(tensors) > 1:
         return _with_blocks(tree, metas, tensors)
@@ -227,6 +228,8 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
     for leaf in structure.leaves:
         if isinstance(leaf, TensorMeta):
             leaves.append(next(arrived).detach().requires_grad_(leaf.requires_grad))
+            if leaf.is_buffer:
+                mark_buffer(leaves[-1])
         elif isinstance(leaf, Again):
             leaves.append(leaves[leaf.leaf])
         elif isinstance(leaf, Part):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import getclosurevars
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final
 from weakref import ref
 
@@ -157,4 +157,11 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{name!r}]", each) for name, each in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
         return [(f"[{number}]", each) for number, each in enumerate(value)]
-    return [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
+    slots = [
+        name
+        for cls in type(value).__mro__
+        for name, member in vars(cls).items()
+        if isinstance(member, MemberDescriptorType)
+    ]
+    held = [(name, getattr(value, name, None)) for name in slots]
+    return [(f".{name}", each) for name, each in [*getattr(value, "__dict__", {}).items(), *held]]

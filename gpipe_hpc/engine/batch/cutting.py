@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import LEAF, Nest, flatten, tensors_of, unflatten
 from gpipe_hpc.comm.pickling import register_boundary_type
@@ -413,6 +413,34 @@ def join(outputs: Mapping[int, Output], where: str) -> Nest:
             _check_column(column, {m: outputs[m].num_samples for m in order}, where, number)
         joined.append(_join_leaf(list(column)))
     return unflatten(joined, tree)
+
+
+def square_output(
+    outputs: Mapping[int, Output], layers: Sequence[nn.Module], inputs: Nest
+) -> list[int] | None:
+    """Return the shape of an output [b, b] of micro-batches of b samples, None if none is so.
+
+    `layers`: of the last stage. `inputs`: those of a micro-batch, if they are known here. Not if a
+    dimension of these explains the second b, or one of a weight of the last layer; modules of torch
+    without weights (activations) are passed over.
+    """
+    parts = [part for part in outputs.values() if part.num_samples]
+    if len(parts) < 2:
+        return None
+    sizes = {part.num_samples for part in parts}
+    known = set[int]()
+    for layer in reversed(layers):
+        known = {size for weight in layer.parameters() for size in weight.shape}
+        if known or not type(layer).__module__.startswith("torch.nn."):
+            break
+    else:
+        return None  # activations alone: a stage before has the weights
+    known |= {size for tensor in tensors_of(inputs) for size in tensor.shape[1:]}
+    for tensor in tensors_of(parts[0].nest):
+        shape = list(tensor.shape)
+        if len(shape) == 2 and {shape[1]} == sizes and shape[1] > 1 and shape[1] not in known:
+            return shape
+    return None
 
 
 def lists_of(num_samples: int) -> Callable[[Any], bool]:

@@ -107,8 +107,9 @@ def _differing(sums: Sequence[float]) -> str | None:
 def digest(nest: Nest) -> Tensor | float:
     """Return a whole number below 2**36 that depends on a nest's values and their order.
 
-    Equal nests have equal digests, on whatever device they are. Of a large tensor some elements
-    count. A tensor of a device gives a float64[] of that device, at once.
+    Equal nests have equal digests, on any device and in any precision from float32 up. Of a
+    large tensor some elements count. A tensor of a device gives a float64[] of that device, at
+    once.
     """
     leaves, _ = flatten(nest)
     known = len(leaves)
@@ -162,23 +163,35 @@ def _mixed(leaf: object) -> Tensor | None:
 
 
 def _integers(leaf: object) -> Tensor | None:
-    """Return the bits of some elements as int64[n], spread over samples and places within one."""
+    """Return the bits of some elements as int64[n], spread over samples and places within one.
+
+    All are compared as float32: what ranks were given in another precision is the same data.
+    """
     if isinstance(leaf, np.ndarray):
         step = _stride(leaf.size, len(leaf)) if leaf.ndim else 1
         some = np.ascontiguousarray(leaf.flat[::step])
-        return _bits(torch.from_numpy(some.astype(some.dtype.newbyteorder("=")))).flatten().long()
+        own = torch.from_numpy(some.astype(some.dtype.newbyteorder("=")))
+        return _as_float32(torch.view_as_real(own) if own.is_complex() else own)
     if not isinstance(leaf, Tensor) or type(leaf) not in (Tensor, torch.nn.Parameter):
         return None
     if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
         return None
     step = _stride(leaf.numel(), len(leaf)) if leaf.dim() else 1
-    bits = _bits(leaf.detach().resolve_conj().resolve_neg())
-    width = bits.numel() // max(1, leaf.numel())  # a complex number has two
+    numbers = leaf.detach().resolve_conj().resolve_neg()
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    width = numbers.numel() // max(1, leaf.numel())  # a complex number has two
+    bits = _bits(numbers)  # elements of any dtype can be taken
     bits = bits.view(-1, width) if bits.is_contiguous() else bits
     if bits.is_contiguous():
-        return bits[::step].flatten().long()
-    first = (_counting(bits, -(-leaf.numel() // step)) - 1) * (step * width)
-    return bits.take(torch.stack([first + i for i in range(width)], 1).flatten()).long()
+        some_bits = bits[::step].flatten()
+    else:
+        first = (_counting(bits, -(-leaf.numel() // step)) - 1) * (step * width)
+        some_bits = bits.take(torch.stack([first + i for i in range(width)], 1).flatten())
+    return _as_float32(some_bits.view(numbers.dtype))
+
+
+def _as_float32(numbers: Tensor) -> Tensor:
+    return numbers.flatten().to(torch.float32).view(torch.int32).long()
 
 
 def _counting(tensor: Tensor, count: int) -> Tensor:
@@ -199,7 +212,5 @@ def _stride(num_elements: int, num_samples: int) -> int:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     return tensor.view(kinds[tensor.itemsize])

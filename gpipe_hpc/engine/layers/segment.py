@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gpipe_hpc.comm.aliases import cloned, shared_blocks
+from gpipe_hpc.comm.aliases import cloned, is_buffer, is_plain, shared_blocks
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.state.keyed import Keyed
@@ -86,15 +86,18 @@ class Segment:
         mode = any(modes[: len(self.layers)])
         is_known = self._leaves_input_alone.get(mode)
         if is_known and isinstance(state.nest, torch.Tensor) and not state.stashed:
-            return State(state.nest, {}), Watch(mode, [state.nest], is_copy=False)
+            return State(_with_node(state.nest), {}), Watch(mode, [state.nest], is_copy=False)
         leaves, tree = flatten(state)
-        if is_known:
-            return _state(unflatten(leaves, tree)), Watch(mode, state.tensors(), is_copy=False)
         given = state.tensors()
+        if is_known:
+            own = {id(tensor): _with_node(tensor) for tensor in given}
+            viewed = [own.get(id(leaf), leaf) for leaf in leaves]
+            return _state(unflatten(viewed, tree)), Watch(mode, given, is_copy=False)
         copies = cloned(given)
         own = {id(tensor): copy for tensor, copy in zip(given, copies, strict=True)}
         copied = [own.get(id(leaf), leaf) for leaf in leaves]
-        return _state(unflatten(copied, tree)), Watch(mode, copies, is_copy=True)
+        buffers = [place for place, tensor in enumerate(given) if is_buffer(tensor)]
+        return _state(unflatten(copied, tree)), Watch(mode, copies, is_copy=True, buffers=buffers)
 
     def learn(self, watch: "Watch") -> None:
         """Take notice of whether the layers wrote into what they were given.
@@ -111,13 +114,23 @@ class Segment:
             )
 
     def refuse_shared(self, watch: "Watch", layer: PlacedLayer) -> None:
-        """Raise ModelError if a layer has written into one of several views of one memory."""
+        """Raise ModelError if a layer has written into what others hold, too.
+
+        Into one of several views of one memory, or into the buffer of a layer.
+        """
+        first = self._indices[0]
+        source = f"output of layers.{first - 1}" if first else "batch"
+        for written in watch.written_buffers():
+            raise ModelError(
+                f"{layer.where}: wrote in place into tensor {written} of the {source}, which is a "
+                f"buffer or a frozen parameter of the layer that made it; the write would not "
+                f"reach that layer where the model is cut in between. Use inplace=False there, or "
+                f"let the layer that made it return a copy (clone)"
+            )
         found = watch.written_together()
         if found is None:
             return
         written, others = found
-        first = self._indices[0]
-        source = f"output of layers.{first - 1}" if first else "batch"
         listed = ", ".join(map(str, others))
         raise ModelError(
             f"{layer.where}: wrote in place into tensor {written} of the {source}, which shares "
@@ -130,21 +143,34 @@ class Segment:
 class Watch:
     """The tensors that layers were given, and how often each had been written to before.
 
-    `shares_memory`: copies of different tensors that have elements in common.
+    `buffers`: positions of those that lie in a buffer of another layer. `shares_memory`: copies of
+    such ones, or of different tensors that have elements in common.
     """
 
-    __slots__ = ("_versions", "is_copy", "is_training", "shares_memory", "tensors")
+    __slots__ = ("_buffers", "_versions", "is_copy", "is_training", "shares_memory", "tensors")
 
     def __init__(
-        self, is_training: bool, tensors: Sequence[torch.Tensor], *, is_copy: bool
+        self,
+        is_training: bool,
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_copy: bool,
+        buffers: Sequence[int] = (),
     ) -> None:
         self.is_training, self.tensors, self.is_copy = is_training, tensors, is_copy
+        self._buffers = buffers
         self._versions = [tensor._version for tensor in tensors]
-        self.shares_memory = is_copy and len(tensors) > 1 and bool(shared_blocks(tensors))
+        self.shares_memory = is_copy and (
+            bool(buffers) or (len(tensors) > 1 and bool(shared_blocks(tensors)))
+        )
 
     def shows_writes(self) -> bool:
         """Say whether any was written to since."""
         return self._versions != [tensor._version for tensor in self.tensors]
+
+    def written_buffers(self) -> list[int]:
+        """Return which buffers were written to, by position."""
+        return [at for at in self._buffers if self.tensors[at]._version != self._versions[at]]
 
     def written_together(self) -> tuple[int, list[int]] | None:
         """Return a tensor that was written to, by position, and those it shares memory with."""
@@ -154,6 +180,12 @@ class Watch:
             for place in written & block.views.keys():
                 return place, [other for other in block.views if other != place]
         return None
+
+
+def _with_node(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a `grad_fn` if it requires a gradient: layers put hooks on that."""
+    has_none = tensor.requires_grad and tensor.is_leaf and is_plain(tensor)
+    return tensor.view_as(tensor) if has_none and torch.is_grad_enabled() else tensor
 
 
 def _state(nest: Nest) -> State:

@@ -1,7 +1,7 @@
 """What surrounds the layers of a stage, and the loss, while they run on one micro-batch."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -84,7 +84,7 @@ class Surroundings:
 
     def weight_gradients(self, segment: Segment) -> AbstractContextManager[object]:
         """Return the block for a W: hooks of parameters may draw no random numbers there."""
-        return self._draws.refused(segment) if self._draws.looks_at_weights else nullcontext()
+        return self._draws.refused_in_weights(segment)
 
     def end(self) -> None:
         """End a step that has not failed. Raises ModelError if a backward drew random numbers."""

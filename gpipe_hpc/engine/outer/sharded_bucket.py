@@ -59,11 +59,8 @@ class ShardedBucket:
         """Return the parameters whose shards these are."""
         return list(self._named.values())
 
-    def begin(self) -> None:
-        """Begin a step; parameters may have been frozen or unfrozen.
-
-        Raises ConfigError for a parameter whose memory was exchanged: nobody would gather it.
-        """
+    def refuse_other_memory(self) -> None:
+        """Raise ConfigError for a parameter that was given other memory: no update reaches it."""
         for name, parameter in self._named.items():
             # A parameter without elements has no memory to lose.
             if (
@@ -75,6 +72,10 @@ class ShardedBucket:
                     f"parts are gathered in, got other memory, as where p.data was set; copy into "
                     f"it instead, as p.data.copy_(...), or use outer.shard=none"
                 )
+
+    def begin(self) -> None:
+        """Begin a step; parameters may have been frozen or unfrozen."""
+        self.refuse_other_memory()
         trained = [name for name, p in self._named.items() if p.requires_grad]
         if trained != self._trained:
             self._trained = trained

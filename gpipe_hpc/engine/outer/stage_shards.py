@@ -63,6 +63,11 @@ class StageShards:
         for bucket in self._each():
             bucket.begin()
 
+    def refuse_other_memory(self) -> None:
+        """Raise ConfigError for a parameter that was given other memory than its bucket's."""
+        for bucket in self._each():
+            bucket.refuse_other_memory()
+
     def drop(self) -> None:
         """Let go of the step's gradients."""
         for bucket in self._each():

@@ -19,6 +19,7 @@ from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.parameters import StageParameters
 from gpipe_hpc.engine.sums.gradients import StageGradients
+from gpipe_hpc.engine.sums.loss import LossWatch
 from gpipe_hpc.engine.sums.squares import Squares, squares_of
 from gpipe_hpc.engine.sums.statistics import StageStatistics
 from gpipe_hpc.models import (
@@ -85,6 +86,7 @@ class Stage:
         self.keyed = Keyed(device)
         self.lasting = Lasting()
         self.is_compiled = False
+        self.loss_watch: LossWatch | None = None  # for training and evaluation
         self._elsewhere = elsewhere or {}
         self._placed = self._place_layers(names or {})
         self.whole = self._segment(self.layers)
@@ -181,6 +183,15 @@ class Stage:
             homes = {index: homes_of(layer) for index, layer in self.layers.items()}
             for index, placed in self._placed.items():
                 placed.state.renew(_sharing(index, homes))
+
+    def refuse_changes(self) -> None:
+        """End a step. Raises ModelError or ConfigError for what its forwards may not write.
+
+        With ``outer.shard=flat`` an update reaches only the memory that is divided.
+        """
+        self.parameters.end(trains=True)
+        if self.shards is not None and self.parameters.has_other_memory:
+            self.shards.refuse_other_memory()
 
     def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, PlacedLayer]:
         homes = {index: homes_of(layer) for index, layer in self.layers.items()}

@@ -1,10 +1,10 @@
 """Random numbers that a backward draws: they have no key, so they are refused by name.
 
-Each forward of a layer is keyed by (seed, step, micro-batch, layer). A backward runs the layers of
-a whole stage, and those of other micro-batches next, in the order of the table: what it draws
-(Shake-Shake, stochastic rounding, noise that a hook adds to gradients) hangs on that order, and no
-resumed run can draw the same. So the generators are compared around each backward. Recomputation
-in a layer (`torch.utils.checkpoint`) puts back what it has used, and is no draw.
+Each forward of a layer is keyed by (seed, step, micro-batch, layer). Backwards run in the order of
+the table, each through all layers of a stage. So what one draws (Shake-Shake, stochastic rounding,
+noise that a hook adds to gradients) depends on that order, and no resumed run can draw the same.
+The generators are compared around each backward. Recomputation in a layer
+(`torch.utils.checkpoint`) restores the generators that it uses, and is no draw.
 """
 
 import logging
@@ -12,7 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 
 from gpipe_hpc.comm.threads import RankThread
 from gpipe_hpc.engine.layers.segment import Segment
+from gpipe_hpc.engine.state.keyed import Draws, DrawWatch
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.sources import ProcessMarks
 from gpipe_hpc.errors import ModelError
@@ -95,10 +96,23 @@ class BackwardDraws:
             raise self._refusal(self._whole.where, drawn)
         self._is_suspected = bool(drawn)
 
-    @property
-    def looks_at_weights(self) -> bool:
-        """Say whether to look around W, too: it takes no lock, so not if ranks are threads."""
-        return self.looks and not _has_other_ranks()
+    def refused_in_weights(self, segment: Segment) -> AbstractContextManager[object]:
+        """Return a block for a W, which may draw no random numbers either.
+
+        A W may wait for other ranks, so it takes no lock. If ranks are threads, they move the
+        generators meanwhile: then calls of torch's functions are looked at, on this thread.
+        """
+        if not self.looks:
+            return nullcontext()
+        return self._refused_calls(segment) if _has_other_ranks() else self.refused(segment)
+
+    @contextmanager
+    def _refused_calls(self, segment: Segment) -> Iterator[None]:
+        draws = Draws()
+        with DrawWatch(draws):
+            yield
+        if draws.torch:
+            raise self._refusal(segment.where, "torch's default generator")
 
     @contextmanager
     def refused(self, segment: Segment) -> Iterator[None]:
@@ -124,14 +138,14 @@ class BackwardDraws:
             )
 
     def _now(self, segment: Segment) -> tuple[Threads, _Marks]:
-        # Threads first, and last afterwards: whoever draws in between has computed in between.
+        # Threads first, and last afterwards: a thread that draws in between computes in between.
         return _others(), _Marks.now(self._generators, segment.states)
 
     def _refusal(self, where: str, drawn: str) -> ModelError:
         return ModelError(
             f"{where}: a backward drew random numbers from {drawn} (in an autograd.Function of a "
             f"layer, or in a hook), expected in forwards alone, where each micro-batch has a key: "
-            f"these hang on the order of the table, and no resumed run draws them again; {_REMEDY}"
+            f"these depend on the order of the table, and no resumed run repeats them; {_REMEDY}"
         )
 
 

@@ -21,7 +21,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.aliases import storages_of
 from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import PooledBatchNorm
 
@@ -35,6 +37,7 @@ SMALL_BYTES: Final = 64 * 1024
 """Of larger buffers none is copied before it has moved, except in a layer's first forward."""
 
 
+_NUM_LOOKED: Final = 3  # steps
 # Up to so many torch is the faster one.
 _FEW_BYTES: Final = 4096
 _memcmp: Final = ctypes.CDLL(None).memcmp
@@ -59,6 +62,29 @@ class Before(NamedTuple):
 
 
 NO_BUFFERS: Final = Before((), ())
+
+
+class Returned(NamedTuple):
+    """A buffer that a layer returned, or a view of it, as it was then. `where`: of the layer.
+
+    `is_apart`: a later write to it would be lost, or a recomputation would find it.
+    """
+
+    where: str
+    name: str
+    tensor: torch.Tensor
+    version: int
+    is_apart: bool
+
+    def refuse_writes(self) -> None:
+        """Raise ModelError if another layer has written to it since."""
+        if self.is_apart and version_of(self.tensor) != self.version:
+            raise ModelError(
+                f"{self.where}: returned its buffer {self.name}, and a later layer wrote to it in "
+                f"place, expected layers to change buffers of their own, as each micro-batch has "
+                f"a copy of them; return a copy, self.{self.name}.clone(), or change the buffer in "
+                f"the layer itself"
+            )
 
 
 class Lasting:
@@ -155,6 +181,20 @@ class LayerBuffers:
             before = before._replace(moved=self._end(before, returns))
         self._last_step, self._at_hand = self._lasting.num_steps, {}
         return before
+
+    def returned(self, before: Before, output: Nest, *, returns: bool) -> list[Returned]:
+        """Return which buffers an output lies in, after `end`; in the first steps alone."""
+        if not before.found or self._lasting.num_steps >= _NUM_LOOKED:
+            return []
+        storages = storages_of(tensors_of(output))
+        found: list[Returned] = []
+        for place, tensor, _, stand_in in before.found:
+            used = tensor if stand_in is None else stand_in
+            if used.nbytes and not storages.isdisjoint(storages_of((used,))):
+                is_apart = place not in before.moved and (returns or stand_in is not None)
+                name = self._names({place})
+                found.append(Returned(self._where, name, used, version_of(used), is_apart))
+        return found
 
     def matters(self, before: Before) -> bool:
         """Say whether there is anything for `again` to do."""

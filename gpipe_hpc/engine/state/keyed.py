@@ -91,8 +91,8 @@ class Known(NamedTuple):
 _NOBODY: Final = Known()
 
 
-class _Watch(TorchDispatchMode):
-    """Look for functions of torch that draw from its default generators, on this thread.
+class DrawWatch(TorchDispatchMode):
+    """Notes whether functions of torch draw from its default generators, on this thread.
 
     Compiled code stays compiled under it.
     """
@@ -318,7 +318,7 @@ class Drawing:
             return _UNWATCHED
         if draws.is_suspected:
             draws.is_suspected = False
-            return _Watch(draws)
+            return DrawWatch(draws)
         self._seeded = _bytes([generator.get_state() for generator in generators])
         return _UNWATCHED
 

@@ -1,14 +1,15 @@
-"""The parameters of one stage between steps and within them: the same ones, and left alone.
+"""Watch the parameters of one stage: no new ones, and no writes that make copies differ.
 
-A pipeline makes its buckets of gradients from the parameters that layers have when it is made. One
-that is added later is cleared, summed and saved by nobody, so it is refused when the next step
-begins. A parameter that a forward writes into (nn.Embedding with max_norm, a teacher that follows)
-has other values on each copy of its stage, as each copy sees other micro-batches, and nobody would
-make them equal again; so that is refused where there are several copies. What a recomputation
-writes is looked at in `unchanged`.
+A pipeline makes its buckets of gradients from the parameters that layers have when it is made. A
+parameter that is added later would not be cleared, summed or saved, so the next step refuses it.
+
+A forward may write into a parameter: clamp it, or normalise it. If several ranks hold copies, they
+have to write the same whatever micro-batches they run. nn.Embedding with max_norm does not: it
+writes the rows that its rank sees. Nor does a teacher that follows its student with each
+micro-batch: each rank runs some of them only. Both are refused before the optimizer's update.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
@@ -16,21 +17,27 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.device import Device, on_host
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.engine.state.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.errors import ModelError
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIRST, _EVERY = 3, 100  # steps in which values are compared
-_PIECE: Final = 2**16  # elements that are looked at at once: what that takes is no larger
+_PIECE: Final = 2**16  # elements that are compared at once, which bounds the memory for it
+_DEVICE_PIECE: Final = 2**20  # likewise on an accelerator, where each piece takes some kernels
+
+_Spans = dict[str, tuple[int, int]]
+"""By name the least and the greatest sum of bits of a parameter on some ranks."""
 
 
 class StageParameters:
-    """Watches over the parameters of a stage.
+    """Compares the parameters of a stage with what they were when a step began.
 
     `named`: by global name, as the pipeline was made with them. Versions are compared in every
-    step; values in steps 1 to 3 and in every hundredth, and behind a step in which a parameter got
-    other memory. On an accelerator, which the host waits for, in the first alone.
+    step. Values are compared in steps 1 to 3, in every hundredth, and in the step after one that
+    gave a parameter other memory or was the first to write into it; on an accelerator, where the
+    host waits for it, not in steps 2, 3 and every hundredth.
     """
 
     def __init__(
@@ -45,15 +52,19 @@ class StageParameters:
         self._is_accelerator = device.is_accelerator
         self._look_around()
         self._num_steps = 0
-        self._has_other_memory = False  # since the last step: another tensor was put there
-        self._versions: list[int] = []
+        self.compares_values = False  # in the present step
+        self.has_other_memory = False  # a copied parameter got another tensor in the last step
         self._begun = self._writes()
-        self._memory: list[int] = []
-        self._bits: list[torch.Tensor] = []
-        self._found: tuple[str, str] | None = None  # changed outside of training
+        self._bits: dict[str, torch.Tensor] = {}  # when the step began, if values are compared
+        self._by_forward: dict[str, Sketch] = {}  # what the first forward of the step wrote
+        self._compared: set[str] = set()  # written in steps in which values were compared
+        self._is_suspected = False  # another parameter was written
+        self._moves_on: str | None = None  # by each forward
+        self.written: dict[str, str] = {}
+        """Copied parameters that were written since copies were last compared, and when."""
 
     def watch_copied(self, names: Collection[str]) -> None:
-        """Refuse changes of these from now on: other ranks hold them too."""
+        """Note writes into these from now on: other ranks hold them too."""
         self._copied = {name: p for name, p in self._named.items() if name in names}
 
     def _look_around(self) -> None:
@@ -94,58 +105,62 @@ class StageParameters:
                 f"Pipeline and load"
             )
 
-    @property
-    def compares_values(self) -> bool:
-        """Say whether this step looks at values, which takes longer than looking at versions."""
-        if self._is_accelerator:
-            return self._num_steps == 0 or self._has_other_memory
-        return self._has_other_memory or self._num_steps < _FIRST or self._num_steps % _EVERY == 0
-
     def begin(self, *, may_arrive: bool = False) -> None:
-        """Note what copied parameters are like ahead of a step's forwards, or an evaluation's.
+        """Note what parameters are like before a step's forwards, or those of an evaluation.
 
-        `may_arrive`: values that other ranks have updated may still be on their way.
+        `may_arrive`: values that other ranks have updated may not be here yet.
         """
-        self._begun = self._writes()
-        if not self._copied:
-            return
-        copied, compares = self._copied.values(), self.compares_values and not may_arrive
-        self._versions, self._memory = _versions(copied), _memory(copied)
-        self._bits = _bits(copied) if compares else []
+        number, self._begun = self._num_steps, self._writes()
+        is_due = not number or (
+            not self._is_accelerator and (number < _FIRST or number % _EVERY == 0)
+        )
+        self.compares_values = is_due or self._is_suspected or self.has_other_memory
+        self._bits = _bits(self._named) if self.compares_values and not may_arrive else {}
+        self._by_forward = {}
+
+    def note_forward(self) -> None:
+        """Note what a forward of a step has written, if values are compared.
+
+        Forwards that follow have to write the same into copied parameters.
+        """
+        changed = self._changed(self._named)
+        self._compared.update(changed)
+        for name in (name for name in self._copied if name in changed):
+            sketch = _sketch(self._named[name])
+            if difference(self._by_forward.setdefault(name, sketch), sketch):
+                self._moves_on = self._moves_on or name
 
     def end(self, *, trains: bool) -> None:
-        """Raise ModelError for a copied parameter that has changed since.
+        """Note what a step, or an evaluation, has written into copied parameters.
 
-        After an evaluation nothing is raised: its outputs are right. Training is then refused.
+        Raises ModelError if each forward of a step has written something else. What all have
+        written alike, `refuse_different` compares.
         """
         # Some layers make parameters in their first forward.
         if trains and self._num_steps < _FIRST and self._ids_now() != self._ids:
             self._refuse_new()
-        changed = self._changed() if self._copied else None
-        if changed is not None and self._found is None:
-            self._found = changed, "a step" if trains else "an evaluation"
         self._num_steps += trains
-        if trains and self._found is not None:
-            name, during = self._found
-            raise ModelError(
-                f"{name}: was changed within {during} by a forward (nn.Embedding with max_norm "
-                f"does so) or a hook, expected to be changed by the optimizer alone, as several "
-                f"ranks hold copies of it, which see other micro-batches and would drift apart; "
-                f"change it after optimizer.step() (as rows to be renormalised), keep in a buffer "
-                f"what forwards change, or train one copy (one replica, no mirrored schedule)"
-            )
-
-    def _changed(self) -> str | None:
-        after = _versions(self._copied.values())
+        changed = self._changed(self._copied) if self._copied else set()
+        self._bits, self._by_forward = {}, {}  # which may take memory of a device
+        if not self._copied:
+            return
+        self.written |= dict.fromkeys(
+            changed.difference(self.written), "a step" if trains else "an evaluation"
+        )
         # RNNs on a GPU move their weights to other memory: that alone is no harm.
-        self._has_other_memory = _memory(self._copied.values()) != self._memory
-        if after != self._versions:
-            pairs = zip(self._copied, after, self._versions, strict=True)
-            return next(name for name, now, before in pairs if now != before)
+        memory = {name: _memory(parameter) for name, parameter in self._copied.items()}
+        self.has_other_memory = any(memory[name] != self._begun[name][1] for name in memory)
+        self._is_suspected = not changed <= self._compared
+        if self._moves_on is not None:
+            raise _refusal(self._moves_on, "a step", "to other values with each micro-batch")
+
+    def _changed(self, named: Mapping[str, nn.Parameter]) -> set[str]:
+        """Return which of these were written since `begin`: by version, and value if compared."""
+        begun = self._begun
+        found = {name for name, p in named.items() if p._version != begun[name][0]}
         if self._bits:
-            bits = zip(self._copied, _bits(self._copied.values()), self._bits, strict=True)
-            return next((n for n, now, before in bits if not torch.equal(now, before)), None)
-        return None
+            found |= _differing(_bits(named), self._bits)
+        return found
 
     @contextmanager
     def unchanged(self, where: str) -> Iterator[None]:
@@ -153,56 +168,111 @@ class StageParameters:
 
         What a forward wrote and writes again is no harm if it is the same.
         """
-        # Only of what the step's forwards have written to: those of all would take memory.
-        writes = zip(self._named.items(), self._writes(), self._begun, strict=True)
-        written = {n: p for (n, p), now, begun in writes if now != begun and _is_plain(p)}
-        before = _sketches(written.values())
+        bits = _bits(self._named) if self._bits else {}
+        # Sketches only of what forwards have written: those of all parameters would take memory.
+        written = _differing(bits, self._bits) | self._compared
+        written |= {name for name, write in self._writes().items() if write != self._begun[name]}
+        before = {name: _sketch(self._named[name]) for name in sorted(written)}
         yield
-        pairs = zip(written, _sketches(written.values()), before, strict=True)
-        changed = next((name for name, now, then in pairs if difference(now, then)), None)
-        if changed is not None:
+        changed = {n for n, then in before.items() if difference(_sketch(self._named[n]), then)}
+        if bits:
+            changed |= _differing(_bits(self._named), bits) - written
+        if changed:
+            first = next(name for name in self._named if name in changed)
             raise ModelError(
-                f"{where}: parameter {changed} was changed when the layers were run again, "
+                f"{where}: parameter {first} was changed when the layers were run again, "
                 f"expected to stay, as each micro-batch changes it once without recomputation; "
                 f"keep in a buffer what a forward changes, or use recompute=never"
             )
 
-    def _writes(self) -> list[tuple[int, int]]:
-        """Return what changes if a parameter is written to, or is given other memory."""
-        named = self._named.values()
-        return list(zip(_versions(named), _memory(named), strict=True))
+    def _writes(self) -> dict[str, tuple[int, int]]:
+        """Return by name what changes if a parameter is written to, or is given other memory."""
+        return {name: (p._version, _memory(p)) for name, p in self._named.items()}
+
+    def spans(self, names: Collection[str]) -> _Spans:
+        """Return the sums of bits of those of these parameters that are copied."""
+        bits = _bits({name: p for name, p in self._copied.items() if name in names})
+        return {name: (int(total), int(total)) for name, total in bits.items()}
 
 
-def _sketches(parameters: Collection[nn.Parameter]) -> list[Sketch]:
-    return [sketch_of(list(_pieces(parameter.detach()))) for parameter in parameters]
+def refuse_different(
+    stages: Sequence[StageParameters], together: Gathering, everybody: Gathering
+) -> None:
+    """Raise ModelError, on all ranks, if copies of what was written have different values.
+
+    All ranks call it if one of them has written. `together`: those that may hold copies of this
+    rank's parameters.
+    """
+    own: dict[str, str] = {}
+    for stage in stages:
+        own |= stage.written
+        stage.written = {}
+    written = together.merge_object(own, _united)
+    spans: _Spans = {}
+    for stage in stages:
+        spans = _widest(spans, stage.spans(written))
+    widest = together.merge_object(spans, _widest).items()
+    different = sorted((name, written[name]) for name, (least, most) in widest if least != most)
+    if together is not everybody:
+        different = everybody.merge_object(different, max)
+    if different:
+        raise _refusal(*different[0], "to other values than on other ranks")
 
 
-def _versions(parameters: Collection[nn.Parameter]) -> list[int]:
-    return [parameter._version for parameter in parameters]
+def _refusal(name: str, during: str, how: str) -> ModelError:
+    return ModelError(
+        f"{name}: was changed within {during} by a forward (nn.Embedding with max_norm does so) or "
+        f"a hook {how}, expected the same values on all ranks that hold copies of it: these see "
+        f"other micro-batches and would drift apart; change it after optimizer.step() (as rows to "
+        f"be renormalised), keep in a buffer what forwards change, or train one copy (one replica, "
+        f"no mirrored schedule)"
+    )
 
 
-def _memory(parameters: Collection[nn.Parameter]) -> list[int]:
-    return [p.data_ptr() if _is_plain(p) else 0 for p in parameters]
+def _united(ahead: dict[str, str], behind: dict[str, str]) -> dict[str, str]:
+    return behind | ahead
 
 
-def _bits(parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
-    """Return sums of the bits of parameters: the same in any order of adding, NaNs included."""
+def _widest(ahead: _Spans, behind: _Spans) -> _Spans:
+    both = [(name, span) for spans in (ahead, behind) for name, span in spans.items()]
+    found: _Spans = {}
+    for name, (least, most) in both:
+        known = found.get(name, (least, most))
+        found[name] = min(known[0], least), max(known[1], most)
+    return found
+
+
+def _sketch(parameter: nn.Parameter) -> Sketch:
+    return sketch_of(list(_pieces(parameter.detach()))) if _is_plain(parameter) else ()
+
+
+def _memory(parameter: nn.Parameter) -> int:
+    return parameter.data_ptr() if _is_plain(parameter) else 0
+
+
+def _bits(named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return by name int64[], which depends on all bits of a parameter and on their places."""
     with torch.no_grad():
-        return [_sum_of_bits(parameter) for parameter in parameters]
+        return {name: _sum_of_bits(p) for name, p in named.items() if _is_plain(p)}
+
+
+def _differing(bits: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> set[str]:
+    return {n for n, own in bits.items() if n in others and not torch.equal(own, others[n])}
 
 
 def _sum_of_bits(parameter: nn.Parameter) -> torch.Tensor:
-    if not _is_plain(parameter):
-        return torch.zeros((), dtype=torch.int64)
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    words = (piece.view(_WORDS[values.dtype.itemsize]) for piece in _pieces(values))
-    return torch.stack([each.sum(dtype=torch.int64) for each in words]).sum()
+    # Integers, so that sums are the same in any order of adding; what overflows is dropped.
+    pieces = [piece.view(_WORDS[values.dtype.itemsize]) for piece in _pieces(values)]
+    weights = torch.arange(1, 2 * max(len(pieces[0]), len(pieces)), 2, device=values.device)
+    sums = [(piece * weights[: len(piece)]).sum() for piece in pieces]
+    return sums[0] if len(sums) == 1 else (torch.stack(sums) * weights[: len(sums)]).sum()
 
 
 def _pieces(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.split(values.reshape(-1), _PIECE)
+    return torch.split(values.reshape(-1), _PIECE if on_host(values) else _DEVICE_PIECE)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple, Protocol
 
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.engine.state.buffers import NO_BUFFERS, Before
+from gpipe_hpc.engine.state.buffers import NO_BUFFERS, Before, Returned
 from gpipe_hpc.engine.state.keyed import Drawing, Drawn, Keyed
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.sketch import Sketch, difference, sketch_of
@@ -85,6 +85,7 @@ class Forward:
 
     def __init__(self) -> None:
         self._before: Before | None = None
+        self.returned: list[Returned] = []
 
     def start(self, first: int) -> ProcessMarks | None:
         """Let each layer have its own key."""
@@ -97,13 +98,19 @@ class Forward:
     def end(self, state: LayerState, output: Nest, drawn: Drawn) -> None:
         """Learn which those are."""
         assert self._before is not None, "begun"
-        state.buffers.end(self._before, returns=False)
+        before = state.buffers.end(self._before, returns=False)
+        self.returned += state.buffers.returned(before, output, returns=False)
 
     def fail(self, error: Exception) -> None:
         """Do nothing: a step that failed is not gone on with."""
 
     def close(self, states: Sequence[LayerState], drawing: Drawing, keyed: Keyed) -> None:
-        """Warn if others draw from torch's generators: no R would show the harm."""
+        """Warn if others draw from torch's generators: no R would show the harm.
+
+        Raises ModelError if a layer has written to the buffer of another.
+        """
+        for each in self.returned:
+            each.refuse_writes()
         if not keyed.was_disturbed:
             return
         for state in states:
@@ -123,6 +130,7 @@ class Returning:
     def __init__(self, *, tries: bool) -> None:
         self._tries = self.looks = tries
         self._before: Before | None = None
+        self.returned: list[Returned] = []
         self.traces: dict[int, Trace] = {}
         self.starts: dict[int, ProcessMarks] = {}
 
@@ -138,6 +146,7 @@ class Returning:
         """Note what R has to start from, and has to come to."""
         assert self._before is not None, "begun"
         before = state.buffers.end(self._before, returns=True)
+        self.returned += state.buffers.returned(before, output, returns=True)
         # Whether a layer draws from the process-wide ones is not known for sure.
         compares = self._tries or drawn.python is not None or drawn.numpy is not None
         sketch = sketch_of(output) if compares else None
@@ -147,7 +156,12 @@ class Returning:
         """Do nothing: a step that failed is not gone on with."""
 
     def close(self, states: Sequence[LayerState], drawing: Drawing, keyed: Keyed) -> None:
-        """Note where Python's and NumPy's generators stood if a layer drew from them unkeyed."""
+        """Note where Python's and NumPy's generators stood if a layer drew from them unkeyed.
+
+        Raises ModelError if a layer has written to the buffer of another.
+        """
+        for each in self.returned:
+            each.refuse_writes()
         if drawing.unkeyed is not None and states:
             self.starts[states[0].index] = drawing.unkeyed
 

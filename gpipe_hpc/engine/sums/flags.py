@@ -1,4 +1,4 @@
-"""The flags that ranks unite behind the pipeline: which parameter was used, what buffers did."""
+"""The flags that ranks unite after the pipeline: which parameters were used, what buffers did."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -11,15 +11,16 @@ class Flags:
     """Numbers for flags, the same on every rank.
 
     The first `NUM_COMMON` concern all ranks: that a rank trains other parameters than in the step
-    before (`HAS_CHANGED`), and that the loss of a batch is a sum (`IS_SUM`). Then come those that
-    concern who trains together (`size` counts all): a flag of each parameter of the model
-    (`names`), whether a micro-batch has used it; and `widths` of each stage: what the holders of
-    its buffers must know of one another.
+    before (`HAS_CHANGED`), that the loss of a batch is a sum (`IS_SUM`), and that a forward wrote
+    into a parameter of which there are copies (`HAS_WRITTEN`). Then come those that concern ranks
+    that train together (`size` counts all): for each parameter of the model (`names`) whether a
+    micro-batch has used it, and for each stage as many as `widths` says, about its buffers.
     """
 
     HAS_CHANGED: Final = 0
     IS_SUM: Final = 1
-    NUM_COMMON: Final = 2
+    HAS_WRITTEN: Final = 2
+    NUM_COMMON: Final = 3
 
     def __init__(self, names: Sequence[str], widths: Sequence[int]) -> None:
         *starts, self.size = accumulate(widths, initial=self.NUM_COMMON + len(names))

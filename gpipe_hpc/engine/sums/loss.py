@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import isclose
 from numbers import Real
@@ -15,7 +14,7 @@ from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.powers import power_near_inverse
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Reports, WeightedMeans, add_metric, torch_loss
+from gpipe_hpc.models import Reductions, Reports, add_metric, torch_loss
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -78,7 +77,7 @@ def loss_term(
     output: Nest,
     target: Nest,
     num_samples: int,
-    watch: AbstractContextManager[object] | None = None,
+    watch: Reductions | None = None,
 ) -> LossTerm:
     """Call the loss function on one micro-batch of `num_samples` samples; report its metrics.
 
@@ -90,6 +89,8 @@ def loss_term(
     else:
         with watch:
             value = function(output, target)
+        watch.is_pair = isinstance(value, tuple) and len(value) > 1
+        watch.result = value[0] if watch.is_pair else value
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], Mapping):
         _report(value[2], num_samples)
         value = value[:2]
@@ -115,48 +116,77 @@ def loss_term(
     return LossTerm(_weighted(value, weight), weight)
 
 
-class MeansWatch:
-    """Warns of a loss of the user's that is a mean over unequally many targets of a sample.
+class LossWatch:
+    """Warns of a loss of the user's that is not what it is taken for.
 
-    Watched are the first steps. `where`: what the loss is called.
+    A number that is a sum, or a mean over unequally many targets of a sample; a pair whose first
+    value is a mean. Watched are the first steps. `where`: what the loss is called.
     """
 
     def __init__(self, device: Device, where: str) -> None:
         self._device, self._where = device, where
         self._shares: list[tuple[float, ...]] = []
-        self._waiting: list[Fetched] = []  # of a device, in the step before
+        # Of a device, in the step before: what to do, and with which numbers.
+        self._waiting: list[tuple[Callable[[Fetched], None], Fetched]] = []
         self._has_warned = False
 
     def begin(self) -> None:
         """Begin a step: take in what a device has made in the last one."""
         waiting, self._waiting = self._waiting, []
-        for shares in waiting:
-            self._take_in(shares)
+        for take_in, numbers in waiting:
+            take_in(numbers)
 
-    def note(self, means: WeightedMeans, term: LossTerm, num_samples: int) -> None:
-        """Note what a loss took means over, if it returned a mean over samples."""
-        if not means.counted or term.weight != num_samples or self._has_warned:
+    def note(self, found: Reductions, term: LossTerm, num_samples: int, *, is_cut: bool) -> None:
+        """Note what a loss has made of one micro-batch. `is_cut`: there are others."""
+        weight, is_pair = term.weight, found.is_pair
+        if self._has_warned:
             return
-        shares = Fetched.of(torch.stack(means.counted) / num_samples, self._device)
-        if shares.event is None:
-            self._take_in(shares)
-        else:
-            self._waiting.append(shares)
+        if is_pair and found.is_mean:
+            weight = torch.as_tensor(weight, dtype=torch.float64)
+            self._take(self._take_in_weight, weight)
+        elif is_cut and not is_pair and found.is_sum:
+            self._warn(
+                "returns a sum over the samples of a micro-batch, but one number is taken for "
+                "their mean: loss and gradients are divided by the number of micro-batches. Return "
+                "(sum, weight), as (loss, len(target)), or give torch's own loss itself, as "
+                "torch.nn.CrossEntropyLoss(reduction='sum')"
+            )
+        elif is_cut and found.counted and weight == num_samples:
+            self._take(self._take_in_shares, torch.stack(found.counted) / num_samples)
 
-    def _take_in(self, fetched: Fetched) -> None:
+    def _take(self, take_in: Callable[[Fetched], None], numbers: torch.Tensor) -> None:
+        fetched = Fetched.of(numbers, self._device)
+        if fetched.event is None:
+            take_in(fetched)
+        else:
+            self._waiting.append((take_in, fetched))
+
+    def _take_in_weight(self, fetched: Fetched) -> None:
+        weight = float(fetched.read())
+        if weight != 1:
+            self._warn(
+                f"returns a mean and {weight:.6g} as its second value, but two values are taken "
+                f"for (sum, weight): the loss is the sum of all means divided by the sum of these. "
+                f"Return the mean alone, or (sum, weight), and metrics as a third value: "
+                f"(sum, weight, {{'accuracy': (num_right, num_samples)}})"
+            )
+
+    def _take_in_shares(self, fetched: Fetched) -> None:
         shares = tuple(fetched.read().tolist())
         self._shares.append(shares)
         first = self._shares[0]
-        are_alike = len(first) == len(shares) and all(map(isclose, first, shares))
-        if not (are_alike or self._has_warned):
-            self._has_warned = True
-            log.warning(
-                "%s returns a mean over targets that count, of which micro-batches have unequally "
+        if len(first) != len(shares) or not all(map(isclose, first, shares)):
+            self._warn(
+                "returns a mean over targets that count, of which micro-batches have unequally "
                 "many for each sample (ignored targets or weights of classes): it depends on the "
                 "number of micro-batches. Return (sum, weight), or give torch's own loss itself, "
-                "as torch.nn.CrossEntropyLoss(...)",
-                self._where,
+                "as torch.nn.CrossEntropyLoss(...)"
             )
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s %s", self._where, what)
 
 
 def _weighted(mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -109,10 +109,16 @@ def assert_near(ours, expected, rtol=1e-5, atol=1e-6):
 OPTIONS = [
     {"microbatches": 3, "recompute": "always", "schedule": "zb_h1"},
     *(
-        pytest.param(options, marks=pytest.mark.slow)
-        for options in (
-            {"microbatches": 2, "replicas": 2, "normalise_over_replicas": True},
-            {"microbatches": 3, "recompute": "always", "precision": "bfloat16"},
+        pytest.param(options, marks=mark)
+        for options, mark in (
+            (
+                {"microbatches": 2, "replicas": 2, "normalise_over_replicas": True},
+                pytest.mark.long,
+            ),
+            (
+                {"microbatches": 3, "recompute": "always", "precision": "bfloat16"},
+                pytest.mark.slow,
+            ),
         )
     ),
 ]
@@ -130,7 +136,7 @@ def test_equals_the_uncompiled_as_machine_code():
     assert_near(train(True, **options), train(False, **options), 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_masks_are_those_of_the_uncompiled_with_and_without_a_graph(backend):
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.3))
     call = compile_layers({0: layer}, backend)[0]

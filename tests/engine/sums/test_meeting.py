@@ -251,14 +251,16 @@ def test_replicas_that_train_apart_unite_flags_within_a_pipeline():
     def body(world):
         replica = world.rank // 2
         pipeline = world.group([[2 * replica, 2 * replica + 1]])
-        met = Meeting(4, 6, world.everybody, world.rank, CPU, pipeline)
+        first_own = Flags.NUM_COMMON
+        met = Meeting(4, first_own + 4, world.everybody, world.rank, CPU, pipeline)
         own = {world.rank: LossTerm(1.0, 1.0)}
-        first = met(Says(own, {}, {2 + world.rank}, None, [1.0]))
+        first = met(Says(own, {}, {first_own + world.rank}, None, [1.0]))
         changed = {Flags.HAS_CHANGED} if world.rank == 3 else set()
         return first.flags, met(Says(own, {}, changed, None, [1.0])).flags, first.told.totals[0]
 
     found = run_on_threads(4, body)
-    assert [flags for flags, *_ in found] == [{2, 3}, {2, 3}, {4, 5}, {4, 5}]
+    own = [{n + Flags.NUM_COMMON for n in pair} for pair in ((0, 1), (0, 1), (2, 3), (2, 3))]
+    assert [flags for flags, *_ in found] == own
     assert all(rest == ({Flags.HAS_CHANGED}, 4.0) for _, *rest in found for rest in [tuple(rest)])
 
 
