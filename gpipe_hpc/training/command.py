@@ -23,7 +23,7 @@ from gpipe_hpc.config.commands import (
 )
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
 from gpipe_hpc.training.ending import end_soon
-from gpipe_hpc.training.joining import join_world
+from gpipe_hpc.training.joining import join_world, leave_notice
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.folder import default_run_folder
 from gpipe_hpc.training.run.launchers import is_one_of_several_agents
@@ -95,8 +95,9 @@ def _tell_others(world: World, ending: Ending) -> None:
 def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
     world: World | None = None
     try:
-        doubts = check_config(config, detect_launch().world_size, may_choose=True)
-        world = join_world(config)
+        with stop.doing_last(partial(leave_notice, config)):
+            doubts = check_config(config, detect_launch().world_size, may_choose=True)
+            world = join_world(config)
         joined = world
         with (
             stop.joined(lambda: joined.has_news),

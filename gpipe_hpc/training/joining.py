@@ -7,9 +7,10 @@ from gpipe_hpc.comm.host.allocator import (
     give_back_freed_memory,
     keep_freed_memory,
 )
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.joining.start import say_stopped, start_world
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config
+from gpipe_hpc.training.signals import Ending
 
 
 def keep_memory(config: Config) -> None:
@@ -46,4 +47,14 @@ def join_world(config: Config) -> World:
         ends_process=True,
         interface=config.comm.interface,
         reach_s=config.comm.reach_s,
+    )
+
+
+def leave_notice(config: Config, ending: Ending) -> None:
+    """Let ranks that wait in `join_world` know that a signal ends this one."""
+    say_stopped(
+        ending.words,
+        backend=config.comm.backend,
+        loopback=config.comm.loopback,
+        secret_file=config.comm.secret_file,
     )

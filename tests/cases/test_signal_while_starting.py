@@ -43,3 +43,21 @@ def test_sigterm_to_one_rank_asks_for_all_to_be_started_again(start_ranks, tmp_p
     assert f"rank {victim} on " in ranks.outputs[1 - victim]
     assert "stopped by SIGTERM before the first step" in ranks.outputs[1 - victim]
     assert not any("Traceback" in output for output in ranks.outputs)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sigterm_to_one_rank_ends_those_that_wait_for_all(
+    start_ranks, free_port, until, tmp_path, victim
+):
+    """The other rank waited for comm.timeout_s, or ended with code 1 as the store was gone."""
+    words = ("model=mlp", "data=synthetic_vectors", "run.dir=run", "pipeline.stages=3")
+    port = {"MASTER_PORT": str(free_port())}
+    ranks = start_ranks(3, *words, "comm.timeout_s=300", ranks=[0, 1], env=port)
+    # Rank 0 says so after a while, when rank 1 has come.
+    until(lambda: "for rank 2 of 3" in ranks.commands[0].output, 90, "it waits for rank 2")
+    ranks.commands[victim].signal(signal.SIGTERM)
+    codes = ranks.wait(30 * patience()).codes
+    assert (codes[victim], codes[1 - victim]) == (128 + signal.SIGTERM, 75), ranks.outputs
+    assert f"rank {victim} on " in ranks.outputs[1 - victim]
+    assert "stopped by SIGTERM before the first step" in ranks.outputs[1 - victim]
+    assert not any("Traceback" in output for output in ranks.outputs)

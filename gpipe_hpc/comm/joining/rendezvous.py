@@ -48,6 +48,9 @@ _KNOCK_S: Final = 5.0
 # A call that would go on for longer than this past its time is not made.
 _CLOSE_S: Final = 1.0
 _PAUSE_S: Final = 0.1
+# In which a rank that a signal ends looks for the store, and in which others hear what it left.
+_STOPPED_S: Final = 3.0
+_HEARD_S: Final = 3.5
 # In which a call whose connections are ended returns: it may pause for some seconds before.
 _LEAVE_S: Final = 10.0
 _NUM_LOOKED_FOR: Final = 65  # ranks, of which one has to come
@@ -101,7 +104,7 @@ def meet(
     they run unequal versions of torch or of this package; and `ConfigError` for an interface that
     is not there.
     """
-    local = launch.one_machine if loopback is None else loopback
+    local = _is_local(launch, loopback)
     if loopback and launch.local_known and not launch.one_machine:
         raise LaunchError(
             f"launch: loopback does not reach the other machines, expected all "
@@ -114,15 +117,7 @@ def meet(
         return Met(PrefixStore(f"gen{launch.restart_count}", HashStore()), None)
     if not launch.agent_store:
         _check_address(launch, local)
-    key = Secret(b"", "nowhere", guards=False) if secret is None else secret
-    meeting = _Meeting(
-        launch,
-        key.derive(f"rendezvous {launch.restart_count}"),
-        Member.of(launch, loopback, key.source),
-        timeout_s,
-        time.monotonic() + timeout_s,
-        reach_s,
-    )
+    meeting = _Meeting.of(launch, loopback, secret, timeout_s, reach_s)
     wanted = None if local else asked_for(interface)
     if wanted is not None and _leads_to(launch.master_addr, wanted):
         meeting.address = wanted.address
@@ -140,6 +135,25 @@ def meet(
         refuse_loopback(chosen, launch.rank, f"choose another by {source}, or leave it unset")
     listen_on(chosen)
     return Met(store, chosen.address)
+
+
+def say_stopped(
+    launch: Launch, told: str, loopback: bool | None = None, secret: Secret | None = None
+) -> None:
+    """Leave a notice for ranks that wait in `meet`: a signal has ended this rank.
+
+    They end by it within some seconds. Returns without one if nobody serves a store yet. Under
+    torchrun its agent ends the others.
+    """
+    if launch.world_size == 1 or launch.agent_store:
+        return
+    meeting = _Meeting.of(launch, loopback, secret, _STOPPED_S, _STOPPED_S)
+    with contextlib.suppress(LaunchError, dist.DistError):
+        meeting.say_stopped(_is_local(launch, loopback), told)
+
+
+def _is_local(launch: Launch, loopback: bool | None) -> bool:
+    return launch.one_machine if loopback is None else loopback
 
 
 def _check_address(launch: Launch, local: bool) -> None:
@@ -190,6 +204,36 @@ class _Meeting:
         self.address = ""  # on which rank 0 serves the store to other hosts; empty: on all
         # Of the connection to the store's host: this end's address, and that of the other end.
         self._own, self._far = "", ""
+
+    @classmethod
+    def of(
+        cls,
+        launch: Launch,
+        loopback: bool | None,
+        secret: Secret | None,
+        timeout_s: float,
+        reach_s: float,
+    ) -> "_Meeting":
+        """Return the way of this process, which begins now."""
+        key = Secret(b"", "nowhere", guards=False) if secret is None else secret
+        return cls(
+            launch,
+            key.derive(f"rendezvous {launch.restart_count}"),
+            Member.of(launch, loopback, key.source),
+            timeout_s,
+            time.monotonic() + timeout_s,
+            reach_s,
+        )
+
+    def say_stopped(self, local: bool, told: str) -> None:
+        """Leave a notice in the store that rank 0 serves; LaunchError or DistError if none does."""
+        launch = self._launch
+        addr = "127.0.0.1" if local else launch.master_addr
+        self._await_server(addr)
+        store = _client(addr, launch.master_port, launch, _LOOK_S, _LOOK_S)
+        self._call(PrefixStore(f"gen{launch.restart_count}", store)).say_stopped(told)
+        if launch.rank == 0:  # the store ends with this process
+            time.sleep(_HEARD_S)
 
     def hold(self, local: bool) -> tuple[Store, bool]:
         """Return the store, and whether all ranks are on one machine."""

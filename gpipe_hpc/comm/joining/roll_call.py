@@ -28,7 +28,7 @@ from gpipe_hpc import __version__
 from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.joining.secret import PROOF_BYTES, SECRET_VARIABLE, Secret
-from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.errors import LaunchError, PeerError
 from gpipe_hpc.torch_compat import Store
 
 log = logging.getLogger("gpipe_hpc.comm")
@@ -36,7 +36,9 @@ log = logging.getLogger("gpipe_hpc.comm")
 # How long past its time a rank stays for others to hear, or to speak.
 _GRACE_S: Final = 5.0
 _ANSWER_S: Final = 60.0  # ranks that share few cores are slow
-_LISTEN_S: Final = 3.0  # from one look whether rank 0 has left word to the next
+_LISTEN_S: Final = 3.0  # from one look for notices to the next
+_ABSENT: Final = "rank 0 is absent"
+_STOPPED: Final = "a rank is stopped"
 _VERDICT: Final = "verdict"
 _WIDTH: Final = 8
 _SAY_S: Final = 15.0  # after which rank 0 says for whom it waits
@@ -231,17 +233,28 @@ class RollCall:
 
     def say_absent(self, told: str) -> None:
         """Leave word, for ranks of this job alone, why rank 0 does not come to this roll call."""
-        self._set(self._absent_key(), self.secret.seal("rank 0 is absent", told.encode()))
+        self._set(self._key_of(_ABSENT), self.secret.seal(_ABSENT, told.encode()))
 
-    def _absent_key(self) -> str:
+    def say_stopped(self, told: str) -> None:
+        """Leave a notice, for ranks of this job alone, that a signal has ended this rank."""
+        self._set(self._key_of(_STOPPED), self.secret.seal(_STOPPED, told.encode()))
+
+    def _key_of(self, notice: str) -> str:
         place = f"{self.launch.master_addr} {self.launch.master_port} {self.launch.world_size}"
-        return f"absent/{self.secret.prove('rank 0 is absent', place.encode()).hex()}"
+        return f"notice/{self.secret.prove(notice, place.encode()).hex()}"
 
-    def _hear_absence(self) -> None:
-        """Raise LaunchError where rank 0 has left word that it does not come."""
-        key = self._absent_key()
-        if self.launch.rank and self.store.check([key]):
-            told = self.secret.unseal("rank 0 is absent", self.store.get(key)).decode()
+    def _hear_notices(self) -> None:
+        """Raise what a rank that does not come has left for the others.
+
+        LaunchError if rank 0 cannot serve, PeerError if a signal has ended a rank.
+        """
+        for notice in (_STOPPED, _ABSENT) if self.launch.rank else (_STOPPED,):
+            key = self._key_of(notice)
+            if not self.store.check([key]):
+                continue
+            told = self.secret.unseal(notice, self.store.get(key)).decode()
+            if notice == _STOPPED:
+                raise PeerError(told, is_stop=True)
             raise LaunchError(f"launch: rank {self.launch.rank}: {told}")
 
     def member(self) -> Member | None:
@@ -289,6 +302,7 @@ class RollCall:
         if not self._are_there([_VERDICT]) and self._are_there(below):
             told = self._told_by(self._children())
             if rank == 0 and told is not None:
+                self._hear_notices()  # who has come may have been stopped since
                 return self._decide(told)
             if rank > 0:
                 self._set(f"below/{rank}", self._sealed(told))
@@ -426,7 +440,7 @@ class RollCall:
             if left <= 0:
                 return
             if now > listens_at:
-                self._hear_absence()
+                self._hear_notices()
                 if self.is_over():
                     raise OverError
                 listens_at = now + _LISTEN_S

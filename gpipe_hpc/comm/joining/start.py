@@ -15,9 +15,9 @@ from gpipe_hpc.comm.failing.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.failing.uncaught import unwatch, watch_start, watch_uncaught
 from gpipe_hpc.comm.host.flight_recorder import leave_unrecorded
 from gpipe_hpc.comm.host.machine import started_by
+from gpipe_hpc.comm.joining import rendezvous
 from gpipe_hpc.comm.joining.interfaces import asked_for
 from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
-from gpipe_hpc.comm.joining.rendezvous import meet
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.mpi.joining import launch_by
@@ -92,6 +92,20 @@ def start_world(
             with together(world, "joining the other ranks"):
                 world.claim(device)
     return world
+
+
+def say_stopped(told: str, *, backend: str, loopback: bool | None, secret_file: str | None) -> None:
+    """Let ranks that wait for this one in `start_world` end: a signal has ended it.
+
+    With the arguments that `start_world` has. Takes some seconds; under torchrun or MPI the
+    launcher ends the others.
+    """
+    if backend == MPI:
+        return
+    with suppress(LaunchError, ConfigError):
+        launch = detect_launch()
+        secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
+        rendezvous.say_stopped(launch, told, loopback, secret)
 
 
 # What a rank is a descendant of that one of these started.
@@ -174,7 +188,7 @@ def _start(
             "others can, set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )
-    met = meet(launch, timeout_s, loopback, secret, interface=interface, reach_s=reach_s)
+    met = rendezvous.meet(launch, timeout_s, loopback, secret, interface=interface, reach_s=reach_s)
     store, address = met.store, listening_address(met.address)
     if library is not None:
         register(library, chosen)
