@@ -17,10 +17,12 @@ STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-product test-simulated test-long test-two-hosts test-cluster test-browser test-torch test-all check docs format clean
+.PHONY: help .venv train course course-check bench test test-slow test-product test-simulated test-long test-two-hosts test-cluster test-browser test-torch test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
+	@echo "make course     open the exercises of experiments/course in Jupyter, or run all where there is none"
+	@echo "make course-check  run all exercises, one line for each (five minutes)"
 	@echo "make bench      beside torch's own pipelining, against the figures kept (five minutes)"
 	@echo "make test       the fast tests (five minutes on two cores)"
 	@echo "make test-slow  what kills, starts many processes, or builds the wheel (five minutes)"
@@ -47,6 +49,22 @@ $(STAMP): requirements.lock pyproject.toml
 
 train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) -m gpipe_hpc.train $(ARGS)
+
+# The user's own Jupyter runs the notebooks in this environment, by the kernel that is put down here.
+course: $(STAMP)
+	$(BIN)/python -m ipykernel install --prefix .venv --name gpipe-hpc --display-name gpipe-hpc
+	$(BIN)/python -m experiments.course notebooks
+	@if jupyter lab --version >/dev/null 2>&1; then \
+		JUPYTER_PATH="$(CURDIR)/.venv/share/jupyter" jupyter lab experiments/course/out; \
+	elif jupyter notebook --version >/dev/null 2>&1; then \
+		JUPYTER_PATH="$(CURDIR)/.venv/share/jupyter" jupyter notebook experiments/course/out; \
+	else \
+		echo "no Jupyter on the PATH: running all exercises here (one with its text: $(BIN)/python -m experiments.course 5)"; \
+		$(BIN)/python -m experiments.course all; \
+	fi
+
+course-check: $(STAMP)
+	$(BIN)/python -m experiments.course all
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -1,0 +1,116 @@
+# %% [markdown]
+# # 3. Ring, recursive doubling, tree, hierarchy
+#
+# *Counted, and measured on your machine. Twenty seconds.*
+#
+# A message of n bytes takes about alpha + n beta seconds: alpha is the start-up time (the
+# *latency*), and 1 / beta is the *bandwidth*. An all-reduce over p ranks (exercise 2) can be
+# built from messages in several ways:
+#
+# | algorithm | how | time |
+# | --- | --- | --- |
+# | ring | pieces travel around the ring twice | 2 (p - 1) alpha + 2 (p - 1) / p n beta |
+# | recursive doubling | pairs exchange all, at distances 1, 2, 4 | log2(p) (alpha + n beta) |
+# | tree | sums travel up, the total travels down | 2 log2(p) (alpha + n beta) |
+# | hierarchy | to the first rank of the host, ring, back | 2 (alpha + n beta) + ring of hosts |
+#
+# Adding the numbers up takes time too; the formulas leave it out.
+#
+# ## Predict
+#
+# There are p = 4 ranks. Which of ring and recursive doubling is faster for a short array, which
+# for a long one? At which n do the formulas give the same time, as a multiple of alpha / beta?
+
+# %%
+import json
+from statistics import median
+
+from experiments.course.charts import lines
+from experiments.course.page import answer, check, picture, predict, run, spread
+
+mine = predict("Faster for short, faster for long, and n in units of alpha / beta:")
+
+# %% [markdown]
+# ## Run
+#
+# Four processes run all four algorithms, written with send and receive, in
+# `programs/algorithms.py`. Each result is compared with the right sum. Times are of the slowest
+# rank, in 9 rounds.
+
+# %%
+text = run("experiments.course.programs.algorithms", ranks=4, lines="^nothing")
+found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+for entry in found["algorithms"]:
+    if entry["bytes"] in (1 << 10, 1 << 22):
+        print(f"{entry['name']:20} {entry['bytes']:9,} B  {spread(entry['seconds'], 'ms', 1e3)}")
+
+# %% [markdown]
+# We fit alpha and beta to messages between two ranks: alpha is the time of the shortest message,
+# and beta the further time of the longest one for each byte.
+
+# %%
+short, long = found["messages"][0], found["messages"][-1]
+alpha = median(short["seconds"])
+beta = max((median(long["seconds"]) - alpha) / (long["bytes"] - short["bytes"]), 1e-12)
+print(f"alpha: {spread(short['seconds'], 'us', 1e6)}; bandwidth 1 / beta: {1e-9 / beta:.2f} GB/s")
+
+# %% [markdown]
+# ## The picture, in words
+#
+# Both axes are logarithmic: bytes to the right, milliseconds up. Two lines are the formulas of
+# ring and recursive doubling, with the fitted alpha and beta. Both are flat for short arrays,
+# where only alpha counts, and rise for long ones. The line of recursive doubling starts lower and
+# ends higher; they cross in between. Four kinds of markers are the measured medians.
+
+# %%
+p = found["ranks"]
+formulas = {
+    "ring, formula": lambda n: 2 * (p - 1) * alpha + 2 * (p - 1) / p * n * beta,
+    "doubling, formula": lambda n: 2 * (alpha + n * beta),
+}
+sizes = [2**k for k in range(10, 23)]
+chart = {name: [(n, 1e3 * time(n)) for n in sizes] for name, time in formulas.items()}
+for entry in found["algorithms"]:
+    point = (entry["bytes"], 1e3 * median(entry["seconds"]))
+    chart[entry["name"]] = [*chart.get(entry["name"], []), point]
+measured = [name for name in chart if name not in formulas]
+picture(
+    "03_collectives",
+    lines("An all-reduce over 4 ranks", "bytes", "ms", chart, log=True, dots=measured),
+)
+
+# %% [markdown]
+# ## The answer
+
+# %%
+n = found["algorithms"][-1]["bytes"]
+counts = {"ring": (6, 1.5 * n), "recursive doubling": (2, 2 * n), "tree": (2, 2 * n)}
+for entry in found["algorithms"][-4:-1]:
+    messages, sent = counts[entry["name"]]
+    check(f"messages that a rank sends, {entry['name']}", entry["messages"], messages)
+    check(f"bytes that a rank sends, {entry['name']}", entry["sent_bytes"], sent)
+answer(
+    "doubling for short arrays, ring for long ones, the same at 8 alpha / beta = "
+    f"{8 * alpha / beta / 1e3:,.0f} kB here",
+    mine,
+)
+
+# %% [markdown]
+# 2 alpha + 2 n beta = 6 alpha + 1.5 n beta gives n = 8 alpha / beta. Below that the few messages
+# of recursive doubling win, above it the few bytes of the ring. With more ranks the ring needs
+# more messages, 2 (p - 1), and so libraries switch between algorithms by size. The hierarchy pays
+# where links between hosts are slower than within: only the first rank of a host uses them. On
+# one machine there is no such difference, and it only adds steps.
+#
+# ## Change one thing
+#
+# Put p = 64 into both formulas. From which n on is the ring faster? (120 alpha / 4.03 beta: about
+# 30 alpha / beta.)
+#
+# ## If the number does not come out
+#
+# The counts of messages and bytes never change. The times do, above all on a busy machine. With 4
+# processes on two cores, and even more on a single core, ranks take turns, so a message also
+# waits for its receiver to be scheduled. Then measured times lie above the lines, often by
+# several times, and the algorithms may change places. Close other programs and run it again: the
+# rounds' quartiles show how far to trust a median. `git` is not used.

@@ -1,0 +1,107 @@
+# %% [markdown]
+# # 16. Planning a 7B model for a cluster that you do not have
+#
+# *Counted and simulated: nearly the same numbers on every machine. Forty seconds.*
+#
+# A GPT of 32 layers of width 4096, with sequences of 2,048 tokens and a vocabulary of 32,000, has
+# about 7 billion parameters. We plan its training on GPUs with 80 GB. In 16-bit training with
+# AdamW a rank keeps for each parameter a weight (4 bytes), a gradient (4 bytes) and two numbers
+# of the optimizer (8 bytes).
+#
+# ## Predict
+#
+# 1. A block of width h has 12 h^2 + 13 h parameters. Embedding and head have 32,000 h each, and
+#    positions 2,048 h. How many parameters are that?
+# 2. How many GPUs does it take at least, so that weights, gradients and optimizer state fit?
+# 3. We have 64 GPUs on 8 hosts. Would you use 64 replicas, one pipeline of 64 stages, or
+#    something between?
+
+# %%
+import math
+import re
+
+from experiments.course.charts import bars
+from experiments.course.page import answer, picture, predict, run
+
+mine = predict("Parameters; GPUs at least; replicas x stages on 64:")
+
+# %% [markdown]
+# ## Run
+#
+# The first command looks for the least number of GPUs. The second one compares layouts of 64
+# GPUs. Each GPU computes 150 TFLOP in a second in practice. Links carry 200 GB/s within a host
+# and 25 GB/s between hosts. To save time, both try one schedule, 1F1B.
+
+# %%
+GIGABYTES = 80
+model = (
+    *("model=gpt", "model.num_layers=32", "model.width=4096", "model.num_heads=32"),
+    *("data=synthetic", "data.seq_len=2048", "data.vocab_size=32000", "train.batch_size=512"),
+    *("train.device=cuda", "train.precision=bfloat16", f"pipeline.memory_bytes={GIGABYTES}GB"),
+)
+cluster = (
+    *("plan.search=true", "plan.flops_per_s=1.5e14", "plan.memory_bytes_per_s=1.5e12"),
+    *("plan.within_bytes_per_s=200e9", "plan.link_bytes_per_s=25e9"),
+    "pipeline.schedule=one_f_one_b",
+)
+fewest = run("gpipe_hpc.plan", *model, *cluster, lines="^the model fits")
+ranking = run(
+    "gpipe_hpc.plan",
+    *(*model, *cluster, "plan.ranks=64", "plan.hosts=8"),
+    lines=r"^ *(\d+ )? +[\d.]+ s |^ +step|^ +pipeline\.",
+)
+
+# %% [markdown]
+# ## The picture, in words
+#
+# A bar for each of the best layouts that were found: the seconds of a step, the shortest first.
+# The labels say how many replicas and stages there are. The best ones have 2 to 8 stages.
+
+# %%
+lines = [re.split(r"\s{2,}", line.strip()) for line in ranking.splitlines()]
+seconds = [
+    float(re.search(r"([\d.]+) s\b", line)[1])
+    for line in ranking.splitlines()
+    if re.match(r" *\d+ +[\d.]+ s ", line)
+]
+layouts = re.findall(r"replicas=(\d+) pipeline.stages=(\d+) pipeline.microbatches=(\d+)", ranking)
+rows = {
+    f"{replicas} replicas x {stages} stages, M = {m}": second
+    for (replicas, stages, m), second in zip(layouts, seconds, strict=True)
+}
+picture("16_planning", bars("A step of 512 sequences on 64 GPUs", "s", rows))
+
+# %% [markdown]
+# ## The answer
+
+# %%
+h, layers, vocabulary, positions = 4096, 32, 32_000, 2_048
+P = layers * (12 * h**2 + 13 * h) + 2 * vocabulary * h + positions * h + 2 * h
+least = int(re.search(r"fits on (\d+) ranks", fewest)[1])
+bound = math.ceil(16 * P / (GIGABYTES * 1e9))
+assert bound <= least <= bound + 1, f"{least} GPUs, by the state alone {bound}"
+days = 1e12 / (512 * 2048 / seconds[0]) / 86_400
+answer(
+    f"{P / 1e9:.2f} billion parameters, {least} GPUs at least, best here {next(iter(rows))}: "
+    f"{seconds[0]:.2f} s a step, {days:.0f} days for a trillion tokens",
+    mine,
+)
+
+# %% [markdown]
+# 16 bytes x 6.7 billion are 107 GB: more than one GPU, less than two. With one stage (64
+# replicas) it does not fit, unless the optimizer's state is divided among replicas
+# (`outer.shard=flat`). With 64 stages each stage has half a block, and the bubble is large unless
+# M is. So the best layouts lie between: just enough stages to fit, and the rest replicas. The
+# second line below each layout says what to type to train with it.
+#
+# ## Change one thing
+#
+# Set `GIGABYTES = 40`. How many does it take at least? (By 107 GB / 40 GB at least 3. Activations
+# have to fit too, so the command may name more.)
+#
+# ## If the number does not come out
+#
+# Nothing is measured on a GPU, and no GPU is needed. On a busy machine or a single core the
+# search takes longer than a minute, but finds the same. `git` is not used. The ranking of layouts
+# that differ by a per cent may change between versions. What is not in the plan: reading data,
+# the optimizer's step, and what libraries take of the memory.
