@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.models import causal_lm, token_cross_entropy
 from gpipe_hpc.models.huggingface import huggingface_layers
 from tests.support import losses, train_here
@@ -192,3 +192,22 @@ def test_what_may_be_meant_to_copy_trains_with_a_warning(
     train_here(1, *words, *own)
     (warned,) = [r.getMessage() for r in caplog.records if "learns to copy" in r.getMessage()]
     assert "loss._target_=gpipe_hpc.models.causal_lm" in warned
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sequences_that_are_too_long_for_dynamic_angles_are_refused_at_the_start(
+    ranks: int, tmp_path: Path
+):
+    """It was found in the first step."""
+    file, numbers = tmp_path / "config.json", tmp_path / "numbers.bin"
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = {**llama(300), "max_position_embeddings": 8, "rope_parameters": rope}
+    file.write_text(json.dumps(config))
+    numbers.write_bytes(torch.arange(300).to(torch.int16).repeat(4).numpy().tobytes())
+    data = ("data=tokens", f"data.paths=[{numbers}]", "data.vocab_size=300")
+    words = (*words_of(tmp_path, *data), f"model.path={file}", f"pipeline.stages={ranks}")
+    with pytest.raises(GpipeError) as found:
+        train_here(ranks, *words, "data.seq_len=9")
+    assert "at most 8 positions (max_position_embeddings), got 9" in str(found.value)
+    assert "micro-batch 0" not in str(found.value)
+    train_here(ranks, *words, "data.seq_len=8")

@@ -90,6 +90,18 @@ class Blueprint:
             f"most {_MOST_BYTES} from new weights"
         )
 
+    @property
+    def most_positions(self) -> int | None:
+        """Return how long a sequence may be, None for any length."""
+        found = [value for _, _, value in stretched(self.model)]
+        return min(found, default=None)
+
+    def check_positions(self, num_positions: int) -> None:
+        """Raise ModelError if a sequence is too long."""
+        most = self.most_positions
+        if most is not None and num_positions > most:
+            raise too_long(most, num_positions)
+
     def ties(self) -> dict[str, str]:
         """Return, for each name of a tied parameter, the first of its names."""
         first: dict[int, str] = {}
@@ -272,3 +284,24 @@ def _quiet(model: Any) -> Any:
 
 def _say_nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def stretched(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return rotary embeddings whose angles longer sequences change, and how long these may be."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        if "dynamic" in str(getattr(module, "rope_type", ""))
+        for name, value in vars(module).items()
+        if name.endswith("max_seq_len_cached")
+    ]
+
+
+def too_long(most: int, num_positions: int) -> ModelError:
+    """Return the error for a sequence that changes the angles of later ones."""
+    return ModelError(
+        f"huggingface: with rope_type 'dynamic' a sequence that is longer than all before it "
+        f"changes the angles of later ones, so training would depend on the order of "
+        f"micro-batches; expected at most {most} positions (max_position_embeddings), got "
+        f"{num_positions}; give shorter sequences, or set another rope_type in the config"
+    )

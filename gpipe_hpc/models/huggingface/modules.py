@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models.huggingface.blueprint import Blueprint
+from gpipe_hpc.models.huggingface.blueprint import Blueprint, stretched, too_long
 from gpipe_hpc.models.huggingface.calls import Call
 from gpipe_hpc.models.huggingface.companions import Companion
 from gpipe_hpc.models.huggingface.stand_ins import Given, Listener
@@ -125,13 +125,7 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         self._place(parts.core, core)
         self._fill(parts.core)
         # Rotary embeddings whose angles change for good with the first longer sequence.
-        self._stretched = [
-            (module, name, value)
-            for module in core.modules()
-            if "dynamic" in str(getattr(module, "rope_type", ""))
-            for name, value in vars(module).items()
-            if name.endswith("max_seq_len_cached")
-        ]
+        self._stretched = stretched(core)
 
     def forward(self, inputs: Any) -> Boundary:
         """Embed a micro-batch and work out what each block is to be called with."""
@@ -157,13 +151,7 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         for module, name, before in self._stretched:
             now = vars(module)[name]
             if isinstance(now, Tensor) or now != before:
-                raise ModelError(
-                    f"huggingface: with rope_type 'dynamic' a sequence that is longer than all "
-                    f"before it changes the angles of later ones, so training would depend on the "
-                    f"order of micro-batches; expected at most {before} positions "
-                    f"(max_position_embeddings), got {int(now)}; give shorter sequences, or set "
-                    f"another rope_type in the config"
-                )
+                raise too_long(before, int(now))
 
     def _named(self, inputs: Any) -> dict[str, Any]:
         parts = self.blueprint.structure

@@ -1,13 +1,16 @@
 """What of model and data cannot work together, told before the first step."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from gpipe_hpc.config import Config, TokenDataConfig, num_tokens_of
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import (
     Layer,
+    LayerSpec,
     causal_lm,
     normalise_layers,
     sees_ahead,
@@ -34,6 +37,7 @@ def check_model(config: Config, source: DataSource | None, layers: Sequence[Laye
         holds_bytes = config.data.holds_bytes
         check_vocabulary(model, num_tokens_of(config.data), holds_bytes=holds_bytes)
         _check_objective(model, config.data)
+    _check_positions(config, source, normalise_layers(layers))
     _check_batchnorm(config, source, layers)
 
 
@@ -87,6 +91,29 @@ def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:
             "fall to nothing; set data.objective=masked (BERT's training), or take a model that "
             "looks back alone, as gpt"
         )
+
+
+def _check_positions(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
+    """Refuse sequences that are longer than the model takes.
+
+    A model says so by `most_positions` and `check_positions` of what its first layer is made with.
+    """
+    made_with = [
+        each for layer in layers[:1] if isinstance(layer, LayerSpec) for each in layer.args
+    ]
+    limited = [each for each in made_with if getattr(each, "most_positions", None) is not None]
+    if not limited:
+        return
+    if isinstance(config.data, TokenDataConfig):
+        length = config.data.seq_len
+    elif source is not None and source.train.num_samples:
+        inputs, _ = read_samples(config, source, [0])
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        length = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0
+    else:
+        return
+    for each in limited:
+        each.check_positions(length)
 
 
 def _check_batchnorm(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
