@@ -1,10 +1,9 @@
 """Tensors that have elements in common: views of one another, or of a third one.
 
-One tensor that occurs twice in a nest is no such case: it stays one tensor wherever it goes. Views
-become tensors of their own behind a cut. As long as they are only read nobody can tell; a write in
-place into one would have to change the others, and autograd would have to know. So what several
-views share travels once and is shared again where it arrives, and whoever runs layers on it can
-refuse writes.
+A tensor that occurs twice in a nest is not such a case: it stays one tensor. Views become separate
+tensors after a cut. This makes no difference as long as they are only read; a write in place into
+one would have to change the others, also for autograd. So memory that several views share is sent
+once and shared again by the receiver, and the stage that runs layers on it can refuse writes.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a command tells its user on the standard streams, which the ranks of a run share.
+"""Write a command's messages to the standard streams, which the ranks of a run share.
 
 A stream may go away: its reader has ended (``... | head``), its disk is full, or the shell has
 closed it (``>&-``). No run depends on that: `keep_streams` lets a command go on without it.
@@ -22,11 +22,11 @@ _TELLING_S: Final = 2.0
 
 
 def say(text: str) -> None:
-    """Write a text and the end of its line in one piece, so no other rank's comes in between.
+    """Write a text and the end of its line in one piece, so that lines of ranks are not mixed.
 
-    `print` writes the end by itself where the text has several lines, or Python does not buffer:
-    launchers that collect the output of all ranks then made one line of two. A text that cannot be
-    written is dropped.
+    `print` writes the end of the line separately if the text has several lines or Python does not
+    buffer. Launchers that collect the output of all ranks then join two lines. A text that cannot
+    be written is dropped.
     """
     stream, piece = sys.stderr, f"{text}\n"
     if stream is None:
@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 class _Streams:
-    """The standard streams of this process: which of them are lost, and who is told of it."""
+    """The standard streams of this process: which are lost, and the callbacks that report it."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
@@ -53,7 +53,7 @@ class _Streams:
         self.lost: dict[int, OSError] = {}  # by descriptor
 
     def keep(self, descriptor: int) -> None:
-        """Open a closed descriptor, and let the stream that writes to one outlast it."""
+        """Open a closed descriptor; let the stream continue after a failed write."""
         try:
             os.fstat(descriptor)
         except OSError as error:
@@ -67,7 +67,7 @@ class _Streams:
             setattr(sys, f"__{name}__", self._kept[-1])
 
     def lose(self, descriptor: int, error: OSError) -> None:
-        """Take note that a stream is lost, and give its descriptor to /dev/null."""
+        """Record that a stream is lost, and open /dev/null in its place."""
         null = os.open(os.devnull, os.O_RDWR)
         if null == descriptor:
             os.set_inheritable(null, True)
@@ -102,10 +102,10 @@ _STREAMS: Final = _Streams()
 
 
 def keep_streams() -> None:
-    """Let this process go on without a standard stream that is closed or takes no more.
+    """Let this process continue if a standard stream is closed or cannot be written.
 
-    What is written to it after that goes nowhere. To be called before any file is opened: a closed
-    stream's descriptor would be given to that file, and what is printed would be written into it.
+    Later output to that stream is dropped. Call it before any file is opened: a file would get the
+    descriptor of a closed stream, and what is printed would be written into that file.
     """
     for descriptor in range(len(_NAMES)):
         _STREAMS.keep(descriptor)
@@ -121,19 +121,19 @@ def telling_lost_streams(
 def code_of_output(code: int) -> int:
     """Return the exit code of a command whose purpose is what it prints: 1 if that was lost.
 
-    A reader that has left early (``... | head``) and a closed stream are what the user wants.
+    A reader that ends early (``... | head``) and a closed stream are intended by the user.
     """
     if sys.stdout is not None:
         sys.stdout.flush()
     error = _STREAMS.lost.get(_OUTPUT)
     if error is None or error.errno in (errno.EPIPE, errno.EBADF):
         return code
-    say(f"gpipe_hpc: {_WORDS[_OUTPUT]}: expected to write there, got {error}; look at its disk")
+    say(f"gpipe_hpc: cannot write to {_WORDS[_OUTPUT]}: {error}; check its disk")
     return code or 1
 
 
 class _Outlasting(io.FileIO):
-    """The descriptor of a standard stream; once that takes no more, writing does nothing."""
+    """The descriptor of a standard stream; after a failed write, further writes do nothing."""
 
     def write(self, data: Any) -> int:
         try:
@@ -162,5 +162,5 @@ def _outlasting(stream: Any, descriptor: int) -> Any:
 
 
 def _told(descriptor: int, error: OSError) -> str:
-    how = "is closed" if error.errno == errno.EBADF else f"takes no more ({error.strerror})"
+    how = "is closed" if error.errno == errno.EBADF else f"cannot be written ({error.strerror})"
     return f"{_WORDS[descriptor]} {how}"

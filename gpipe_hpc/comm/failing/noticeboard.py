@@ -1,4 +1,4 @@
-"""What one rank tells those few that ask for it, by way of the store that brought all together."""
+"""Notices that one rank leaves in the rendezvous store for the few ranks that ask for them."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -43,7 +43,7 @@ class Noticeboard:
         return [rank for rank in sorted(ranks) if not self._store.check([_key(what, rank)])]
 
     def close(self) -> None:
-        """Let whoever asks in vain hear that the run has failed."""
+        """Let ranks that still wait for a notice learn that the run has failed."""
         self._is_closed = True
 
     def _await(self, what: str, keys: Mapping[int, str]) -> None:

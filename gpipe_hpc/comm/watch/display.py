@@ -38,7 +38,7 @@ class Display:
         self._memory = mmap.mmap(self.descriptor, _SIZE)
         self._lock = threading.Lock()
         self._phase_bytes, self._is_together = 0, False
-        # By identity: the same actions come again in every step. Texts are made anew.
+        # By identity: the same actions come again in every step. Texts are new ones.
         self._texts: dict[int, tuple[object, bytes]] = {}
 
     def show_phase(self, count: int, phase: object, *, is_together: bool) -> None:

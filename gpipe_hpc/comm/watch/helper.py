@@ -1,4 +1,4 @@
-"""The rank's side of its watcher: start it, talk with it, end it."""
+"""The rank's side of its watcher: start it, exchange messages with it, end it."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ class Helper:
 
     It gets no files of this process but one socket, and no environment that matters: standard
     library alone, in a session of its own, so that a signal from the terminal or to the
-    process group does not reach it. It may be killed all the same: then `replace` starts another.
+    process group does not reach it. It can still be killed: then `replace` starts another.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Helper:
 
     @property
     def is_there(self) -> bool:
-        """Say whether the watcher can be spoken to."""
+        """Say whether the watcher can receive messages."""
         return self._line.is_open
 
     @property
@@ -73,7 +73,7 @@ class Helper:
         return self._pid if self._process is None else self._process.pid
 
     def send(self, **message: Any) -> None:
-        """Tell the watcher something; any thread may."""
+        """Send the watcher a message; any thread may."""
         with self._lock:
             if self._pid == os.getpid():
                 if message["kind"] in _AGAIN:
@@ -83,7 +83,7 @@ class Helper:
                 self._line.send(message)
 
     def receive(self, limit_s: float) -> list[Message]:
-        """Return what the watcher says, waiting `limit_s` for the first word."""
+        """Return the watcher's messages; wait up to `limit_s` for the first."""
         if self._line.is_open:
             poller = select.poll()
             poller.register(self._line.fileno(), select.POLLIN)
@@ -134,7 +134,7 @@ class Helper:
         return f"{why}, so it was killed"
 
     def replace(self) -> bool:
-        """Start another one in place of one that is gone, and tell it the same; False: no more.
+        """Start a new watcher in place of a lost one, with the same messages; False: none started.
 
         It listens where the one before it did, so that the neighbours find it.
         """

@@ -16,7 +16,7 @@ _MAX_STRANGERS: Final = 64
 
 
 class Neighbourhood:
-    """The neighbours of one rank by rank, and those who call and have not shown who they are."""
+    """The neighbours of one rank, and incoming connections that have not proved who they are."""
 
     def __init__(self, host: str) -> None:
         self.links: dict[int, Link] = {}
@@ -48,7 +48,7 @@ class Neighbourhood:
         return [talk for talk in (*own, *self._strangers) if talk.line.is_open]
 
     def accept(self, listener: socket.socket, now_s: float) -> None:
-        """Take a call; who it is has to be proved. Of many strangers the oldest have to go."""
+        """Accept a connection, unproved; if there are too many of those, close the oldest."""
         try:
             connection, _ = listener.accept()
         except OSError:
@@ -58,7 +58,7 @@ class Neighbourhood:
         self._strangers.append(self._talk(connection, None, now_s))
 
     def dial(self, now_s: float) -> None:
-        """Call the neighbours that this rank is to call and that are not connected."""
+        """Connect to the neighbours that this rank connects to and that are not connected."""
         for link in self.links.values():
             pending = link.talk is not None and link.talk.line.is_open
             due = now_s > link.dialled_s + _REDIAL_S
@@ -105,13 +105,13 @@ class Neighbourhood:
         self._has_changed = True
 
     def drop_strangers(self) -> None:
-        """Hang up on whoever has not shown who it is."""
+        """Close connections that have not proved who they are."""
         for talk in self.talks():
             if not talk.is_proven:
                 talk.line.close()
 
     def drop_ended(self, now_s: float) -> None:
-        """Forget connections that have ended, and callers that prove nothing."""
+        """Drop connections that have ended or that have not proved who they are."""
         for talk in self.talks():
             if not talk.is_proven and talk.began_s < now_s - _GREETING_S:
                 talk.line.close()
@@ -136,12 +136,12 @@ class Neighbourhood:
         return all(link.is_up or link.has_left for link in self.links.values())
 
     def forgive(self, pause_s: float) -> None:
-        """Take no account of a time in which this process itself did not run."""
+        """Do not count a time in which this process itself did not run."""
         for link in self.links.values():
             link.forgive(pause_s)
 
     def close(self) -> None:
-        """Close every connection, and listen no more."""
+        """Close all connections and the listening socket."""
         for talk in self.talks():
             talk.line.close()
         for listener in self.listeners:
