@@ -148,7 +148,7 @@ class StageParameters:
             changed.difference(self.written), "a step" if trains else "an evaluation"
         )
         # RNNs on a GPU move their weights to other memory: that alone is no harm.
-        memory = {name: _memory(parameter) for name, parameter in self._copied.items()}
+        memory = {name: p.data_ptr() for name, p in self._copied.items() if _is_plain(p)}
         self.has_other_memory = any(memory[name] != self._begun[name][1] for name in memory)
         self._is_suspected = not changed <= self._compared
         if self._moves_on is not None:
@@ -187,7 +187,10 @@ class StageParameters:
 
     def _writes(self) -> dict[str, tuple[int, int]]:
         """Return by name what changes if a parameter is written to, or is given other memory."""
-        return {name: (p._version, _memory(p)) for name, p in self._named.items()}
+        return {
+            name: (p._version, p.data_ptr() if _is_plain(p) else 0)
+            for name, p in self._named.items()
+        }
 
     def spans(self, names: Collection[str]) -> _Spans:
         """Return the sums of bits of those of these parameters that are copied."""
@@ -246,29 +249,31 @@ def _sketch(parameter: nn.Parameter) -> Sketch:
     return sketch_of(list(_pieces(parameter.detach()))) if _is_plain(parameter) else ()
 
 
-def _memory(parameter: nn.Parameter) -> int:
-    return parameter.data_ptr() if _is_plain(parameter) else 0
-
-
 def _bits(named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Return by name int64[], which depends on all bits of a parameter and on their places."""
+    weights: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
-        return {name: _sum_of_bits(p) for name, p in named.items() if _is_plain(p)}
+        return {name: _sum_of_bits(p, weights) for name, p in named.items() if _is_plain(p)}
 
 
 def _differing(bits: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> set[str]:
     return {n for n, own in bits.items() if n in others and not torch.equal(own, others[n])}
 
 
-def _sum_of_bits(parameter: nn.Parameter) -> torch.Tensor:
+def _sum_of_bits(
+    parameter: nn.Parameter, weights: dict[torch.device, torch.Tensor]
+) -> torch.Tensor:
+    """Return int64[] of one parameter; `weights`: odd numbers by device, made if they are few."""
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     # Integers, so that sums are the same in any order of adding; what overflows is dropped.
     pieces = [piece.view(_WORDS[values.dtype.itemsize]) for piece in _pieces(values)]
-    weights = torch.arange(1, 2 * max(len(pieces[0]), len(pieces)), 2, device=values.device)
-    sums = [(piece * weights[: len(piece)]).sum() for piece in pieces]
-    return sums[0] if len(sums) == 1 else (torch.stack(sums) * weights[: len(sums)]).sum()
+    num_weights, odd = max(len(pieces[0]), len(pieces)), weights.get(values.device)
+    if odd is None or len(odd) < num_weights:
+        odd = weights[values.device] = torch.arange(1, 2 * num_weights, 2, device=values.device)
+    sums = [(piece * odd[: len(piece)]).sum() for piece in pieces]
+    return sums[0] if len(sums) == 1 else (torch.stack(sums) * odd[: len(sums)]).sum()
 
 
 def _pieces(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
