@@ -10,7 +10,7 @@ from gpipe_hpc.comm.host.allocator import (
 from gpipe_hpc.comm.joining.start import say_stopped, start_world
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config
-from gpipe_hpc.training.signals import Ending
+from gpipe_hpc.training.signals import INTERRUPTED_EXIT_CODE, Ending
 
 
 def keep_memory(config: Config) -> None:
@@ -51,7 +51,12 @@ def join_world(config: Config) -> World:
 
 
 def leave_notice(config: Config, ending: Ending) -> None:
-    """Let ranks that wait in `join_world` know that a signal ends this one."""
+    """Let ranks that wait in `join_world` know that a signal ends this one.
+
+    Ctrl-C reaches all ranks, and its user waits.
+    """
+    if ending.code == INTERRUPTED_EXIT_CODE:
+        return
     say_stopped(
         ending.words,
         backend=config.comm.backend,
