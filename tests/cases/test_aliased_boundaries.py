@@ -257,3 +257,28 @@ def test_a_buffer_that_is_only_read_or_a_copy_of_it_keeps_working(recompute, cou
 )
 def test_what_is_right_in_one_stage_stays_so(kind, recompute):
     assert_as_plain([Keeps(kind), Pass(), WritesSecond(), Adds()], [4], recompute)
+
+
+class WritesSilently(nn.Module):
+    """Write into the input in a way that changes no version."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "numpy":
+            values = x.detach().numpy()
+            values *= 2.0
+        else:
+            x.data.mul_(2.0)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("counts", [[3], [1, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("way", ["numpy", "data"])
+def test_silent_writes_into_the_input_are_those_of_one_piece(way, recompute, counts):
+    """A recomputation found the input written to already: gradients were others."""
+    linears = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
+    assert_as_plain([linears[0], WritesSilently(way), linears[1]], counts, recompute)

@@ -97,7 +97,8 @@ class Segment:
         own = {id(tensor): copy for tensor, copy in zip(given, copies, strict=True)}
         copied = [own.get(id(leaf), leaf) for leaf in leaves]
         buffers = [place for place, tensor in enumerate(given) if is_buffer(tensor)]
-        return _state(unflatten(copied, tree)), Watch(mode, copies, is_copy=True, buffers=buffers)
+        watch = Watch(mode, copies, is_copy=True, buffers=buffers, originals=given)
+        return _state(unflatten(copied, tree)), watch
 
     def learn(self, watch: "Watch") -> None:
         """Take notice of whether the layers wrote into what they were given.
@@ -105,7 +106,9 @@ class Segment:
         Raises ModelError if they did so for the first time, and it was no copy.
         """
         if watch.is_copy and watch.tensors:
-            self._leaves_input_alone[watch.is_training] = not watch.shows_writes()
+            if watch.is_training not in self._leaves_input_alone:
+                writes = watch.shows_writes() or watch.has_other_values()
+                self._leaves_input_alone[watch.is_training] = not writes
         elif watch.shows_writes():
             raise ModelError(
                 f"{self.where}: a layer wrote in place into the "
@@ -144,10 +147,18 @@ class Watch:
     """The tensors that layers were given, and how often each had been written to before.
 
     `buffers`: positions of those that lie in a buffer of another layer. `shares_memory`: copies of
-    such ones, or of different tensors that have elements in common.
+    such ones, or of different tensors that have elements in common. `originals`: of the copies.
     """
 
-    __slots__ = ("_buffers", "_versions", "is_copy", "is_training", "shares_memory", "tensors")
+    __slots__ = (
+        "_buffers",
+        "_originals",
+        "_versions",
+        "is_copy",
+        "is_training",
+        "shares_memory",
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -156,9 +167,10 @@ class Watch:
         *,
         is_copy: bool,
         buffers: Sequence[int] = (),
+        originals: Sequence[torch.Tensor] = (),
     ) -> None:
         self.is_training, self.tensors, self.is_copy = is_training, tensors, is_copy
-        self._buffers = buffers
+        self._buffers, self._originals = buffers, originals
         self._versions = [tensor._version for tensor in tensors]
         self.shares_memory = is_copy and (
             bool(buffers) or (len(tensors) > 1 and bool(shared_blocks(tensors)))
@@ -167,6 +179,17 @@ class Watch:
     def shows_writes(self) -> bool:
         """Say whether any was written to since."""
         return self._versions != [tensor._version for tensor in self.tensors]
+
+    def has_other_values(self) -> bool:
+        """Say whether copies are no longer as what they are copies of, whoever wrote to them.
+
+        No version tells of a write by `.data` or by NumPy.
+        """
+        with torch.no_grad():
+            return any(
+                type(copy) is torch.Tensor and is_plain(copy) and not torch.equal(copy, original)
+                for copy, original in zip(self.tensors, self._originals, strict=True)
+            )
 
     def written_buffers(self) -> list[int]:
         """Return which buffers were written to, by position."""
