@@ -24,6 +24,7 @@ from gpipe_hpc.errors import ModelError
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIRST, _EVERY = 3, 100  # steps in which values are compared
+_FEW: Final = 2  # forwards of such a step, and recomputations, around which all are compared
 _PIECE: Final = 2**16  # elements that are compared at once, which bounds the memory for it
 _DEVICE_PIECE: Final = 2**20  # likewise on an accelerator, where each piece takes some kernels
 
@@ -37,7 +38,8 @@ class StageParameters:
     `named`: by global name, as the pipeline was made with them. Versions are compared in every
     step. Values are compared in steps 1 to 3, in every hundredth, and in the step after one that
     gave a parameter other memory or was the first to write into it; on an accelerator, where the
-    host waits for it, not in steps 2, 3 and every hundredth.
+    host waits for it, not in steps 2, 3 and every hundredth. Values of all parameters are compared
+    around the first two forwards and recomputations of a step, those of written ones around each.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StageParameters:
         self._begun = self._writes()
         self._bits: dict[str, torch.Tensor] = {}  # when the step began, if values are compared
         self._by_forward: dict[str, Sketch] = {}  # what the first forward of the step wrote
+        self._num_forwards = self._num_again = 0  # in the present step, if values are compared
         self._compared: set[str] = set()  # written in steps in which values were compared
         self._is_suspected = False  # another parameter was written
         self._moves_on: str | None = None  # by each forward
@@ -117,13 +120,15 @@ class StageParameters:
         self.compares_values = is_due or self._is_suspected or self.has_other_memory
         self._bits = _bits(self._named) if self.compares_values and not may_arrive else {}
         self._by_forward = {}
+        self._num_forwards = self._num_again = 0
 
     def note_forward(self) -> None:
         """Note what a forward of a step has written, if values are compared.
 
         Forwards that follow have to write the same into copied parameters.
         """
-        changed = self._changed(self._named)
+        self._num_forwards += 1
+        changed = self._changed(self._named, by_value=self._num_forwards <= _FEW)
         self._compared.update(changed)
         for name in (name for name in self._copied if name in changed):
             sketch = _sketch(self._named[name])
@@ -154,11 +159,11 @@ class StageParameters:
         if self._moves_on is not None:
             raise _refusal(self._moves_on, "a step", "to other values with each micro-batch")
 
-    def _changed(self, named: Mapping[str, nn.Parameter]) -> set[str]:
+    def _changed(self, named: Mapping[str, nn.Parameter], *, by_value: bool = True) -> set[str]:
         """Return which of these were written since `begin`: by version, and value if compared."""
         begun = self._begun
         found = {name for name, p in named.items() if p._version != begun[name][0]}
-        if self._bits:
+        if self._bits and by_value:
             found |= _differing(_bits(named), self._bits)
         return found
 
@@ -168,7 +173,8 @@ class StageParameters:
 
         What a forward wrote and writes again is no harm if it is the same.
         """
-        bits = _bits(self._named) if self._bits else {}
+        self._num_again += 1
+        bits = _bits(self._named) if self._bits and self._num_again <= _FEW else {}
         # Sketches only of what forwards have written: those of all parameters would take memory.
         written = _differing(bits, self._bits) | self._compared
         written |= {name for name, write in self._writes().items() if write != self._begun[name]}
