@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, NamedTuple
 
 from gpipe_hpc.planning.costs.counted import ModelCount
@@ -14,9 +14,11 @@ from gpipe_hpc.schedule import (
     Costs,
     Memory,
     Op,
+    Parallelism,
     Placement,
     Schedule,
     Timeline,
+    parallelism_of,
     peak_copies,
     peak_memory,
     simulate,
@@ -93,13 +95,22 @@ class RankForecast(RankStates):
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step of one replica, as counted and simulated; times in units of one FLOP."""
+    """One step of one replica, as counted and simulated; times in units of one FLOP.
+
+    `paces`: how many times as long each rank takes.
+    """
 
     stages: tuple[StageCount, ...]
     ranks: tuple[RankForecast, ...]
     timeline: Timeline
     step_flops: int  # of all ranks, recomputation included
     num_empty: int = 0  # micro-batches without a sample
+    paces: tuple[float, ...] = ()
+
+    @cached_property
+    def parallelism(self) -> Parallelism:
+        """Return work and depth of the step, in FLOPs."""
+        return parallelism_of(self.timeline, self.paces)
 
 
 def forecast(
@@ -132,6 +143,7 @@ def forecast(
         timeline=timeline,
         step_flops=round(_sum_of_work(timeline, costs)),
         num_empty=sum(share == 0 for share in shares),
+        paces=tuple(costs.of_paces(schedule.num_ranks)),
     )
 
 

@@ -40,6 +40,7 @@ from gpipe_hpc.schedule.memory import (
     peak_copies,
     peak_memory,
 )
+from gpipe_hpc.schedule.parallelism import Parallelism, parallelism_of
 from gpipe_hpc.schedule.passes.averaging import with_averages, without_reductions
 from gpipe_hpc.schedule.passes.lowering import forward_only, lower
 from gpipe_hpc.schedule.passes.offload import add_offload
@@ -92,6 +93,7 @@ __all__ = [
     "Meeting",
     "Memory",
     "Op",
+    "Parallelism",
     "Placement",
     "ReductionTime",
     "ReplicaTimes",
@@ -134,6 +136,7 @@ __all__ = [
     "num_stages",
     "one_f_one_b",
     "one_table",
+    "parallelism_of",
     "parse_action",
     "peak_copies",
     "peak_memory",

@@ -16,7 +16,7 @@ from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.step_time import StepTime
 from gpipe_hpc.planning.telling.columns import aligned, folded
 from gpipe_hpc.planning.telling.units import bytes_text, flops_text
-from gpipe_hpc.schedule import Schedule
+from gpipe_hpc.schedule import Parallelism, Schedule
 
 _MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
@@ -207,6 +207,7 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
     if found.step_flops:
         ideal = timeline.makespan * num_ranks / found.step_flops
         lines[1] += f": a step takes {ideal:.3f} times as long as without"
+        lines.append(_parallelism_text(found.parallelism))
     if assumptions.step is not None:
         lines.append(_seconds_text(assumptions.step, assumptions))
     elif assumptions.flops_per_s is not None:
@@ -225,6 +226,14 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
         fits = f"every rank fits, with {limits_text(assumptions.limits)} a rank"
         lines.append(f"memory: {lacking or fits}")
     return "\n".join(lines)
+
+
+def _parallelism_text(found: Parallelism) -> str:
+    """Return work and depth, and how many ranks could compute on average."""
+    return (
+        f"work {flops_text(found.work)}, depth {flops_text(found.depth)} (longest chain of actions "
+        f"that need one another): average parallelism {found.average:.2f} (work over depth)"
+    )
 
 
 def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:

@@ -113,6 +113,8 @@ def test_bubble_is_the_closed_form_for_equal_stages():
     text = step_text(found, schedule, Assumptions(flops_per_s=1e6))
     assert "bubble 27.3 %" in text and f"{11 * flops / 1e6:.4g} s at 1.00 MFLOP/s a rank" in text
     assert "step time" not in step_text(found, schedule, Assumptions())
+    assert found.parallelism == (32 * flops, 4 * flops)
+    assert "average parallelism 8.00 (work over depth)" in text
 
 
 def test_i_and_w_share_the_backward():

@@ -1,0 +1,63 @@
+"""Work and depth of a table: how much of it could run at once, on however many ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
+from gpipe_hpc.schedule.table.dependencies import dependencies, provides
+from gpipe_hpc.schedule.timeline import Timeline
+
+# What one micro-batch computes: op and stage of each action, and the time that it takes.
+_Chain = Mapping[tuple[Op, int], float]
+_ORDER: Final = {Op.F: 0, Op.R: 1, Op.B: 2, Op.I: 2, Op.W: 3}
+
+
+class Parallelism(NamedTuple):
+    """Work and depth of a step, in the unit of its costs; see `parallelism_of`."""
+
+    work: float
+    depth: float
+
+    @property
+    def average(self) -> float:
+        """Return how many ranks could compute on average: work over depth; 0 without work."""
+        return self.work / self.depth if self.depth else 0.0
+
+
+def parallelism_of(timeline: Timeline, paces: Sequence[float] = ()) -> Parallelism:
+    """Return work and depth of a simulated step.
+
+    The work is the sum of what all actions of compute take. The depth is the longest chain of them
+    in which each needs what the one before has made: what a step takes on ranks without number,
+    whatever the order of a rank's list, with transfers for free. `paces`: how many times as long
+    each rank takes, which counts in neither; empty if all are even.
+    """
+    microbatches: dict[int | None, dict[tuple[Op, int], float]] = {}
+    for rank, row in enumerate(timeline.events):
+        pace = paces[rank] if paces else 1.0
+        for event in row:
+            op, stage, microbatch, _ = event.action
+            if op in COMPUTE:
+                chain = microbatches.setdefault(microbatch, {})
+                chain[op, stage] = (event.end_s - event.start_s) / pace
+    work = sum(sum(chain.values()) for chain in microbatches.values())
+    # No micro-batch needs another, and most are alike.
+    chains = {tuple(sorted(chain.items())): chain for chain in microbatches.values()}
+    return Parallelism(work, max((_depth(each, timeline) for each in chains.values()), default=0.0))
+
+
+def _depth(chain: _Chain, timeline: Timeline) -> float:
+    """Return the longest chain of a micro-batch: its actions, in an order of the data flow."""
+    ends: dict[Action, float] = {}
+    for op, stage in sorted(chain, key=_place):
+        action = Action(op, stage, 0)
+        needed = dependencies(action, timeline.num_stages, 1, timeline.skips)
+        end = max((ends.get(need, 0.0) for need in needed), default=0.0) + chain[op, stage]
+        ends.update(dict.fromkeys(provides(action), end))
+    return max(ends.values(), default=0.0)
+
+
+def _place(kind: tuple[Op, int]) -> tuple[int, int]:
+    """Return where an action stands: forwards from the first stage on, backwards from the last."""
+    op, stage = kind
+    return _ORDER[op], stage if op in (Op.F, Op.R) else -stage
