@@ -78,7 +78,6 @@ SLOW: Final = (
     "tests/engine/test_process_watch.py",
     "tests/experiments/test_literature.py",
     "tests/experiments/test_course_runs.py",
-    "tests/generated/test_settings.py",
     "tests/plan/test_plan.py",
     "tests/preflight/test_command.py",
     "tests/preflight/test_run.py",
