@@ -37,7 +37,7 @@ class Manner(NamedTuple):
 
 
 class Surroundings:
-    """Made once for a stage; what it needs none of costs its layers nothing.
+    """Makes the blocks that layers of a stage run in; a block that is not needed costs nothing.
 
     Always: the mode of autograd, generators of random numbers seeded for each layer, and what takes
     reports. By the settings: casts, what normalises with other ranks, and the host's memory; by

@@ -94,7 +94,7 @@ class ShardedBucket:
         """Do nothing: the memory is the bucket's."""
 
     def used(self) -> list[bool]:
-        """Say of each trained parameter whether a micro-batch of this replica had used it."""
+        """Return for each trained parameter whether a micro-batch of this replica used it."""
         return self._bucket.used()
 
     def late(self) -> list[nn.Parameter]:
@@ -149,8 +149,7 @@ class ShardedBucket:
     def start_gathering(self) -> Pending:
         """Start gathering the parameters, each copy's shard from that copy.
 
-        Once more where an optimizer's step calls that of the class it inherits from: torch tells
-        of the end of both.
+        Again if an optimizer's step calls that of its base class: torch runs the hooks of both.
         """
         self.wait_for_parameters()
         self._gathering = self._group.start_all_gather(self._values)

@@ -53,7 +53,7 @@ class _Marks(NamedTuple):
             return cls(torchs, ProcessMarks.now(), _held(states))
 
     def drawn(self, now: "_Marks") -> str:
-        """Say which generator has been drawn from since; empty if none."""
+        """Return the name of a generator that has been drawn from since; empty if none."""
         if not all(map(torch.equal, self.torchs, now.torchs)):
             return "torch's default generator"
         python, numpy = self.process.differ(now.process)
@@ -158,7 +158,7 @@ def _held(states: Sequence[LayerState]) -> list[bytes]:
 def _others() -> Threads:
     """Return the threads that may draw: not this one, nor ours.
 
-    Of a rank that is a thread and within a step it counts whether it leaves the step.
+    A rank that is a thread and within a step may draw once it leaves the step.
     """
     own = threading.current_thread()
     return {
@@ -195,7 +195,7 @@ def _computed_ns(thread: threading.Thread) -> int:
 
 
 def _is_ours(thread: threading.Thread) -> bool:
-    """Say whether a thread runs code of this package, which draws under the generators' lock."""
+    """Return whether a thread runs code of this package, which draws under the lock."""
     if isinstance(thread, RankThread):
         return False
     # An attribute of Python's own: without it a thread counts as the user's, which only warns.

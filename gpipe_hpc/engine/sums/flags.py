@@ -44,15 +44,15 @@ class Flags:
         return {start + offset for offset, is_set in enumerate(flags) if is_set}
 
     def used(self, names: Iterable[str], united: Collection[int]) -> list[bool]:
-        """Say of each parameter whether any rank has used it."""
+        """Return for each parameter whether any rank has used it."""
         return [self._numbers[name] in united for name in names]
 
     def is_any_used(self, united: Collection[int]) -> bool:
-        """Say whether any rank has used any parameter."""
+        """Return whether any rank has used any parameter."""
         return any(number in united for number in self._numbers.values())
 
     def buffers(self, stage: int, united: Collection[int]) -> list[bool]:
-        """Return a stage's flags of all its holders."""
+        """Return the flags of a stage that any of its holders has set."""
         start = self._starts[stage]
         return [start + offset in united for offset in range(self._widths[stage])]
 
