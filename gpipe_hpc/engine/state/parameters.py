@@ -256,30 +256,29 @@ def _sketch(parameter: nn.Parameter) -> Sketch:
 
 
 def _bits(named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return by name int64[], which depends on all bits of a parameter and on their places."""
-    weights: dict[torch.device, torch.Tensor] = {}
+    """Return by name int64[], a sum of bits: values that change places leave it as it is."""
     with torch.no_grad():
-        return {name: _sum_of_bits(p, weights) for name, p in named.items() if _is_plain(p)}
+        return {name: _sum_of_bits(p) for name, p in named.items() if _is_plain(p)}
 
 
 def _differing(bits: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> set[str]:
     return {n for n, own in bits.items() if n in others and not torch.equal(own, others[n])}
 
 
-def _sum_of_bits(
-    parameter: nn.Parameter, weights: dict[torch.device, torch.Tensor]
-) -> torch.Tensor:
-    """Return int64[] of one parameter; `weights`: odd numbers by device, made if they are few."""
+def _sum_of_bits(parameter: nn.Parameter) -> torch.Tensor:
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     # Integers, so that sums are the same in any order of adding; what overflows is dropped.
-    pieces = [piece.view(_WORDS[values.dtype.itemsize]) for piece in _pieces(values)]
-    num_weights, odd = max(len(pieces[0]), len(pieces)), weights.get(values.device)
-    if odd is None or len(odd) < num_weights:
-        odd = weights[values.device] = torch.arange(1, 2 * num_weights, 2, device=values.device)
-    sums = [(piece * odd[: len(piece)]).sum() for piece in pieces]
-    return sums[0] if len(sums) == 1 else (torch.stack(sums) * odd[: len(sums)]).sum()
+    sums = [_words(piece).sum(dtype=torch.int64) for piece in _pieces(values)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _words(piece: torch.Tensor) -> torch.Tensor:
+    """Return the bits as int64 if they can be viewed so, which a sum need not convert."""
+    size = piece.itemsize
+    whole = not (piece.numel() * size % 8 or piece.storage_offset() * size % 8)
+    return piece.view(torch.int64 if whole and piece.numel() else _WORDS[size])
 
 
 def _pieces(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
