@@ -327,7 +327,7 @@ class StageWork:
                     noted.append(Noted(layer.index, reports.take()))
             segment.learn(watch)
             self._refuse_astray((nest, stashed), segment.where)
-            if is_end and self._sends:
+            if is_end and self._sends and (stashed or type(nest) is not torch.Tensor):
                 self._refuse_subclasses(State(nest, stashed), segment)
             if loss is not None:
                 inside.end_layers()

@@ -49,6 +49,7 @@ class StageParameters:
         device: Device,
     ) -> None:
         self._layers, self._named = layers, dict(named)
+        self._classed = [(name, p, _is_plain(p)) for name, p in named.items()]
         self._copied: dict[str, nn.Parameter] = {}
         self._known = {id(parameter) for parameter in self._named.values()}
         self._is_accelerator = device.is_accelerator
@@ -194,8 +195,8 @@ class StageParameters:
     def _writes(self) -> dict[str, tuple[int, int]]:
         """Return by name what changes if a parameter is written to, or is given other memory."""
         return {
-            name: (p._version, p.data_ptr() if _is_plain(p) else 0)
-            for name, p in self._named.items()
+            name: (p._version, p.data_ptr() if is_plain else 0)
+            for name, p, is_plain in self._classed
         }
 
     def spans(self, names: Collection[str]) -> _Spans:
