@@ -129,15 +129,17 @@ def _scale(
 ) -> Callable[[float], float]:
     if log:
         low, high = math.log(low), math.log(high)
+        low, high = low - 0.04 * (high - low), high + 0.04 * (high - low)
     span = (high - low) or 1.0
     return lambda v: start + ((math.log(v) if log else v) - low) / span * (end - start)
 
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
-        base = 10.0 if high / low > 30 else 2.0
-        first, last = math.ceil(math.log(low, base)), math.floor(math.log(high, base))
-        return [base**power for power in range(first, last + 1)]
+        factors = (1, 2, 5) if high / low < 1e3 else (1,)
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        return [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
     rough = (high - low) / 5 or 1.0
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * f for f in (1, 2, 5, 10) if unit * f >= rough)
@@ -155,7 +157,7 @@ def _marker(number: int, colour: str, x: float, y: float) -> str:
 
 
 def _text(value: float) -> str:
-    if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
+    if value and (abs(value) >= 1e8 or abs(value) < 1e-3):
         return f"{value:.2g}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 

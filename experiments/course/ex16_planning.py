@@ -96,8 +96,9 @@ answer(
 #
 # ## Change one thing
 #
-# Set `GIGABYTES = 40`. How many does it take at least? (By 107 GB / 40 GB at least 3. Activations
-# have to fit too, so the command may name more.)
+# Set `GIGABYTES = 40`. How many does it take at least? (The state alone needs 107 / 40, so 3. The
+# command names 4: with 3 stages the first one holds 42.7 GB, since 32 blocks do not divide evenly
+# into 3 and the first stage also has the embedding.)
 #
 # ## If the number does not come out
 #
