@@ -4,21 +4,19 @@
 # *Measured on your machine. Twenty seconds.*
 #
 # A device has two limits: how many floating-point operations (FLOP) it computes in a second, and
-# how many bytes it moves to and from memory in a second. A computation that does few FLOP for
-# each byte waits for memory. The number of FLOP for each byte is called its *arithmetic
-# intensity* I. The best possible rate is
-#
-# min(peak, I x bandwidth)
-#
-# Drawn over I, this is a slope and then a flat line: the *roofline*.
+# how many bytes it moves to and from memory in a second (its *bandwidth*). A computation that
+# does few FLOP for each byte waits for memory. The number of FLOP for each byte is called its
+# *arithmetic intensity* I. The best possible rate, in FLOP per second, is `min(peak, I x
+# bandwidth)`. Drawn over I, this is a slope and then a flat line: the *roofline* (Williams et
+# al., 2009).
 #
 # ## Predict
 #
 # A linear layer multiplies a batch of b vectors by a weight matrix of 4096 x 4096 numbers of 4
 # bytes. It takes 2 x 4096 x 4096 x b FLOP. It must read the weights, 67 MB, once, whatever b is.
-# So I is about b / 2 FLOP per byte. Many CPU cores compute 30 to 100 GFLOP in a second and move 5
-# to 20 GB in a second. What share of its peak does the core reach with b = 1? Is it about 100 %,
-# 30 % or less than 10 %? From which b on does it come close to the peak?
+# So I is about b / 2 FLOP per byte. Many CPU cores compute 30 to 100 GFLOP in a second (G is
+# 10^9) and move 5 to 40 GB in a second. What share of its peak does a core reach with b = 1:
+# about all, about a half, or about a tenth? At which b does the slope end?
 
 # %%
 import time
@@ -72,8 +70,9 @@ with torch.no_grad():
 #
 # Both axes are logarithmic: FLOP per byte to the right, GFLOP/s up. The line is the roofline of
 # the measured peak and bandwidth: a slope, then flat. Five markers show the layer with batches of
-# 1 to 256. The first ones lie along the slope, far below the flat part; the last ones lie near
-# the flat part.
+# 1 to 256. The first ones lie near the slope, far below the flat part. Those in the middle lie
+# below the corner of the line, since no program reaches both limits at once. The last one lies
+# near the flat part.
 
 # %%
 peak, bandwidth = quartiles(peaks)[1], quartiles(bandwidths)[1]
@@ -96,20 +95,20 @@ answer(f"{share:.0%} of the peak with b = 1; the slope ends near b = {ridge:.0f}
 
 # %% [markdown]
 # With b = 1 the core reads 4 bytes for every 2 FLOP, so it waits for memory nearly all the time.
-# The slope ends where I x bandwidth = peak, at b = 2 x peak / bandwidth. Beyond it, larger
-# batches bring no more FLOP in a second. This decides how small micro-batches may be (exercise
-# 5): micro-batches that are too small waste the device.
+# The slope ends where I x bandwidth = peak, that is at b = 2 x peak / bandwidth. Far beyond it,
+# larger batches bring no more FLOP in a second. This decides how small micro-batches may be
+# (exercise 5): if they are too small, they waste the device.
 #
 # ## Change one thing
 #
-# Set `THREADS = 2`. Does the peak double? Does the bandwidth? (With two cores the peak nearly
-# doubles; the bandwidth grows less, since both cores share the memory. So the slope ends at a
-# larger b.)
+# Set `THREADS = 2`. Does the peak double? Does the bandwidth? (With two free cores the peak
+# nearly doubles. The bandwidth grows less, since both cores share the memory. So the slope ends
+# at a larger b.)
 #
 # ## If the number does not come out
 #
 # Everything here is measured, so nothing is checked but the formula. A busy machine lowers all
-# rates and widens the quartiles: close other programs and run it again. A single core is enough.
-# `git` is not used. On a processor whose cache holds 67 MB, the weights come from the cache, and
-# the first markers lie above the slope. Frequencies change with heat, so rates of a laptop fall
-# after some minutes.
+# rates and moves the quartiles apart: close other programs and run it again. A single core is
+# enough for one thread. `git` is not used. On a processor whose cache holds 67 MB, the weights
+# come from the cache, and the first markers lie above the slope. Laptops slow down as they get
+# warm, so rates fall after some minutes.

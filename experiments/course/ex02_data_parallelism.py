@@ -9,9 +9,9 @@
 # every process the sum is called an *all-reduce*.
 #
 # The simplest way is a server: each replica sends its n bytes of gradients to one process, which
-# adds them up and sends the sum back. That process receives and sends R n bytes. A better way is
-# a *ring*: the array is cut into R pieces, and the pieces travel around the ring of replicas,
-# first to be added up, then to be handed out.
+# adds them up and sends the sum back. That process receives R n bytes and sends R n bytes. A
+# better way is a *ring*: the array is cut into R pieces, and the pieces travel around the ring of
+# replicas, first to be added up, then to be handed out.
 #
 # ## Predict
 #
@@ -21,38 +21,32 @@
 
 # %%
 from experiments.course.charts import bars
-from experiments.course.page import answer, check, in_bytes, picture, predict, run
+from experiments.course.page import answer, check, found, in_bytes, picture, predict, run
 
 mine = predict("MB that each of 16 replicas sends in a step:")
 
 # %% [markdown]
 # ## Run
 #
-# The command `plan` builds no model; it counts. We also tell it that a link carries 12.5 MB in a
-# second (100 Mbit/s).
+# The command `plan` builds no model; it counts. Here `pipeline.stages=1` says that each replica
+# is one process. We also say that a link carries 12.5 MB in a second (100 Mbit/s).
 
 # %%
 WIDTH = 128
 sent = {}
 for replicas in (2, 4, 16):
     text = run(
-        "gpipe_hpc.plan",
-        *("model=gpt", "data=synthetic", f"model.width={WIDTH}", "pipeline.stages=1"),
-        *(
-            "pipeline.microbatches=1",
-            f"pipeline.replicas={replicas}",
-            "plan.link_bytes_per_s=12.5e6",
-        ),
+        f"gpipe_hpc.plan model=gpt data=synthetic model.width={WIDTH} pipeline.stages=1 "
+        f"pipeline.replicas={replicas} pipeline.microbatches=1 plan.link_bytes_per_s=12.5e6",
         lines="^Over copies|layers, .* parameters",
     )
-    phrase = text.partition("each rank sends ")[2]
-    sent[replicas] = in_bytes(" ".join(phrase.split()[:2]))
+    sent[replicas] = in_bytes(found(r"each rank sends ([\d.]+ \w+)", text))
 
 # %% [markdown]
 # ## The picture, in words
 #
 # Three bars: the megabytes that each replica sends with 2, 4 and 16 replicas. The second bar is
-# half as long again as the first one. The third bar is almost twice as long as the first one,
+# 1.5 times as long as the first one. The third bar is almost twice as long as the first one,
 # although there are eight times as many replicas.
 
 # %%
@@ -63,7 +57,7 @@ picture("02_data_parallelism", bars("Sent by each replica in a step", "MB", rows
 # ## The answer
 
 # %%
-n = 4 * in_bytes(text.partition(" layers, ")[2].partition(" parameters")[0])
+n = 4 * in_bytes(found("([\\d,]+) parameters", text))
 for replicas, num_bytes in sent.items():
     formula = 2 * (replicas - 1) / replicas * n
     check(f"bytes with {replicas} replicas", num_bytes, formula, tolerance=0.005)

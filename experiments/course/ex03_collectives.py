@@ -4,8 +4,8 @@
 # *Counted, and measured on your machine. Twenty seconds.*
 #
 # A message of n bytes takes about alpha + n beta seconds: alpha is the start-up time (the
-# *latency*), and 1 / beta is the *bandwidth*. An all-reduce over p ranks (exercise 2) can be
-# built from messages in several ways:
+# *latency*), and 1 / beta is the *bandwidth*. An all-reduce (exercise 2) over p processes, called
+# *ranks*, can be built from messages in several ways:
 #
 # | algorithm | how | time |
 # | --- | --- | --- |
@@ -14,7 +14,8 @@
 # | tree | sums travel up, the total travels down | 2 log2(p) (alpha + n beta) |
 # | hierarchy | to the first rank of the host, ring, back | 2 (alpha + n beta) + ring of hosts |
 #
-# Adding the numbers up takes time too; the formulas leave it out.
+# A *host* is a machine with several ranks. Adding the numbers up takes time too; the formulas
+# leave it out.
 #
 # ## Predict
 #
@@ -34,8 +35,9 @@ mine = predict("Faster for short, faster for long, and n in units of alpha / bet
 # ## Run
 #
 # Four processes run all four algorithms, written with send and receive, in
-# `programs/algorithms.py`. Each result is compared with the right sum. Times are of the slowest
-# rank, in 9 rounds.
+# `programs/algorithms.py`. The hierarchy takes ranks 0 and 1 as one host, and ranks 2 and 3 as
+# another. Each result is compared with the right sum. A time is that of the slowest rank, in 9
+# rounds.
 
 # %%
 text = run("experiments.course.programs.algorithms", ranks=4, lines="^nothing")
@@ -60,7 +62,7 @@ print(f"alpha: {spread(short['seconds'], 'us', 1e6)}; bandwidth 1 / beta: {1e-9 
 # Both axes are logarithmic: bytes to the right, milliseconds up. Two lines are the formulas of
 # ring and recursive doubling, with the fitted alpha and beta. Both are flat for short arrays,
 # where only alpha counts, and rise for long ones. The line of recursive doubling starts lower and
-# ends higher; they cross in between. Four kinds of markers are the measured medians.
+# rises more; the lines cross at 8 alpha / beta. Four kinds of markers are the measured medians.
 
 # %%
 p = found["ranks"]
@@ -68,7 +70,7 @@ formulas = {
     "ring, formula": lambda n: 2 * (p - 1) * alpha + 2 * (p - 1) / p * n * beta,
     "doubling, formula": lambda n: 2 * (alpha + n * beta),
 }
-sizes = [2**k for k in range(10, 23)]
+sizes = [2**k for k in range(10, 27)]
 chart = {name: [(n, 1e3 * time(n)) for n in sizes] for name, time in formulas.items()}
 for entry in found["algorithms"]:
     point = (entry["bytes"], 1e3 * median(entry["seconds"]))

@@ -4,10 +4,10 @@
 # *Simulated: the same numbers on every machine. Ten seconds.*
 #
 # A backward pass computes gradients from the last layer to the first. The gradients of the last
-# layers are complete long before the pass ends. *S-Caffe* (Awan et al., 2017) and most systems
-# after it use this: they start to add up these gradients over the replicas while the backward
-# pass goes on with earlier layers. To do so, gradients are put into *buckets*. A bucket is sent
-# as soon as all its gradients are complete.
+# layers are complete long before the pass ends. *S-Caffe* (Awan et al., 2017) uses this: it adds
+# up the gradients of a layer over the replicas while the backward pass goes on with earlier
+# layers. Today most systems first collect the gradients of several layers in a *bucket*. A bucket
+# is sent as soon as all its gradients are complete.
 #
 # ## Predict
 #
@@ -26,20 +26,22 @@ mine = predict("Units of a step with 4 buckets:")
 # ## Run
 
 # %%
-layout = ("pipeline.stages=1", "pipeline.microbatches=1", "pipeline.recompute=never")
 REDUCTION = 2
-layout += (f"draw.costs.reduction={REDUCTION}",)
-blocking = simulate(*layout, "draw.buckets=4", "outer.overlap=false").makespan
-steps = {n: simulate(*layout, f"draw.buckets={n}").makespan for n in (1, 2, 8, 16)}
-steps[4] = draw("04_overlap", *layout, "draw.buckets=4").makespan
+layout = (
+    "pipeline.stages=1 pipeline.microbatches=1 pipeline.recompute=never "
+    f"draw.costs.reduction={REDUCTION}"
+)
+blocking = simulate(f"{layout} draw.buckets=4 outer.overlap=false").makespan
+steps = {n: simulate(f"{layout} draw.buckets={n}").makespan for n in (1, 2, 8, 16)}
+steps[4] = draw("04_overlap", f"{layout} draw.buckets=4").makespan
 
 # %% [markdown]
 # ## The pictures, in words
 #
-# The first picture has one row: a forward box, a backward box, and grey at the end. The thin bars
-# below the row are the four reductions. The first one starts when a quarter of the backward is
-# done, and each next one follows at once. Only the last one sticks out at the end of the
-# backward. The second picture is a curve: the time of a step over the number of buckets. It
+# The first picture has one row: a forward box, a backward box, and grey at the end. The thin bar
+# below the row is the reductions of the four buckets, one right after the other. It starts at 1.5
+# units, when a quarter of the backward is done, and sticks out at the end by one reduction of
+# half a unit. The second picture is a curve: the time of a step over the number of buckets. It
 # starts at 5 units, falls steeply at first, and comes close to 3 units.
 
 # %%
@@ -59,11 +61,11 @@ for n, makespan in steps.items():
 answer(f"{steps[4]:g} units with 4 buckets, {blocking:g} without overlap", mine)
 
 # %% [markdown]
-# With n buckets the reductions of all but the last bucket run while the backward still computes.
-# The last bucket is complete only at the end of the backward, so its reduction, 2 / n units,
-# cannot be hidden. The step never takes 3 units, but with many buckets it comes close. In
-# practice buckets cannot be arbitrarily small: every message costs some time of its own, however
-# few bytes it has (exercise 3). Usual sizes are 10 to 100 MB.
+# With n buckets, the reductions of all but the last bucket run while the backward still computes.
+# (A *reduction* is the all-reduce of one bucket.) The last bucket is complete only at the end of
+# the backward, so its reduction, 2 / n units, cannot be hidden. The step never takes 3 units, but
+# with many buckets it comes close. In practice buckets cannot be arbitrarily small: every message
+# costs some time of its own, however few bytes it has (exercise 3). Usual sizes are 10 to 100 MB.
 #
 # ## Change one thing
 #

@@ -4,11 +4,12 @@
 # *Simulated: the same numbers on every machine. Five seconds. Take a pencil.*
 #
 # A model that is too big for one device is cut into K *stages*. Each stage is placed on a device
-# of its own, which is called a *rank*. A batch of samples is cut into M *micro-batches*. A rank
-# runs the forward pass (F) of a micro-batch as soon as it has the output of the rank before it.
-# When a rank has no forward left, it runs the backward passes (B): the last rank begins, and
-# gradients travel back to the first. This order is called *GPipe*. The *bubble* is the time in
-# which ranks have nothing to do, divided by all the time they have.
+# of its own. The process that computes there is called a *rank*. A batch of samples is cut into M
+# *micro-batches*. A rank runs the forward pass (F) of a micro-batch as soon as it has the output
+# of the rank before it. After its last forward it runs the backward passes (B). The last rank
+# begins with them, and gradients travel back to the first rank. This order is called *GPipe*
+# (Huang et al., 2019). The *bubble* is the time in which ranks have nothing to do, divided by all
+# the time they have.
 #
 # ## Predict
 #
@@ -28,10 +29,8 @@ mine = predict("How many units does the step take?")
 
 # %%
 K, M, F, B = 4, 8, 1, 2
-step = draw(
-    "05_bubble",
-    *(f"pipeline.stages={K}", f"pipeline.microbatches={M}", "pipeline.recompute=never"),
-)
+settings = f"pipeline.stages={K} pipeline.microbatches={M} pipeline.recompute=never"
+step = draw("05_bubble", settings)
 
 # %% [markdown]
 # ## The picture, in words
@@ -57,8 +56,9 @@ answer(f"{step.makespan:g} units, of which {step.bubble:.1%} are idle", mine)
 #
 # ## Change one thing
 #
-# Set `M = 16` in the cell under Run: M = 4 K. The authors of GPipe call the bubble negligible
-# from there on. What is it? (3 / 19 = 15.8 %: smaller, but every sixth second is still idle.)
+# Set `M = 16` in the cell under *Run*, so that M = 4 K. The authors of GPipe call the bubble
+# negligible from there on. What is it? (3 / 19 = 15.8 %: smaller, but still about a sixth of the
+# time.)
 #
 # ## If the number does not come out
 #

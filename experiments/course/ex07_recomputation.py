@@ -26,9 +26,9 @@ mine = predict("How many units does the step take with recomputation?")
 # We draw the step with recomputation of everything, and simulate it without.
 
 # %%
-layout = ("pipeline.stages=4", "pipeline.microbatches=8")
-always = draw("07_recomputation", *layout, "pipeline.recompute=always")
-never = simulate(*layout, "pipeline.recompute=never")
+layout = "pipeline.stages=4 pipeline.microbatches=8"
+always = draw("07_recomputation", f"{layout} pipeline.recompute=always")
+never = simulate(f"{layout} pipeline.recompute=never")
 
 # %% [markdown]
 # Now the memory of a small GPT with 2 stages and 16 micro-batches of 2 samples each, as exercise
@@ -39,8 +39,7 @@ never = simulate(*layout, "pipeline.recompute=never")
 kept = {}
 for recompute in ("never", "except_last"):
     text = run(
-        "gpipe_hpc.plan",
-        *("model=gpt", "data=synthetic", "pipeline.stages=2", "pipeline.microbatches=16"),
+        "gpipe_hpc.plan model=gpt data=synthetic pipeline.stages=2 pipeline.microbatches=16 "
         f"pipeline.recompute={recompute}",
         lines=r"^rank|^ +\d+  \d+ +[\d,]+  .*B$",
     )
@@ -50,9 +49,9 @@ for recompute in ("never", "except_last"):
 # ## The picture, in words
 #
 # Four rows, one for each rank. After its eight forwards each rank runs a first recomputation, R7,
-# at once, and only then waits for the gradient. After that, recomputations and backwards
-# alternate: R6 B6, R5 B5 and so on. The staircase of backwards has steps of 2 units, as without
-# recomputation.
+# at once. All but rank 3 only then wait for the gradient. After that, backwards and
+# recomputations alternate: B7, R6, B6, R5, B5 and so on. The backwards form a staircase with
+# steps of 2 units, as without recomputation.
 #
 # ## The answer
 
@@ -76,16 +75,17 @@ answer(
 
 # %% [markdown]
 # A recomputation does not need the gradient from the next rank. It needs only the stage's input,
-# which the rank has kept. So a rank recomputes while it would wait anyway. Only the M
-# recomputations in a rank's own row cost time, and the filling and draining of the pipeline still
-# costs F + B for each of the K - 1 steps: 8 x 4 + 3 x 3 = 41. The memory is that of 15 stage
-# inputs and of all activations of one micro-batch.
+# which the rank has kept. So a rank recomputes while it would wait anyway. Each rank still has M
+# recomputations to run, but the filling and draining of the pipeline costs F + B, not F + R + B,
+# for each of the K - 1 hops: 8 x 4 + 3 x 3 = 41. The memory is that of 15 stage inputs and of all
+# activations of one micro-batch.
 #
 # ## Change one thing
 #
-# Draw it with `except_last`: `python -m gpipe_hpc.draw pipeline.stages=4 pipeline.microbatches=8
-# pipeline.recompute=except_last`. How many units does the step take? (40: the last rank no longer
-# needs R7, which was the only recomputation that nobody waited for anything else meanwhile.)
+# Type `python -m gpipe_hpc.draw pipeline.stages=4 pipeline.microbatches=8
+# pipeline.recompute=except_last`. How many units does the step take? (40. Rank 3 needs no
+# recomputation of micro-batch 7, because its forward has only just run. There it was not hidden:
+# rank 3 does not wait for a gradient.)
 #
 # ## If the number does not come out
 #

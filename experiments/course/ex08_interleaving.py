@@ -4,9 +4,10 @@
 # *Simulated: the same numbers on every machine. Five seconds.*
 #
 # Two orders are used by most systems that train language models. *1F1B* starts a backward as soon
-# as it can, so a rank alternates between one forward and one backward. *Interleaving* cuts the
-# model into more stages than there are ranks: with v stages a rank, rank 0 of 4 ranks holds the
-# stages 0, 4, 8 and so on. Each stage is then v times smaller and takes 1 / v of the time.
+# as it can, so a rank alternates between one forward and one backward. *Interleaving* (Narayanan
+# et al., 2021) cuts the model into more stages than there are ranks: with v stages a rank, rank 0
+# of 4 ranks holds the stages 0, 4, 8 and so on. Each stage is then v times smaller and takes 1 /
+# v of the time.
 #
 # ## Predict
 #
@@ -26,17 +27,12 @@ mine = predict("Units of 1F1B, micro-batches that rank 0 keeps, units with v = 2
 # ## Run
 
 # %%
-layout = ("pipeline.stages=4", "pipeline.microbatches=8", "pipeline.recompute=never")
-one_f_one_b = draw("08_one_f_one_b", *layout, "pipeline.schedule=one_f_one_b")
-interleaved = {
-    v: draw(
-        f"08_interleaved_{v}",
-        *layout,
-        "pipeline.schedule=interleaved",
-        f"pipeline.options.stages_per_rank={v}",
-    )
-    for v in (2, 4)
-}
+layout = "pipeline.stages=4 pipeline.microbatches=8 pipeline.recompute=never"
+one_f_one_b = draw("08_one_f_one_b", f"{layout} pipeline.schedule=one_f_one_b")
+interleaved = {}
+for v in (2, 4):
+    schedule = f"pipeline.schedule=interleaved pipeline.options.stages_per_rank={v}"
+    interleaved[v] = draw(f"08_interleaved_{v}", f"{layout} {schedule}")
 
 # %% [markdown]
 # ## The pictures, in words
@@ -81,5 +77,7 @@ answer(
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core changes nothing, and `git` is not
-# used. Interleaving in its classic form needs M to be a multiple of the number of ranks. If you
-# try another M, the formula above is a bound, not the exact time.
+# used. If you predicted 24 for v = 2, you left out the idle time. If you predicted 16.5, you
+# divided the work by v as well: a stage takes half as long, but a rank has two of them. In its
+# original form interleaving needs M to be a multiple of the number of ranks; gpipe_hpc takes any
+# M.

@@ -6,14 +6,15 @@
 # The backward of a layer does two things. It computes the gradient of the layer's input (I),
 # which the rank before it is waiting for. It also computes the gradient of the layer's weights
 # (W), which nobody needs before the end of the step. Until now both were one action, B = I + W.
-# The *zero bubble* schedules split it: a rank runs I at once, and keeps W for a moment in which
-# it would idle.
+# The *zero bubble* schedules (Qi et al., 2024) split it: a rank runs I at once, and keeps W for a
+# moment in which it would idle.
 #
 # ## Predict
 #
-# There are K = 4 ranks and M = 8 micro-batches, F = I = W = 1 unit. 1F1B takes 33 units, of which
-# each rank idles (K - 1) (F + I + W) = 9. How many units does a rank idle if the weight gradients
-# fill the gaps? Note that the schedule `zb_h1` may not keep more activations than 1F1B does.
+# There are K = 4 ranks and M = 8 micro-batches, F = I = W = 1 unit. 1F1B (exercise 8) takes 33
+# units, of which each rank idles (K - 1) (F + I + W) = 9. How many units does a rank idle if
+# weight gradients fill gaps? The schedule `zb_h1` may not keep more activations than 1F1B does,
+# so it cannot start more forwards early.
 
 # %%
 from experiments.course.charts import bars
@@ -29,21 +30,23 @@ mine = predict("Idle units of a rank with zb_h1:")
 
 # %%
 K, M, F, I, W = 4, 8, 1, 1, 1
-layout = (f"pipeline.stages={K}", f"pipeline.microbatches={M}", "pipeline.recompute=never")
-layout += (f"draw.costs.weight_gradient={W}",)
-steps = {"one_f_one_b": simulate(*layout, "pipeline.schedule=one_f_one_b")}
-steps["zb_h1"] = draw("09_zb_h1", *layout, "pipeline.schedule=zb_h1")
-steps["zb_h2"] = simulate(*layout, "pipeline.schedule=zb_h2")
-steps["zb_v"] = simulate(*layout, "pipeline.schedule=zb_v")
+layout = (
+    f"pipeline.stages={K} pipeline.microbatches={M} pipeline.recompute=never "
+    f"draw.costs.weight_gradient={W}"
+)
+steps = {"one_f_one_b": simulate(f"{layout} pipeline.schedule=one_f_one_b")}
+steps["zb_h1"] = draw("09_zb_h1", f"{layout} pipeline.schedule=zb_h1")
+steps["zb_h2"] = simulate(f"{layout} pipeline.schedule=zb_h2")
+steps["zb_v"] = simulate(f"{layout} pipeline.schedule=zb_v")
 
 # %% [markdown]
 # ## The pictures, in words
 #
 # The first picture shows `zb_h1`. Forwards, input gradients and weight gradients are three kinds
-# of boxes. At the start the ranks idle as before. At the end, where 1F1B idles while the last
+# of boxes. At the start the ranks wait as before. At the end, where 1F1B idles while the last
 # backwards travel to rank 0, the ranks now run the weight gradients that they have kept, so the
-# right edge has no gaps. The second picture has a bar for each schedule: the idle units of a
-# rank. They become shorter from top to bottom.
+# right edge has no gaps. The second picture has a bar for each schedule, the idle units of a
+# rank: 9 for 1F1B, 3 for `zb_h1` and `zb_h2`, 1.5 for `zb_v`.
 
 # %%
 idle = {name: step.makespan - M * (F + I + W) for name, step in steps.items()}
@@ -71,10 +74,9 @@ answer(f"{idle['zb_h1']:g} units instead of {idle['one_f_one_b']:g}; zb_v: {idle
 #
 # ## Change one thing
 #
-# Weight gradients need not take as long as input gradients. Set `draw.costs.weight_gradient=0.5`
-# for `zb_h1`. What does the formula give, and what does the command print? (The formula gives 3 x
-# 1.5 = 4.5 idle units: less work to fill the gaps. The command prints 24.5 units for the step, of
-# which 8 x 2.5 = 20 are work.)
+# Weight gradients need not take as long as input gradients. Set `W = 0.5` in the cell under
+# *Run*. How many units does a rank idle with `zb_h1`? (3 x 1.5 = 4.5: there is less work to fill
+# the gaps. The step takes 24.5 units, of which 8 x 2.5 = 20 are work.)
 #
 # ## If the number does not come out
 #

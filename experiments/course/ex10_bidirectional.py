@@ -4,11 +4,12 @@
 # *Simulated: the same numbers on every machine. Five seconds.*
 #
 # Very large images leave room for the activations of a single micro-batch. Then GPipe does not
-# work: it needs many of them at the same time. *GEMS* places the model twice, in opposite
-# directions. Rank 0 holds the first stage of copy A and the last stage of copy B. The forward of
-# the second copy starts where the backward of the first one ends, so a rank holds the activations
-# of one micro-batch at a time. *Chimera* uses the same placement, but lets both copies run at
-# full speed, as two pipelines that flow against each other.
+# work: it needs several of them at the same time. *GEMS* (Jain et al., 2020) places the model
+# twice, in opposite directions. Rank 0 holds the first stage of copy A and the last stage of copy
+# B. The forward of the second copy starts where the backward of the first one ends, so a rank
+# holds the activations of one micro-batch at a time. *Chimera* (Li and Hoefler, 2021) uses the
+# same placement, but lets both copies run at full speed, as two pipelines that flow against each
+# other.
 #
 # ## Predict
 #
@@ -27,11 +28,11 @@ mine = predict("Units that GEMS needs for each further pair:")
 # ## Run
 
 # %%
-layout = ("pipeline.stages=4", "pipeline.recompute=never")
-gems = draw("10_gems", *layout, "pipeline.schedule=gems", "pipeline.microbatches=8")
-longer = simulate(*layout, "pipeline.schedule=gems", "pipeline.microbatches=16")
-chimera = draw("10_chimera", *layout, "pipeline.schedule=chimera", "pipeline.microbatches=4")
-gpipe = simulate(*layout, "pipeline.schedule=gpipe", "pipeline.microbatches=4")
+layout = "pipeline.stages=4 pipeline.recompute=never"
+gems = draw("10_gems", f"{layout} pipeline.schedule=gems pipeline.microbatches=8")
+longer = simulate(f"{layout} pipeline.schedule=gems pipeline.microbatches=16")
+chimera = draw("10_chimera", f"{layout} pipeline.schedule=chimera pipeline.microbatches=4")
+gpipe = simulate(f"{layout} pipeline.schedule=gpipe pipeline.microbatches=4")
 
 # %% [markdown]
 # ## The pictures, in words
@@ -66,11 +67,12 @@ answer(
 )
 
 # %% [markdown]
-# GEMS needs 4 D + 2 = 18 units for a pair instead of 6 D = 24. It is for the case in which
-# nothing else fits: its bubble tends to 1 - 6 / (4 D + 2) = 67 %, but its memory does not grow
-# with the number of micro-batches. If more than one micro-batch fits, Chimera needs 16 units
-# where GPipe needs 21. Both hold the weights of the model twice, and at the end of a step the two
-# copies must add up their gradients.
+# In GEMS a pair takes two backward waves of D B = 8 units each. Each forward wave follows a
+# backward wave and ends one unit after it. So a pair needs 2 (D B + F) = 4 D + 2 = 18 units
+# instead of 24. The bubble tends to 1 - 6 / (4 D + 2) = 67 %, but the memory does not grow with
+# the number of micro-batches: GEMS is for the case in which nothing else fits. If more than one
+# micro-batch fits, Chimera needs 16 units where GPipe needs 21. Both GEMS and Chimera hold the
+# weights of the model twice, and at the end of a step the two copies must add up their gradients.
 #
 # ## Change one thing
 #
@@ -82,5 +84,5 @@ answer(
 #
 # Nothing is measured here, so a busy machine or a single core changes nothing, and `git` is not
 # used. If you predicted 12 for a pair, you let both micro-batches run at the same time; then a
-# rank would have to keep two. GEMS and Chimera need an even number of micro-batches, and Chimera
-# needs an even number of ranks.
+# rank would have to keep two. Chimera needs an even number of ranks, since its two directions
+# meet in the middle.

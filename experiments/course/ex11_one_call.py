@@ -29,8 +29,8 @@ mine = predict("Digits that agree; what a hybrid rank sends compared with a data
 # %% [markdown]
 # ## Run
 #
-# `run_on_threads` plays four ranks as threads of this process. The function `train` is the same
-# for all three ways.
+# `run_on_threads` runs four ranks as threads of this process. The function `train` is the same
+# for all three ways. `pipe.share` is the part of the batch that belongs to this replica.
 
 # %%
 LAYERS = [LayerSpec(nn.Linear, 32, 32, dtype=torch.float64) for _ in range(8)]
@@ -38,10 +38,13 @@ LAYERS = [LayerSpec(nn.Linear, 32, 32, dtype=torch.float64) for _ in range(8)]
 
 def train(world, stages, replicas):
     pipe = Pipeline(
-        *(LAYERS, nn.functional.mse_loss),
-        **{"stages": stages, "replicas": replicas, "world": world},
+        LAYERS,
+        nn.functional.mse_loss,
+        stages=stages,
+        replicas=replicas,
         microbatches=4,
         partition="uniform",
+        world=world,
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(0)  # every rank draws the same batches

@@ -4,10 +4,10 @@
 # *Bytes are counted, losses measured over three seeds. Thirty seconds.*
 #
 # If the link between replicas is slow, they can send less than their gradients. *Top-k* sends
-# only the k largest numbers and their places. *QSGD* rounds each number to a few levels, at
-# random, so that it is right on average. *bfloat16* sends 2 bytes for each number. What is lost
-# is not thrown away: each replica keeps it and adds it to its next gradient. This is called
-# *error feedback*.
+# only the k largest numbers and their places. *QSGD* (Alistarh et al., 2017) rounds each number
+# to a few levels, at random, so that it is right on average. *bfloat16* sends 2 bytes for each
+# number. What is lost is not thrown away: each replica keeps it and adds it to its next gradient.
+# This is called *error feedback*.
 #
 # ## Predict
 #
@@ -18,6 +18,7 @@
 
 # %%
 import json
+import shutil
 
 import torch
 from torch import nn
@@ -36,15 +37,10 @@ mine = predict("Factor, and what happens to the loss:")
 # %%
 R = 2
 folder = OUT / f"13_compression_{R}"
+shutil.rmtree(folder, ignore_errors=True)
 run(
-    "gpipe_hpc.train",
-    *("model=mlp", "data=synthetic_vectors", "pipeline.stages=1", f"pipeline.replicas={R}"),
-    *(
-        "outer.compress=topk",
-        "outer.topk_fraction=0.01",
-        "train.steps=3",
-        "checkpoint.resume=never",
-    ),
+    f"gpipe_hpc.train model=mlp data=synthetic_vectors pipeline.stages=1 pipeline.replicas={R} "
+    "outer.compress=topk outer.topk_fraction=0.01 train.steps=3 "
     f"run.dir={folder.relative_to(ROOT)}",
     ranks=R,
     lines="^step +3/|^  all",

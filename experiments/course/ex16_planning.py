@@ -3,15 +3,15 @@
 #
 # *Counted and simulated: nearly the same numbers on every machine. Forty seconds.*
 #
-# A GPT of 32 layers of width 4096, with sequences of 2,048 tokens and a vocabulary of 32,000, has
-# about 7 billion parameters. We plan its training on GPUs with 80 GB. In 16-bit training with
-# AdamW a rank keeps for each parameter a weight (4 bytes), a gradient (4 bytes) and two numbers
-# of the optimizer (8 bytes).
+# A GPT of 32 blocks of width 4096, with sequences of 2,048 tokens and a vocabulary of 32,000, has
+# about 7 billion parameters. We plan its training on GPUs with 80 GB. With AdamW, and forwards in
+# bfloat16, a rank keeps for each parameter a float32 weight (4 bytes), its gradient (4 bytes) and
+# two numbers of the optimizer (8 bytes).
 #
 # ## Predict
 #
 # 1. A block of width h has 12 h^2 + 13 h parameters. Embedding and head have 32,000 h each, and
-#    positions 2,048 h. How many parameters are that?
+#    positions 2,048 h. How many parameters does the model have?
 # 2. How many GPUs does it take at least, so that weights, gradients and optimizer state fit?
 # 3. We have 64 GPUs on 8 hosts. Would you use 64 replicas, one pipeline of 64 stages, or
 #    something between?
@@ -21,7 +21,7 @@ import math
 import re
 
 from experiments.course.charts import bars
-from experiments.course.page import answer, picture, predict, run
+from experiments.course.page import answer, found, picture, predict, run
 
 mine = predict("Parameters; GPUs at least; replicas x stages on 64:")
 
@@ -35,20 +35,18 @@ mine = predict("Parameters; GPUs at least; replicas x stages on 64:")
 # %%
 GIGABYTES = 80
 model = (
-    *("model=gpt", "model.num_layers=32", "model.width=4096", "model.num_heads=32"),
-    *("data=synthetic", "data.seq_len=2048", "data.vocab_size=32000", "train.batch_size=512"),
-    *("train.device=cuda", "train.precision=bfloat16", f"pipeline.memory_bytes={GIGABYTES}GB"),
+    "model=gpt model.num_layers=32 model.width=4096 model.num_heads=32 "
+    "data=synthetic data.seq_len=2048 data.vocab_size=32000 train.batch_size=512 "
+    f"train.device=cuda train.precision=bfloat16 pipeline.memory_bytes={GIGABYTES}GB"
 )
 cluster = (
-    *("plan.search=true", "plan.flops_per_s=1.5e14", "plan.memory_bytes_per_s=1.5e12"),
-    *("plan.within_bytes_per_s=200e9", "plan.link_bytes_per_s=25e9"),
-    "pipeline.schedule=one_f_one_b",
+    "plan.search=true plan.flops_per_s=1.5e14 plan.memory_bytes_per_s=1.5e12 "
+    "plan.within_bytes_per_s=200e9 plan.link_bytes_per_s=25e9 pipeline.schedule=one_f_one_b"
 )
-fewest = run("gpipe_hpc.plan", *model, *cluster, lines="^the model fits")
+fewest = run(f"gpipe_hpc.plan {model} {cluster}", lines="^the model fits")
 ranking = run(
-    "gpipe_hpc.plan",
-    *(*model, *cluster, "plan.ranks=64", "plan.hosts=8"),
-    lines=r"^ *(\d+ )? +[\d.]+ s |^ +step|^ +pipeline\.",
+    f"gpipe_hpc.plan {model} {cluster} plan.ranks=64 plan.hosts=8",
+    lines=r"^ *\d+ +[\d.]+ s |^ +step|^ +pipeline\.",
 )
 
 # %% [markdown]
@@ -58,12 +56,7 @@ ranking = run(
 # The labels say how many replicas and stages there are. The best ones have 2 to 8 stages.
 
 # %%
-lines = [re.split(r"\s{2,}", line.strip()) for line in ranking.splitlines()]
-seconds = [
-    float(re.search(r"([\d.]+) s\b", line)[1])
-    for line in ranking.splitlines()
-    if re.match(r" *\d+ +[\d.]+ s ", line)
-]
+seconds = [float(each) for each in re.findall(r"^ *\d+ +([\d.]+) s ", ranking, re.M)]
 layouts = re.findall(r"replicas=(\d+) pipeline.stages=(\d+) pipeline.microbatches=(\d+)", ranking)
 rows = {
     f"{replicas} replicas x {stages} stages, M = {m}": second
@@ -77,7 +70,7 @@ picture("16_planning", bars("A step of 512 sequences on 64 GPUs", "s", rows))
 # %%
 h, layers, vocabulary, positions = 4096, 32, 32_000, 2_048
 P = layers * (12 * h**2 + 13 * h) + 2 * vocabulary * h + positions * h + 2 * h
-least = int(re.search(r"fits on (\d+) ranks", fewest)[1])
+least = int(found(r"fits on (\d+) ranks", fewest))
 bound = math.ceil(16 * P / (GIGABYTES * 1e9))
 assert bound <= least <= bound + 1, f"{least} GPUs, by the state alone {bound}"
 days = 1e12 / (512 * 2048 / seconds[0]) / 86_400
@@ -88,17 +81,16 @@ answer(
 )
 
 # %% [markdown]
-# 16 bytes x 6.7 billion are 107 GB: more than one GPU, less than two. With one stage (64
-# replicas) it does not fit, unless the optimizer's state is divided among replicas
-# (`outer.shard=flat`). With 64 stages each stage has half a block, and the bubble is large unless
-# M is. So the best layouts lie between: just enough stages to fit, and the rest replicas. The
-# second line below each layout says what to type to train with it.
+# 16 bytes x 6.7 billion are 107 GB: more than one GPU, less than two. So 64 replicas of one stage
+# do not fit as they are. With 64 stages each stage has half a block, and the bubble is large
+# unless M is. The best layouts lie between: just enough stages to fit, and the rest replicas. The
+# second line of each layout says what to type to train with it.
 #
 # ## Change one thing
 #
 # Set `GIGABYTES = 40`. How many does it take at least? (The state alone needs 107 / 40, so 3. The
-# command names 4: with 3 stages the first one holds 42.7 GB, since 32 blocks do not divide evenly
-# into 3 and the first stage also has the embedding.)
+# command names 4: with 3 stages the first one would need 46 GB, for 11 of the 32 blocks, the
+# embedding, activations, and what layers take as they run.)
 #
 # ## If the number does not come out
 #

@@ -6,6 +6,7 @@ Pictures and notebooks go to `experiments/course/out`, which git ignores.
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,45 +38,64 @@ def predict(question: str) -> str | None:
         return None
 
 
-def run(
-    module: str, *arguments: str, ranks: int = 1, lines: str = "", may_fail: bool = False
-) -> str:
-    """Run `python -m module`, on several ranks by torchrun; print and return what it prints.
+def run(command: str, *, ranks: int = 1, lines: str = "", may_fail: bool = False) -> str:
+    """Run a command in the top folder of the repository; print and return what it prints.
 
     Args:
-        module: for example `gpipe_hpc.draw`.
-        arguments: settings, as NAME=VALUE.
+        command: a module and its arguments, as after `python -m`.
         ranks: processes; more than one are started by torchrun.
         lines: a regular expression; only lines that it matches are printed. Empty: all lines.
         may_fail: whether an exit code other than 0 is part of the exercise.
     """
-    shown = ["python", "-m", module, *arguments]
-    command = [sys.executable, "-m", module, *arguments]
+    words = shlex.split(command)
+    shown, started = ["python", "-m", *words], [sys.executable, "-m", *words]
     if ranks > 1:
-        by = ["--standalone", "--nproc_per_node", str(ranks), "-m", module, *arguments]
-        shown = ["torchrun", *by]
-        command = [sys.executable, "-m", "torch.distributed.run", *by]
+        words = ["--standalone", "--nproc_per_node", str(ranks), "-m", *words]
+        shown, started = (
+            ["torchrun", *words],
+            [sys.executable, "-m", "torch.distributed.run", *words],
+        )
     print(f"$ {shlex.join(shown)}", flush=True)
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    done = subprocess.run(
+    code, text = _output(started)
+    if code and not may_fail:
+        raise RuntimeError(f"the command ended with exit code {code}:\n{text}")
+    wanted = [line for line in text.splitlines() if re.search(lines, line)]
+    print("\n".join(wanted))
+    if len(wanted) < len(text.splitlines()):
+        print("(other lines left out)")
+    return text
+
+
+def _output(command: Sequence[str]) -> tuple[int, str]:
+    """Return exit code and output; whatever it started ends with it, also after Ctrl-C."""
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env={"OMP_NUM_THREADS": "1"} | os.environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+        start_new_session=True,
     )
-    text = done.stdout
-    if done.returncode and not may_fail:
-        raise RuntimeError(f"the command ended with exit code {done.returncode}:\n{text}")
-    found = [line for line in text.splitlines() if re.search(lines, line)]
-    print("\n".join(found))
-    if len(found) < len(text.splitlines()):
-        print("(other lines left out)")
-    return text
+    try:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        so_far = (error.output or b"").decode(errors="replace")
+        raise RuntimeError(f"the command took over {TIMEOUT_S:g} s:\n{so_far}") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, text
+
+
+def found(pattern: str, text: str) -> str:
+    """Return the part of a text that the first group of a regular expression matches."""
+    match = re.search(pattern, text, re.M)
+    if match is None:
+        raise ValueError(f"found no {pattern!r} in:\n{text}")
+    return match[1]
 
 
 def simulated(text: str) -> Simulated:
@@ -89,17 +109,17 @@ def simulated(text: str) -> Simulated:
     )
 
 
-def simulate(*settings: str) -> Simulated:
+def simulate(settings: str) -> Simulated:
     """Simulate a schedule with `gpipe_hpc.draw`; return its numbers."""
-    return simulated(run("gpipe_hpc.draw", *settings, lines="makespan|peaks"))
+    return simulated(run(f"gpipe_hpc.draw {settings}", lines="makespan|peaks"))
 
 
-def draw(name: str, *settings: str) -> Simulated:
+def draw(name: str, settings: str) -> Simulated:
     """Simulate a schedule with `gpipe_hpc.draw`, show its picture, return its numbers."""
-    step = simulate(*settings)
+    step = simulate(settings)
     path = OUT / f"{name}.svg"
     OUT.mkdir(exist_ok=True)
-    run("gpipe_hpc.draw", *settings, f"draw.out={path.relative_to(ROOT)}", lines="wrote")
+    run(f"gpipe_hpc.draw {settings} draw.out={path.relative_to(ROOT)}", lines="wrote")
     show(path)
     return step
 
@@ -162,11 +182,8 @@ def answer(text: str, mine: str | None = None) -> None:
 
 def spread(values: Sequence[float], unit: str, factor: float = 1.0) -> str:
     """Return the median of measured values, with their quartiles, as text."""
-    low, middle, high = quartiles(values)
-    return (
-        f"{middle * factor:.3g} {unit} "
-        f"(half of {len(values)} rounds: {low * factor:.3g} to {high * factor:.3g})"
-    )
+    low, middle, high = (f"{value * factor:.3g}" for value in quartiles(values))
+    return f"{middle} {unit} (quartiles {low} and {high}, {len(values)} rounds)"
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

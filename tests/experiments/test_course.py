@@ -8,7 +8,7 @@ import pytest
 
 from experiments.course import charts
 from experiments.course.__main__ import cells, main, pages, trouble, write_notebooks
-from experiments.course.page import in_bytes, planned, quartiles, simulated
+from experiments.course.page import found, in_bytes, planned, quartiles, run, simulated, spread
 
 PARTS = (
     "## Predict",
@@ -40,7 +40,7 @@ def test_a_page_is_one_page(path):
     """A screen of text, and code that a student reads in a minute."""
     text = [cell.source for cell in cells(path) if cell.is_text]
     code = [cell.source for cell in cells(path) if not cell.is_text]
-    assert len(" ".join(text).split()) <= 560
+    assert len(" ".join(text).split()) <= 600
     assert sum(len(each.splitlines()) for each in code) <= 70
 
 
@@ -84,6 +84,17 @@ def test_numbers_are_read_from_what_commands_print():
     assert in_bytes("445,696") == 445_696
     assert quartiles([3.0]) == (3.0, 3.0, 3.0)
     assert quartiles([1, 2, 3, 4, 5]) == (2, 3, 4)
+    assert spread([1, 2, 3, 4, 5], "ms", 1e3) == "3e+03 ms (quartiles 2e+03 and 4e+03, 5 rounds)"
+    assert found(r"^step (\d+)", "a\nstep 7\n") == "7"
+    with pytest.raises(ValueError, match="found no"):
+        found("(x)", "y")
+
+
+def test_a_command_that_fails_shows_its_output(capsys):
+    with pytest.raises(RuntimeError, match="exit code 2"):
+        run("experiments.course 77")
+    assert "no exercise 77" in run("experiments.course 77", may_fail=True)
+    assert "$ python -m experiments.course 77" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
