@@ -3,6 +3,9 @@
     python -m experiments.outer.collectives measure
     python -m experiments.outer.collectives broadcast
     python -m experiments.outer.collectives predict --ranks 16,64 --latency 5e-6 --bandwidth 10e9
+    python -m experiments.outer.collectives point_to_point
+    python -m experiments.outer.collectives profiles
+    python -m experiments.outer.collectives ladder
 
 Each has --help. README.md says what they gave.
 """
@@ -13,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from experiments.outer.collectives import comparing
+from experiments.outer.collectives import comparing, ladder, point_to_point, profiles
 
 Command = tuple[
     str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]
@@ -34,6 +37,21 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             "closed forms and crossovers over a link that you name; nothing is measured",
             comparing.add_predict_options,
             comparing.predict,
+        ),
+        "point_to_point": (
+            "latency and bandwidth between two processes, staged against direct",
+            point_to_point.add_command_options,
+            point_to_point.run,
+        ),
+        "profiles": (
+            "what libraries make of an all-reduce: models with their sources, not measurements",
+            profiles.add_options,
+            profiles.run,
+        ),
+        "ladder": (
+            "S-Caffe's blocking and overlapped designs, simulated beside a measured run",
+            ladder.add_command_options,
+            ladder.run,
         ),
     }
 )

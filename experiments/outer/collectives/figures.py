@@ -22,6 +22,14 @@ _ADVICE_HEAD: Final = (
 )
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and the upper one; the ends of fewer than four values."""
+    if len(values) < 4:
+        return min(values), max(values)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
 @dataclass(frozen=True)
 class Timing:
     """An algorithm over a vector: seconds of each repetition, of the slowest rank.
@@ -45,10 +53,7 @@ class Timing:
     @property
     def quartiles_s(self) -> tuple[float, float]:
         """Return the lower and the upper one; the ends of fewer than four repetitions."""
-        if len(self.seconds) < 4:
-            return min(self.seconds), max(self.seconds)
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return low, high
+        return quartiles(self.seconds)
 
     def terms(self, g: int) -> Terms:
         """Return its closed form; `g`: ranks of a host."""
