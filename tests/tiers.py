@@ -76,6 +76,7 @@ SLOW: Final = (
     "tests/engine/test_networks.py",
     "tests/engine/test_process_lifetime.py",
     "tests/engine/test_process_watch.py",
+    "tests/experiments/test_large_images.py",
     "tests/experiments/test_literature.py",
     "tests/experiments/test_course_runs.py",
     "tests/plan/test_plan.py",

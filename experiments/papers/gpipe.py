@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from experiments.papers import largest
 from experiments.papers.table import Figure, Paper, Table, counted, timed
 from gpipe_hpc.models import count_parameters
 from gpipe_hpc.models.zoo.names import build_model
@@ -328,6 +329,6 @@ PAPER: Final = Paper(
     "gpipe",
     "GPipe: Huang et al., NeurIPS 2019, and torchgpipe: Kim et al., 2020",
     formulas=(step_times, activations),
-    counts=(images, transformers),
-    simulated=(table_1, table_2, table_3, torchgpipe),
+    counts=(images, transformers, largest.amoebas),
+    simulated=(table_1, largest.transformers, table_2, table_3, torchgpipe),
 )

@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LITERATURE = ROOT / "docs" / "explanation" / "literature.md"
 LIST = ROOT / "experiments" / "README.md"
 PAPERS = (ROOT / "experiments" / "papers" / "README.md").read_text("utf-8")
-RUN = ("gpipe_hpc.draw", "gpipe_hpc.plan", "gpipe_hpc.verify", "experiments.outer.collectives")
+RUN = (
+    "gpipe_hpc.draw",
+    "gpipe_hpc.plan",
+    "gpipe_hpc.verify",
+    "experiments.large_images",
+    "experiments.outer.collectives",
+)
 
 
 class Line(NamedTuple):
@@ -52,9 +58,12 @@ def module_of(command):
 def output_of(module, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, *words])
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
-    return ended.value.code, capsys.readouterr().out
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    return code or 0, capsys.readouterr().out
 
 
 def name_of(line):

@@ -8,7 +8,8 @@ import pytest
 
 from experiments.papers.__main__ import HERE, PAPERS
 from experiments.papers.gpipe import images
-from experiments.papers.report import Outcome, as_json, markdown, summary
+from experiments.papers.largest import amoebas, largest_transformer
+from experiments.papers.report import Outcome, as_json, markdown, run, summary
 from experiments.papers.table import Figure, Paper, Table, as_printed
 from experiments.papers.zero_bubble import SETUPS, cost_ms
 
@@ -23,6 +24,24 @@ def test_formulas_are_met_exactly(paper):
 
 def test_parameter_counts_are_as_printed():
     assert [figure for figure in images().figures if not figure.is_equal] == []
+
+
+def test_the_largest_transformer_grows_with_the_accelerators():
+    """13 on one, as the paper's; then nearly as many for each further one."""
+    found = [largest_transformer(number, 0.1) for number in (1, 2, 8)]
+    assert found[0] == 13 and found[1] >= 25 and 103 <= found[2] <= 1.1 * 103
+
+
+def test_amoebanets_of_table_1_fit():
+    assert [figure for figure in amoebas().figures if not figure.is_equal] == []
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda p: p.name)
+def test_figures_are_those_on_file(paper):
+    """All tables made again: a change of the simulator or the planner must show in the page."""
+    made = json.loads(as_json([run(paper)]))
+    on_file = json.loads((HERE / "figures.json").read_text(encoding="utf-8"))
+    assert made == [each for each in on_file if each["paper"] == paper.name]
 
 
 def test_a_calculated_bubble_rate_of_the_zero_bubble_paper():

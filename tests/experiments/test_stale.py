@@ -11,6 +11,7 @@ import torch
 from experiments.outer.stale.remote import ADDRESS, RemoteShard, serve
 from experiments.outer.stale.shard import Shard, divided, sum_in_order
 from experiments.outer.stale.text_model import initial_values, read_text, update_of
+from experiments.outer.stale.without_bound import AsynchronousShard, GossipShard
 from experiments.outer.stale.working import work
 
 WORKERS = 3
@@ -186,3 +187,57 @@ def test_shards_behind_a_connection_give_the_same_bits(text):
     for shard in shards:
         for name, value in shard.settled()[1].items():
             assert torch.equal(value, expected[name]), name
+
+
+def count_up(values, clock):
+    """Add 1 to every number."""
+    return {name: torch.ones_like(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("kind", [AsynchronousShard, GossipShard])
+def test_without_a_bound_nobody_waits(kind):
+    """One worker makes 50 iterations while the others make none; each update counts once."""
+    shard = kind({"x": torch.zeros(2, dtype=torch.float64)}, WORKERS)
+    work([shard], [["x"]], 0, range(50), count_up)
+    assert shard.most_ahead == 49
+    number, values = shard.settled()
+    assert number == 50 // WORKERS
+    assert values["x"].tolist() == pytest.approx([50, 50], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", [AsynchronousShard, GossipShard])
+def test_without_a_bound_no_update_is_lost(kind):
+    """Whoever comes when, and through however many shards."""
+    parts = [{"a": torch.zeros(2, dtype=torch.float64)}, {"b": torch.ones(1, dtype=torch.float64)}]
+    shards = [kind(part, WORKERS) for part in parts]
+    train(shards, parts, 40, lambda values, worker, clock: count_up(values, clock))
+    (first, a), (second, b) = (shard.settled() for shard in shards)
+    assert first == second == 40
+    assert torch.allclose(a["a"], torch.full((2,), 40.0 * WORKERS, dtype=torch.float64))
+    assert b["b"].item() == pytest.approx(1 + 40 * WORKERS)
+
+
+def test_gossip_brings_workers_together():
+    """Without updates all become the mean; pairs are drawn among others only."""
+    shard = GossipShard({"x": torch.zeros(1, dtype=torch.float64)}, WORKERS)
+    shard.read(0, 0)
+    shard.add(0, 0, {"x": torch.ones(1, dtype=torch.float64)})
+    for clock in range(1, 40):
+        for worker in range(WORKERS):
+            assert shard.peer(worker, clock) != worker
+            seen = shard.read(worker, clock)["x"].item()
+    assert seen == pytest.approx(1)
+    assert shard.settled()[1]["x"].item() == pytest.approx(1)
+
+
+def test_gossip_alone_is_plain_descent(text):
+    shard = GossipShard(initial_values(), 1)
+    names = [list(initial_values())]
+    work([shard], names, 0, range(5), lambda values, clock: update_of(values, text, 0, clock, RATE))
+    values = initial_values()
+    for clock in range(5):
+        copies = {name: value.clone() for name, value in values.items()}
+        update = update_of(copies, text, 0, clock, RATE)
+        values = {name: value + update[name] for name, value in values.items()}
+    for name, value in shard.settled()[1].items():
+        assert torch.allclose(value, values[name], atol=1e-6), name

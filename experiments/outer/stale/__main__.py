@@ -1,6 +1,6 @@
 """Steps a second and loss of stale-synchronous training, for several bounds and slow workers.
 
-python -m experiments.outer.stale --seconds 20 --bounds 0,1,4,16
+python -m experiments.outer.stale --seconds 20 --bounds 0,1,4,16,none,gossip
 
 Workers and shards are processes of this machine. A worker waits, on top of computing, for as long
 as its machine is said to be busy with something else: `random`: a tenth of all iterations, any
@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from experiments.outer.stale.remote import ADDRESS, RemoteShard, serve
+from experiments.outer.stale.remote import ADDRESS, RemoteShard, WatchedShard, serve
 from experiments.outer.stale.shard import Shard, Values, divided
 from experiments.outer.stale.text_model import (
     Text,
@@ -29,6 +29,7 @@ from experiments.outer.stale.text_model import (
     update_of,
     validation_loss,
 )
+from experiments.outer.stale.without_bound import AsynchronousShard, GossipShard
 from experiments.outer.stale.working import work
 
 _BUSY_S: Final = 0.030
@@ -37,10 +38,10 @@ _FOREVER: Final = 1 << 40
 
 
 class Setting(NamedTuple):
-    """What one line of the table runs with."""
+    """What one line of the table runs with; `bound`: a number, none or gossip."""
 
     delays: str
-    bound: int
+    bound: str
     workers: int
     shards: int
     rate: float
@@ -92,7 +93,15 @@ def run(setting: Setting, text: Text, seconds: float) -> list[Moment]:
 
 def _serve(part: Values, setting: Setting, listener: Listener) -> None:
     torch.set_num_threads(1)
-    serve(Shard(part, setting.workers, setting.bound), listener, setting.workers + 1)
+    serve(_shard(part, setting), listener, setting.workers + 1)
+
+
+def _shard(part: Values, setting: Setting) -> WatchedShard:
+    if setting.bound == "none":
+        return AsynchronousShard(part, setting.workers)
+    if setting.bound == "gossip":
+        return GossipShard(part, setting.workers)
+    return Shard(part, setting.workers, int(setting.bound))
 
 
 def _work(
@@ -144,7 +153,11 @@ def main() -> None:
     """Run all settings and print the table."""
     parser = argparse.ArgumentParser(prog="python -m experiments.outer.stale")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each line")
-    parser.add_argument("--bounds", default="0,1,4,16")
+    parser.add_argument(
+        "--bounds",
+        default="0,1,4,16,none,gossip",
+        help="numbers; none: no worker waits; gossip: each averages with one other at a time",
+    )
     parser.add_argument("--delays", default="random,one")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--shards", type=int, default=2)
@@ -153,7 +166,7 @@ def main() -> None:
     torch.set_num_threads(1)
     text = read_text()
     settings = [
-        Setting(delays, int(bound), args.workers, args.shards, args.rate)
+        Setting(delays, bound, args.workers, args.shards, args.rate)
         for delays in args.delays.split(",")
         for bound in args.bounds.split(",")
     ]

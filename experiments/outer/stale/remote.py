@@ -4,17 +4,26 @@ import json
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from experiments.outer.stale.shard import Shard, Values
+from experiments.outer.stale.shard import ParameterShard, Values
 
 ADDRESS: Final = "127.0.0.1"
 
 
-def serve(shard: Shard, listener: Listener, num_clients: int) -> None:
+class WatchedShard(ParameterShard, Protocol):
+    """A shard that says what it holds."""
+
+    most_ahead: int
+
+    def settled(self) -> tuple[int, Values]:
+        """Return how many iterations are done, and the parameters."""
+
+
+def serve(shard: WatchedShard, listener: Listener, num_clients: int) -> None:
     """Answer so many clients, each on a thread of its own, until all have left."""
     threads = []
     for _ in range(num_clients):
@@ -24,7 +33,7 @@ def serve(shard: Shard, listener: Listener, num_clients: int) -> None:
         thread.join()
 
 
-def _answer(shard: Shard, connection: Connection) -> None:
+def _answer(shard: WatchedShard, connection: Connection) -> None:
     like = shard.settled()[1]
     try:
         while True:
