@@ -1,6 +1,8 @@
 """The sweeps of experiments/characterisation: rounds are interleaved and told with a spread."""
 
-from experiments.characterisation.__main__ import MODEL, page
+import xml.etree.ElementTree as ET
+
+from experiments.characterisation.__main__ import MODEL, on_file, page, picture
 from experiments.characterisation.measuring import measure_all, table
 from experiments.characterisation.sweeps import sweeps
 from gpipe_hpc.bench.figures import Measured
@@ -34,6 +36,16 @@ def test_rounds_go_over_all_points_in_turn(capsys):
     lines = table(found[1]).splitlines()
     assert lines[2].split("|")[3].strip() == "2" and lines[2].endswith("| 1.00 |")
     assert lines[-1] == "| 4 threads | none: exit code 1, no / cores | 0 | | | |"
-    told = page([first, second], found, "machine")
-    assert told.count("## ") == 2
+    told = page([first, second], found, ["machine", "another"])
+    assert told.count("## ") == 2 and "another\n\n![Threads" in told
+    drawn = picture(second, found[1])
+    assert ET.fromstring(drawn) is not None and "4 threads" not in drawn
+    assert "prefers-color-scheme:dark" in drawn
+    low, middle, high = found[0][0].samples_per_s_range
+    assert (low, high) == (4 / (1 + len(names)), 4) and low < middle < high
     assert "round 2/2, 1 threads" in capsys.readouterr().err
+
+
+def test_what_is_on_file_is_of_the_points_that_there_are():
+    for lines, told in on_file(sweeps()).values():
+        assert told and all(each.rounds_s for each in lines)
