@@ -23,6 +23,12 @@ class Found:
         return self.setting.point.batch_size / median(self.rounds_s)
 
     @property
+    def samples_per_s_range(self) -> tuple[float, float, float]:
+        """Return the samples a second of the slowest round, the median and the fastest round."""
+        batch = self.setting.point.batch_size
+        return batch / max(self.rounds_s), self.samples_per_s, batch / min(self.rounds_s)
+
+    @property
     def spread(self) -> float:
         """Return how far the slowest round is from the fastest, over the median."""
         return (max(self.rounds_s) - min(self.rounds_s)) / median(self.rounds_s)

@@ -22,6 +22,11 @@ class Sweep(NamedTuple):
     question: str
     settings: tuple[Setting, ...]
 
+    @property
+    def name(self) -> str:
+        """Return the title as a word of the command line."""
+        return self.title.lower().replace(" ", "_")
+
 
 def sweeps() -> tuple[Sweep, ...]:
     """Return all tables, for a machine of two cores."""
