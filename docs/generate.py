@@ -45,6 +45,11 @@ of the model. Weights: quarters of the model that a rank holds. The table for yo
 python -m gpipe_hpc.draw draw.format=table pipeline.stages=4 pipeline.microbatches=8
 ```
 
+`gems` is GEMS as [Jain et al.](../explanation/literature.md) describe it: `replications=1` is their
+MAST, more are MASTER; without it each pass has one micro-batch. It is for images so large that a
+rank holds one: see [large images](../../experiments/large_images/README.md). The paper of every
+schedule, with its figures beside ours, is in [the literature](../explanation/literature.md).
+
 `pipeline.schedule=NAME` chooses a schedule, `pipeline.options.KEY=VALUE` sets its options.
 `pipeline.schedule=auto` searches an order for the measured costs of your layers, and
 `pipeline.schedule=file` runs a table that you wrote: see
