@@ -136,8 +136,9 @@ def computed_crossovers(each: Found, collective: str) -> list[Crossover]:
 
 
 def measured_crossovers(each: Found, collective: str) -> list[Crossover]:
-    """Return where the fastest of ours changes from one size that was timed to the next.
+    """Return where the fastest of ours changes from one size that was timed to a later one.
 
+    Another counts as faster if its upper quartile is below the lower one of the fastest so far.
     Between two sizes, times are taken to follow a power of the size.
     """
     curves = {name: each.along(collective, name) for name in FORMS[collective]}
@@ -147,16 +148,18 @@ def measured_crossovers(each: Found, collective: str) -> list[Crossover]:
         min((curve[at].median_s, name) for name, curve in curves.items())[1]
         for at in range(len(sizes))
     ]
-    found = []
+    found, before = [], fastest[0]
     for at, (low, high) in enumerate(pairwise(sizes)):
-        before, after = fastest[at : at + 2]
-        if before == after:
+        after = fastest[at + 1]
+        ahead = curves[after][at + 1].quartiles_s[1] < curves[before][at + 1].quartiles_s[0]
+        if before == after or not ahead:
             continue
         gaps = [
             math.log(curves[before][i].median_s / curves[after][i].median_s) for i in (at, at + 1)
         ]
-        share = -gaps[0] / (gaps[1] - gaps[0]) if gaps[1] > gaps[0] else 0.5
+        share = min(1.0, max(0.0, -gaps[0] / (gaps[1] - gaps[0]))) if gaps[1] > gaps[0] else 0.5
         found.append(Crossover(round(low * (high / low) ** share), before, after))
+        before = after
     return found
 
 
@@ -173,8 +176,8 @@ def crossover_lines(found: Sequence[Found]) -> str:
                     f"{cross.before} -> {cross.after} at {size_text(cross.num_bytes)}"
                     for cross in some
                 )
-                fastest = "" if what else "one algorithm at all sizes"
-                lines.append(f"- {each.ranks} ranks, {collective}, {kind}: {what or fastest}")
+                none = "none" if kind == "computed" else "none beyond the spread"
+                lines.append(f"- {each.ranks} ranks, {collective}, {kind}: {what or none}")
     return "\n".join(lines)
 
 
@@ -207,8 +210,8 @@ def _links(found: Found) -> Iterator[str]:
     rate = f"{1e-9 / link.byte_s:.3g} GB/s" if link.byte_s else "no time for bytes"
     yield (
         f"- {found.ranks} ranks: alpha {1e6 * link.start_s:.4g} us, beta {1e9 * link.byte_s:.4g} "
-        f"ns/B ({rate}), gamma {1e9 * link.add_s:.4g} ns/B; half of our algorithms' times are "
-        f"within {100 * found.fit.error:.0f} % of their closed forms."
+        f"ns/B ({rate}), gamma {1e9 * link.add_s:.4g} ns/B; half of the lower "
+        f"quartiles of ours are within {100 * found.fit.error:.0f} % of their closed forms."
     )
     over = statistics.median(pick.over for pick in _picks(found))
     yield f"  What the tuner picks takes {100 * over:.0f} % longer than our fastest (median)."

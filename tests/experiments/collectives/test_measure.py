@@ -68,6 +68,12 @@ def test_a_measured_crossover_is_where_two_lines_cross_in_the_picture():
     timings = curve("binomial", (1e-3, 1e-3, 4e-3)) + curve("chain", (3e-3, 2e-3, 2e-3))
     found = Found(4, 2, tuple(timings), FIT)
     (cross,) = measured_crossovers(found, "broadcast")
+    noisy = [
+        Timing(4, "broadcast", name, 16384, (least, least, 9e-3))
+        for name, least in (("binomial", 4e-3), ("chain", 2e-3))
+    ]
+    blurred = [each for each in timings if each.num_bytes < 16384] + noisy
+    assert measured_crossovers(Found(4, 2, tuple(blurred), FIT), "broadcast") == []
     assert (cross.before, cross.after, cross.num_bytes) == ("binomial", "chain", 8192)
     assert "broadcast, measured: binomial -> chain at 8 KiB" in crossover_lines([found])
 
