@@ -14,9 +14,9 @@
 #
 # A linear layer multiplies a batch of b vectors by a weight matrix of 4096 x 4096 numbers of 4
 # bytes. It takes 2 x 4096 x 4096 x b FLOP. It must read the weights, 67 MB, once, whatever b is.
-# So I is about b / 2 FLOP per byte. Many CPU cores compute 30 to 100 GFLOP in a second (G is
-# 10^9) and move 5 to 40 GB in a second. What share of its peak does a core reach with b = 1:
-# about all, about a half, or about a tenth? At which b does the slope end?
+# So I is about b / 2 FLOP per byte. Take a core that computes 60 GFLOP in a second (G is 10^9)
+# and moves 12 GB in a second. What share of its peak does it reach with b = 1: about all, about a
+# half, or about a tenth? At which b does the slope end? And on your machine?
 
 # %%
 import time
@@ -27,7 +27,7 @@ from torch import nn
 from experiments.course.charts import lines
 from experiments.course.page import answer, check, picture, predict, quartiles, spread
 
-mine = predict("Share of the peak with b = 1, and b from which it is close to the peak:")
+mine = predict("Share of the peak with b = 1, and b where the slope ends:")
 
 # %% [markdown]
 # ## Run
@@ -91,19 +91,25 @@ picture(
 check("FLOP per byte with b = 1", intensity[1], 0.5, tolerance=0.01)
 ridge = 2 * peak / bandwidth
 share = quartiles(reached[1])[1] / peak
-answer(f"{share:.0%} of the peak with b = 1; the slope ends near b = {ridge:.0f}", mine)
+by_roofline = intensity[1] * bandwidth / peak
+answer(
+    f"{share:.0%} of the peak with b = 1 (by the roofline {by_roofline:.0%}); "
+    f"the slope ends near b = {ridge:.0f}",
+    mine,
+)
 
 # %% [markdown]
-# With b = 1 the core reads 4 bytes for every 2 FLOP, so it waits for memory nearly all the time.
-# The slope ends where I x bandwidth = peak, that is at b = 2 x peak / bandwidth. Far beyond it,
-# larger batches bring no more FLOP in a second. This decides how small micro-batches may be
-# (exercise 5): if they are too small, they waste the device.
+# With b = 1 the core does 2 FLOP for every 4 bytes that it reads, so it waits for memory nearly
+# all the time. The core of the question reaches 0.5 x 12 = 6 GFLOP/s, a tenth of its peak. The
+# slope ends where I x bandwidth = peak, that is at b = 2 x peak / bandwidth; for the core of the
+# question at b = 10. Far beyond it, larger batches bring no more FLOP in a second. This decides
+# how small micro-batches may be (exercise 5): if they are too small, they waste the device.
 #
 # ## Change one thing
 #
-# Set `THREADS = 2`. Does the peak double? Does the bandwidth? (With two free cores the peak
+# Set `THREADS = 2`. Does the peak double? Does the bandwidth? (With two idle cores the peak
 # nearly doubles. The bandwidth grows less, since both cores share the memory. So the slope ends
-# at a larger b.)
+# at a larger b. If the two are threads of one core, or other programs run, neither grows much.)
 #
 # ## If the number does not come out
 #

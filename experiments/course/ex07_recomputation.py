@@ -82,10 +82,15 @@ answer(
 #
 # ## Change one thing
 #
-# Type `python -m gpipe_hpc.draw pipeline.stages=4 pipeline.microbatches=8
-# pipeline.recompute=except_last`. How many units does the step take? (40. Rank 3 needs no
-# recomputation of micro-batch 7, because its forward has only just run. There it was not hidden:
-# rank 3 does not wait for a gradient.)
+# How many units does the step take with `except_last`? Type this in a terminal:
+#
+# ```sh
+# python -m gpipe_hpc.draw pipeline.stages=4 pipeline.microbatches=8 \
+#     pipeline.recompute=except_last
+# ```
+#
+# It takes 40 units. Rank 3 needs no recomputation of micro-batch 7, because its forward has only
+# just run. On rank 3 this recomputation was not hidden, since rank 3 waits for no gradient.
 #
 # ## If the number does not come out
 #

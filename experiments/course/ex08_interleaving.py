@@ -69,10 +69,16 @@ answer(
 #
 # ## Change one thing
 #
-# Let a transfer take 0.25 units. This command prints the times of all schedules: `python -m
-# gpipe_hpc.draw draw.format=table pipeline.stages=4 pipeline.microbatches=8
-# draw.costs.send=0.25`. Which is the fastest now: v = 1 (1F1B), v = 2 or v = 4? (They take 37, 32
-# and 33.75 units: v = 2 is the fastest, since v = 4 spends more on transfers than it saves.)
+# Let a transfer take 0.25 units. Which is the fastest now: v = 1 (1F1B), v = 2 or v = 4? This
+# command prints the times of all schedules; type it in a terminal:
+#
+# ```sh
+# python -m gpipe_hpc.draw draw.format=table pipeline.stages=4 pipeline.microbatches=8 \
+#     draw.costs.send=0.25
+# ```
+#
+# They take 37, 32 and 33.75 units: v = 2 is the fastest, since v = 4 spends more on transfers
+# than it saves.
 #
 # ## If the number does not come out
 #

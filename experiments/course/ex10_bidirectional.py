@@ -76,9 +76,14 @@ answer(
 #
 # ## Change one thing
 #
-# Take Chimera with 8 micro-batches: `python -m gpipe_hpc.draw pipeline.schedule=chimera
-# pipeline.stages=4 pipeline.microbatches=8 pipeline.recompute=never`. Is it twice as long? (30
-# units, not 32: the next 4 micro-batches start before the first 4 have ended.)
+# Take Chimera with 8 micro-batches. Is it twice as long? Type this in a terminal:
+#
+# ```sh
+# python -m gpipe_hpc.draw pipeline.schedule=chimera pipeline.stages=4 \
+#     pipeline.microbatches=8 pipeline.recompute=never
+# ```
+#
+# It takes 30 units, not 32: the next 4 micro-batches start before the first 4 have ended.
 #
 # ## If the number does not come out
 #

@@ -105,4 +105,4 @@ answer("the losses agree to 10 digits and more; a hybrid rank sends a third", mi
 # Losses do not depend on how busy the machine is, on the number of cores or on `git`. If your own
 # model gives losses that differ early, look for something that depends on the other samples of a
 # batch: BatchNorm, for example, sees smaller batches on each replica. With float32 instead of
-# float64 the losses agree to about 6 digits.
+# float64 the losses agree to about 7 digits.

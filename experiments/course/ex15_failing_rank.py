@@ -92,17 +92,19 @@ check("steps done after the restart", done, 7 // EVERY * EVERY)
 answer(f"{spread(waits, 's')}; {finished - done} finished steps are repeated", mine)
 
 # %% [markdown]
-# A killed process cannot send a message, but the operating system closes its connections, and the
-# other rank sees that at once. The limit of 15 seconds (`comm.silence_s`) is for a rank that is
-# frozen, or a machine that lost power: then nobody closes the connection. The message names the
-# rank, the signal and the last action, because with a thousand ranks the first question is which
-# one it was. Steps 6 and 7 were finished but not saved, so they are repeated; step 8 never ended.
-# On average half of `checkpoint.every` steps are lost at each failure.
+# A killed process cannot send a message. But each rank has a helper process on the same host,
+# which asks the operating system whether the rank still lives, and tells the other ranks. The
+# limit of 15 seconds (`comm.silence_s`) is for a rank that is frozen, or a machine that lost
+# power: then nobody is left to tell. The message names the rank, the signal and the last action,
+# because with a thousand ranks the first question is which one it was. (It counts steps from 0:
+# its step 7 is our step 8.) Steps 6 and 7 were finished but not saved, so they are repeated; step
+# 8 never ended. On average half of `checkpoint.every` steps are lost at each failure.
 #
 # ## Change one thing
 #
-# Set `EVERY = 2`. How many steps are repeated now? (One: step 7.) What does it cost? (The log
-# says for how long each step waited for its checkpoint; with large models it is more than here.)
+# Set `EVERY = 2`. How many finished steps are repeated now? (One: step 7.) It has a price: each
+# step that writes a checkpoint waits for it. The log says for how long; with large models it is
+# more than here.
 #
 # ## If the number does not come out
 #

@@ -95,6 +95,6 @@ answer(
 # ## If the number does not come out
 #
 # Nothing is measured on a GPU, and no GPU is needed. On a busy machine or a single core the
-# search takes longer than a minute, but finds the same. `git` is not used. The ranking of layouts
-# that differ by a per cent may change between versions. What is not in the plan: reading data,
-# the optimizer's step, and what libraries take of the memory.
+# search may take longer than a minute, but finds the same. `git` is not used. The ranking of
+# layouts that differ by a per cent may change between versions. What is not in the plan: reading
+# data, the optimizer's step, and what libraries take of the memory.

@@ -3,6 +3,7 @@
 Pictures and notebooks go to `experiments/course/out`, which git ignores.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -119,7 +120,8 @@ def draw(name: str, settings: str) -> Simulated:
     step = simulate(settings)
     path = OUT / f"{name}.svg"
     OUT.mkdir(exist_ok=True)
-    run(f"gpipe_hpc.draw {settings} draw.out={path.relative_to(ROOT)}", lines="wrote")
+    with contextlib.redirect_stdout(None):
+        run(f"gpipe_hpc.draw {settings} draw.out={path.relative_to(ROOT)}")
     show(path)
     return step
 
@@ -151,7 +153,7 @@ def show(path: Path) -> None:
 
         display(SVG(filename=str(path)))
     else:
-        print(f"picture: {path.relative_to(ROOT)} (open it in a browser)")
+        print(f"picture: {path.relative_to(ROOT)} (open it in a browser)", flush=True)
 
 
 def picture(name: str, svg: str) -> None:

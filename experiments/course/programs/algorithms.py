@@ -7,7 +7,6 @@ bytes) and the seconds of each round; and the seconds of messages between two ra
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -131,11 +130,6 @@ def ping(values: Tensor) -> None:
 
 def main() -> None:
     """Check and time everything; print it on rank 0."""
-    if "SLURM_PROCID" in os.environ and "RANK" not in os.environ:
-        os.environ |= {
-            "RANK": os.environ["SLURM_PROCID"],
-            "WORLD_SIZE": os.environ["SLURM_NTASKS"],
-        }
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     num, me = dist.get_world_size(), dist.get_rank()
