@@ -62,10 +62,9 @@ print(f"alpha: {1e6 * alpha:.0f} us; bandwidth 1 / beta: {1e-9 / beta:.2f} GB/s"
 # ## The picture, in words
 #
 # Both axes are logarithmic: bytes to the right, milliseconds up. Two lines are the formulas of
-# ring and recursive doubling, with the fitted alpha and beta. Both are flat for short arrays,
-# where only alpha counts, and rise for long ones. The line of recursive doubling starts lower and
-# rises more; the lines cross at 8 alpha / beta. Four kinds of markers are the measured medians.
-# On a busy machine they lie above the lines.
+# ring and recursive doubling. Both are flat for short arrays, where only alpha counts, and rise
+# for long ones. The line of recursive doubling starts lower and rises more; the lines cross at 8
+# alpha / beta. Four kinds of markers are the measured medians.
 
 # %%
 p = found["ranks"]
@@ -117,5 +116,5 @@ answer(
 # The counts of messages and bytes never change. The times do, above all on a busy machine. With 4
 # processes on two cores, and even more on a single core, ranks take turns, so a message also
 # waits for its receiver to be scheduled. Then measured times lie above the lines, often by
-# several times, and the algorithms may change places. Close other programs and run it again: the
-# rounds' quartiles show how far to trust a median. `git` is not used.
+# several times, and the algorithms may change places. Close other programs and run it again.
+# `git` is not used.
