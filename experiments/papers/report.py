@@ -104,7 +104,7 @@ def _number(value: float) -> str:
 def as_json(outcomes: Sequence[Outcome]) -> str:
     """Return every figure, for other programs."""
     found = [
-        {"paper": each.paper.name, "table": table.title, "kind": kind, **_values(figure)}
+        {"of": each.paper.name, "table": table.title, "kind": kind, **_values(figure)}
         for each in outcomes
         for kind, tables in (("exact", each.exact), ("simulated", each.simulated))
         for table in tables

@@ -41,7 +41,7 @@ def test_figures_are_those_on_file(paper):
     """All tables made again: a change of the simulator or the planner must show in the page."""
     made = json.loads(as_json([run(paper)]))
     on_file = json.loads((HERE / "figures.json").read_text(encoding="utf-8"))
-    assert made == [each for each in on_file if each["paper"] == paper.name]
+    assert made == [each for each in on_file if each["of"] == paper.name]
 
 
 def test_a_calculated_bubble_rate_of_the_zero_bubble_paper():
