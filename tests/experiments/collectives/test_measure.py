@@ -58,7 +58,7 @@ def test_tables_say_what_the_tuner_picks_and_how_long_buckets_should_be():
 def curve(name, seconds):
     sizes = (1024, 4096, 16384)
     return [
-        Timing(4, "broadcast", name, size, (took,))
+        Timing(4, "broadcast", name, size, (took,) * 9)
         for size, took in zip(sizes, seconds, strict=True)
     ]
 
@@ -69,8 +69,8 @@ def test_a_measured_crossover_is_where_two_lines_cross_in_the_picture():
     found = Found(4, 2, tuple(timings), FIT)
     (cross,) = measured_crossovers(found, "broadcast")
     noisy = [
-        Timing(4, "broadcast", name, 16384, (least, least, 9e-3))
-        for name, least in (("binomial", 4e-3), ("chain", 2e-3))
+        Timing(4, "broadcast", name, 16384, (took,) * 5 + (3e-3,) * 4)
+        for name, took in (("binomial", 4e-3), ("chain", 2e-3))
     ]
     blurred = [each for each in timings if each.num_bytes < 16384] + noisy
     assert measured_crossovers(Found(4, 2, tuple(blurred), FIT), "broadcast") == []
