@@ -281,7 +281,8 @@ class Reductions(TorchFunctionMode):
     its targets weigh: numbers on their device. Means over equally many are means over samples.
     A number is known to be a sum if nothing was divided or multiplied on the way to it, and to be
     a mean if that is what torch was called for, or one plus other means, which may be weighed.
-    `result`: what the loss returned, or the first of several (`is_pair`).
+    What reduces a single element is neither. `result`: what the loss returned, or the first of
+    several (`is_pair`).
     """
 
     def __init__(self) -> None:
@@ -292,6 +293,7 @@ class Reductions(TorchFunctionMode):
         self._sums: list[Tensor] = []
         self._means: list[Tensor] = []
         self._weighed: list[Tensor] = []  # means times a number
+        self._num_added: dict[int, int] = {}  # of how many means they are made, by id
         self._is_plain = True  # until something is called that may divide
 
     @property
@@ -300,9 +302,9 @@ class Reductions(TorchFunctionMode):
         return _is_among(self.result, self._sums)
 
     @property
-    def is_mean(self) -> bool:
-        """Say whether the result is known to be a mean."""
-        return _is_among(self.result, self._means)
+    def num_means(self) -> int:
+        """Return of how many means the result is the sum, 0 if it is not known to be one."""
+        return self._num_added[id(self.result)] if _is_among(self.result, self._means) else 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -323,10 +325,11 @@ class Reductions(TorchFunctionMode):
         """Note a number that was made if it is known to be a sum or a mean."""
         name, numbers = _name_of(func), [each for each in args if isinstance(each, int | float)]
         tensors = [each for each in args if not isinstance(each, int | float)]
+        reduction = ""
         if _is_loss(func):
             reduction = _reduction(signature(func).bind(*args, **kwargs).arguments)
-        else:
-            reduction = name if len(args) == 1 and not kwargs else ""
+        elif len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].numel() > 1:
+            reduction = name
         if name in _ADDS and not kwargs and tensors:
             are_means = all(_is_among(each, self._means + self._weighed) for each in tensors)
             if all(_is_among(each, self._sums) for each in tensors):
@@ -336,9 +339,14 @@ class Reductions(TorchFunctionMode):
         if reduction == "sum" and self._is_plain:
             self._sums.append(value)
         elif reduction in ("mean", "batchmean"):
-            self._means.append(value)
+            self._note_mean(self._means, value, tensors)
         elif name in _MULTIPLIES and numbers and all(_is_among(t, self._means) for t in tensors):
-            self._weighed.append(value)
+            self._note_mean(self._weighed, value, tensors)
+
+    def _note_mean(self, means: list[Tensor], value: Tensor, made_of: Sequence[Any]) -> None:
+        means.append(value)
+        number = sum(self._num_added.get(id(each), 0) for each in made_of)
+        self._num_added[id(value)] = max(1, number)
 
     def _note_counted(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         given = dict(signature(func).bind(*args, **kwargs).arguments)

@@ -333,6 +333,7 @@ NO_MEANS = {
     "multiplied": (lambda o, t: F.cross_entropy(o, t, reduction="sum") * (1 / len(t)), 4),
     "of shares": (lambda o, t: (F.cross_entropy(o, t, reduction="none") / len(t)).sum(), 4),
     "with a weight": (pair, 4),
+    "of one number": (lambda o, t: F.cross_entropy(o, t).reshape(1).sum(), 4),
     "a mean": (lambda o, t: F.cross_entropy(o, t, reduction="none").mean(), 4),
 }
 
@@ -368,6 +369,12 @@ RIGHT_PAIRS = {
     ),
     "less than 1": lambda o, t: (0.25 * F.cross_entropy(o, t), 0.25),
     "means of equal pieces": lambda o, t: (F.cross_entropy(o, t), 1),
+    "a mean of each sample": lambda o, t: (sum(map(F.cross_entropy, o, t)), len(t)),
+    "two of each sample": lambda o, t: (
+        sum(F.cross_entropy(a, b) + 0.1 * a.pow(2).mean() for a, b in zip(o, t, strict=True)),
+        len(t),
+    ),
+    "a mean of one number": lambda o, t: (o.pow(2).sum().reshape(1).mean(), len(t)),
 }
 
 

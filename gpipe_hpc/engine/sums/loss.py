@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isclose
 from numbers import Real
 from typing import Any, Final, NamedTuple
@@ -141,9 +142,9 @@ class LossWatch:
         weight, is_pair = term.weight, found.is_pair
         if self._has_warned:
             return
-        if is_pair and found.is_mean:
+        if is_pair and found.num_means:
             weight = torch.as_tensor(weight, dtype=torch.float64)
-            self._take(self._take_in_weight, weight)
+            self._take(partial(self._take_in_weight, found.num_means), weight)
         elif is_cut and not is_pair and found.is_sum:
             self._warn(
                 "returns a sum over the samples of a micro-batch, but one number is taken for "
@@ -161,9 +162,11 @@ class LossWatch:
         else:
             self._waiting.append((take_in, fetched))
 
-    def _take_in_weight(self, fetched: Fetched) -> None:
+    def _take_in_weight(self, num_means: int, fetched: Fetched) -> None:
         weight = float(fetched.read())
-        if weight != 1:
+        # As many means as the weight counts: of one sample each, so this is their sum.
+        is_sum_over_samples = weight > 1 and num_means % weight == 0
+        if weight != 1 and not is_sum_over_samples:
             self._warn(
                 f"returns a mean and {weight:.6g} as its second value, but two values are taken "
                 f"for (sum, weight): the loss is the sum of all means divided by the sum of these. "
