@@ -410,6 +410,7 @@ def test_outputs_that_cannot_be_put_together_are_refused_by_name(make, words, ra
     run_on_threads(ranks, body)
 
 
+SCALED = Returns(lambda x: 2 * x)
 SQUARES = {
     "products": ([Returns(lambda x: x @ x.T)], 4, True),
     "in a dict": ([Returns(lambda x: {"x": x, "products": x @ x.T})], 4, True),
@@ -417,6 +418,7 @@ SQUARES = {
     "in one piece": ([Returns(lambda x: x @ x.T)], 1, False),
     "classes": ([nn.Linear(WIDTH, 2).double()], 4, False),
     "classes, activated": ([nn.Linear(WIDTH, 2).double(), nn.Tanh(), nn.LogSoftmax(1)], 4, False),
+    "classes, scaled": ([Returns(torch.tanh), nn.Linear(WIDTH, 2).double(), SCALED], 4, False),
     "others": ([Returns(lambda x: x[:, :3])], 4, False),
     "one number": ([Returns(lambda x: x[:, :1])], 8, False),
     "sequences": ([Returns(lambda x: x[:, :2, None])], 4, False),

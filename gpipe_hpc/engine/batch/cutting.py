@@ -421,21 +421,18 @@ def square_output(
     """Return the shape of an output [b, b] of micro-batches of b samples, None if none is so.
 
     `layers`: of the last stage. `inputs`: those of a micro-batch, if they are known here. Not if a
-    dimension of these explains the second b, or one of a weight of the last layer; modules of torch
-    without weights (activations) are passed over.
+    dimension of these explains the second b, or one of a weight of the last layer that has any.
+    Modules of torch without weights (activations) alone are not looked at.
     """
     parts = [part for part in outputs.values() if part.num_samples]
     if len(parts) < 2:
         return None
     sizes = {part.num_samples for part in parts}
-    known = set[int]()
-    for layer in reversed(layers):
-        known = {size for weight in layer.parameters() for size in weight.shape}
-        if known or not type(layer).__module__.startswith("torch.nn."):
-            break
-    else:
-        return None  # activations alone: a stage before has the weights
-    known |= {size for tensor in tensors_of(inputs) for size in tensor.shape[1:]}
+    weights = next(filter(None, (list(layer.parameters()) for layer in reversed(layers))), [])
+    if not weights and all(type(layer).__module__.startswith("torch.nn.") for layer in layers):
+        return None  # a stage before has the weights
+    known = {size for tensor in tensors_of(inputs) for size in tensor.shape[1:]}
+    known |= {size for weight in weights for size in weight.shape}
     for tensor in tensors_of(parts[0].nest):
         shape = list(tensor.shape)
         if len(shape) == 2 and {shape[1]} == sizes and shape[1] > 1 and shape[1] not in known:
