@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.comm.aliases import mark_buffer, storages_of
+from gpipe_hpc.comm.aliases import is_buffer, mark_buffer, storages_of
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.astray import refuse_astray
@@ -197,8 +197,8 @@ class StageWork:
                 manner = Manner(returning, has_graph, recipe.shares_casts)
                 state, reported, term, _ = self._run(part, segment, own, manner, is_end=is_end)
                 reported, term = _without_graph(reported, term)
-                state = _marked(state, self._promises.flags(segment, own, state, has_graph))
                 buffers = self._places_in_buffers(state, returning)
+                state = _marked(state, self._promises.flags(segment, own, state, has_graph))
                 state = _with_marks(apart(state, own.tensors()), buffers)
                 left = self._left(state, is_end)
                 promised = tuple([tensor.requires_grad for tensor in left])
@@ -517,7 +517,8 @@ class StageWork:
     def _places_in_buffers(self, state: State, passage: Forward | Returning) -> Sequence[int]:
         """Return which tensors of a state lie in buffers or frozen parameters, by position.
 
-        In the first steps; of several tensors, as one alone is never more than read.
+        Also in those of earlier stages. In the first steps; of several tensors, as one alone is
+        never more than read.
         """
         tensors = state.tensors() if self._num_begun <= NUM_LOOKED else []
         if len(tensors) < 2:
@@ -525,7 +526,9 @@ class StageWork:
         lasting = [t for m in self.stage.layers.values() for t in (*m.parameters(), *m.buffers())]
         held = storages_of([each.tensor for each in passage.returned])
         held |= storages_of([each for each in lasting if not each.requires_grad])
-        return [at for at, tensor in enumerate(tensors) if held & storages_of([tensor])]
+        return [
+            at for at, each in enumerate(tensors) if is_buffer(each) or held & storages_of([each])
+        ]
 
     def _written(self, microbatch: int) -> ModelError:
         layers = self.stage.layers

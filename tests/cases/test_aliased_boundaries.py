@@ -214,7 +214,7 @@ def assert_as_plain(layers: list[nn.Module], counts: list[int], recompute: str) 
     assert_close(together(ours), right, 1e-12)
 
 
-BUFFER_CUTS = [[4], [1, 3], [2, 2], [3, 1]]
+BUFFER_CUTS = [[4], [1, 3], [2, 2], [3, 1], [1, 1, 2]]
 
 
 @pytest.mark.parametrize("counts", BUFFER_CUTS, ids=str)
@@ -242,6 +242,8 @@ def test_a_buffer_that_another_layer_writes_to_is_refused_by_name(kind, recomput
 def test_a_frozen_parameter_that_is_written_to_behind_a_cut_is_refused(recompute):
     with pytest.raises(GpipeError, match=r"layers\.1 \(WritesSecond\): wrote in place"):
         assert_as_plain([Keeps("frozen"), WritesSecond(), Adds()], [1, 2], recompute)
+    with pytest.raises(GpipeError, match=r"layers\.2 \(WritesSecond\): wrote in place"):
+        assert_as_plain([Keeps("frozen"), Pass(), WritesSecond(), Adds()], [1, 1, 2], recompute)
 
 
 @pytest.mark.parametrize("counts", BUFFER_CUTS, ids=str)
@@ -282,3 +284,27 @@ def test_silent_writes_into_the_input_are_those_of_one_piece(way, recompute, cou
     """A recomputation found the input written to already: gradients were others."""
     linears = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
     assert_as_plain([linears[0], WritesSilently(way), linears[1]], counts, recompute)
+
+
+class Fills(nn.Module):
+    """Takes missing values as 0, and notes where its inputs lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.places = nn.Linear(4, 4, dtype=torch.float64), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.places.append(x.data_ptr())
+        return self.linear(x.nan_to_num())
+
+
+def test_inputs_that_are_not_numbers_are_not_copied_for_ever():
+    """They differ from themselves, which looked like a write: each step copied its inputs."""
+    x, y = DATA[0]
+    x = torch.where(x > x.mean(), torch.nan, x)
+    layer = Fills()
+    right = float(mean_square(layer(x), y).detach())
+    pipe = Pipeline([layer, nn.Identity()], mean_square, stages=1, recompute="never")
+    losses = [pipe.step(x, y).loss for _ in range(2)]
+    assert losses == [pytest.approx(right, rel=1e-12)] * 2
+    assert layer.places[-1] == x.data_ptr()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gpipe_hpc.comm.aliases import cloned, is_buffer, is_plain, shared_blocks
+from gpipe_hpc.comm.aliases import cloned, is_buffer, is_plain, mark_buffer, shared_blocks
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.state.keyed import Keyed
@@ -97,6 +97,8 @@ class Segment:
         own = {id(tensor): copy for tensor, copy in zip(given, copies, strict=True)}
         copied = [own.get(id(leaf), leaf) for leaf in leaves]
         buffers = [place for place, tensor in enumerate(given) if is_buffer(tensor)]
+        for place in buffers:
+            mark_buffer(copies[place])  # layers may hand it on
         watch = Watch(mode, copies, is_copy=True, buffers=buffers, originals=given)
         return _state(unflatten(copied, tree)), watch
 
@@ -125,10 +127,10 @@ class Segment:
         source = f"output of layers.{first - 1}" if first else "batch"
         for written in watch.written_buffers():
             raise ModelError(
-                f"{layer.where}: wrote in place into tensor {written} of the {source}, which is a "
-                f"buffer or a frozen parameter of the layer that made it; the write would not "
-                f"reach that layer where the model is cut in between. Use inplace=False there, or "
-                f"let the layer that made it return a copy (clone)"
+                f"{layer.where}: wrote in place into tensor {written} of the {source}, which lies "
+                f"in a buffer or a frozen parameter of an earlier layer; a write does not reach "
+                f"that layer if the model is cut between the two. Use inplace=False here, or let "
+                f"the earlier layer return a copy (clone)"
             )
         found = watch.written_together()
         if found is None:
@@ -187,7 +189,7 @@ class Watch:
         """
         with torch.no_grad():
             return any(
-                type(copy) is torch.Tensor and is_plain(copy) and not torch.equal(copy, original)
+                type(copy) is torch.Tensor and is_plain(copy) and not _are_equal(copy, original)
                 for copy, original in zip(self.tensors, self._originals, strict=True)
             )
 
@@ -203,6 +205,10 @@ class Watch:
             for place in written & block.views.keys():
                 return place, [other for other in block.views if other != place]
         return None
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _with_node(tensor: torch.Tensor) -> torch.Tensor:
