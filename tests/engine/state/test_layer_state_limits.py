@@ -76,6 +76,27 @@ def test_state_in_attributes_is_warned_of_once_by_name(caplog, kind, recompute):
     assert "keep in buffers what a forward changes" in message
 
 
+class Graphs(nn.Linear):
+    """Do something else if a graph is made."""
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if torch.is_grad_enabled() else 1.0)
+
+
+def test_what_depends_on_whether_a_graph_is_made_is_warned_of(caplog):
+    """The first forward of all makes a graph: with one recomputation a step, step 1 shows none."""
+
+    def body(world):
+        layers = [nn.Linear(WIDTH, WIDTH), Graphs(WIDTH, WIDTH)]
+        pipe = Pipeline(layers, nn.functional.mse_loss, microbatches=2, world=world)
+        for seed in range(3):
+            pipe.step(*batch(seed))
+
+    run_on_threads(1, body)
+    (message,) = told(caplog)
+    assert message.startswith("layers.1 (Graphs): gave another output (by ")
+
+
 def test_two_such_layers_on_two_ranks_are_both_named(caplog):
     train([Counting(), Counting()], ranks=2, recompute="always")
     assert sorted(message.split(":")[0] for message in told(caplog)) == [
