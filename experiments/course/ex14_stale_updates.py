@@ -73,10 +73,10 @@ answer(f"at most {most:.2f} times; here {gain:.2f} times as many iterations", mi
 # times as fast. The gain here is usually smaller, because computing takes time as well and shares
 # your cores, and because a bound of 4 still makes workers wait now and then.
 #
-# Iterations with stale parameters are worth less. Five seconds are too short to see it. In a
-# longer run of `experiments/outer/stale/README.md` the loss after 193 iterations was 2.535 with s
-# = 0, 2.547 with s = 4 and 2.560 with s = 16. gpipe_hpc itself trains without stale updates, so
-# that all layouts give the same result (exercise 11).
+# Stale parameters can make an iteration worth less. Five seconds are too short to see it, and two
+# longer runs in `experiments/outer/stale/README.md` do not agree: how much it matters depends on
+# the model, the rate and the bound. gpipe_hpc itself trains without stale updates, so that all
+# layouts give the same result (exercise 11).
 #
 # ## Change one thing
 #
