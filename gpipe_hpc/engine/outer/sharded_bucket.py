@@ -69,7 +69,7 @@ class ShardedBucket:
             ):
                 raise ConfigError(
                     f"outer.shard=flat: expected the memory of {name} to be the buffer that its "
-                    f"parts are gathered in, got other memory, as where p.data was set; copy into "
+                    f"parts are gathered in, got other memory (p.data was set); copy into "
                     f"it instead, as p.data.copy_(...), or use outer.shard=none"
                 )
 

@@ -81,9 +81,9 @@ class Returned(NamedTuple):
         if self.is_apart and version_of(self.tensor) != self.version:
             raise ModelError(
                 f"{self.where}: returned its buffer {self.name}, and a later layer wrote to it in "
-                f"place, expected layers to change buffers of their own, as each micro-batch has "
-                f"a copy of them; return a copy, self.{self.name}.clone(), or change the buffer in "
-                f"the layer itself"
+                f"place; a layer may change only its own buffers, as each micro-batch has a copy "
+                f"of them. Return a copy, self.{self.name}.clone(), or change the buffer in this "
+                f"layer"
             )
 
 
