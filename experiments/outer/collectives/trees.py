@@ -18,7 +18,6 @@ from gpipe_hpc.comm.collectives.plan import (
     Plan,
     Span,
     Step,
-    blocks_of,
     even_counts,
     moves,
     planned,
@@ -153,6 +152,11 @@ def double_binary_trees(n: int) -> tuple[Tree, Tree]:
     for i, up in enumerate(first):
         second[other(i)] = None if up is None else other(up)
     return Tree(tuple(first)), Tree(tuple(second))
+
+
+def blocks_of(count: int, block: int) -> tuple[Span, ...]:
+    """Cut `count` elements into blocks of `block`, the last one maybe shorter."""
+    return tuple(Span(start, min(start + block, count)) for start in range(0, count, block))
 
 
 # What goes along them. Steps have a time, which is the same on all ranks.

@@ -76,11 +76,6 @@ def spans_of(counts: Sequence[int]) -> tuple[Span, ...]:
     return tuple(Span(start, stop) for start, stop in pairwise(ends))
 
 
-def blocks_of(count: int, block: int) -> tuple[Span, ...]:
-    """Cut `count` elements into blocks of `block`, the last one maybe shorter."""
-    return tuple(Span(start, min(start + block, count)) for start in range(0, count, block))
-
-
 def renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
     """Return a plan in which each peer is called by another position."""
 
@@ -97,13 +92,3 @@ def shifted(plan: Plan, by: int) -> Plan:
         return tuple(Move(m.peer, Span(m.span.start + by, m.span.stop + by)) for m in moved)
 
     return tuple(Step(each(step.sends), each(step.adds), each(step.takes)) for step in plan)
-
-
-def num_sent(plan: Plan) -> int:
-    """Return the number of elements that a rank sends in its plan."""
-    return sum(move.span.length for step in plan for move in step.sends)
-
-
-def num_messages(plan: Plan) -> int:
-    """Return the number of messages that a rank sends in its plan."""
-    return sum(len(step.sends) for step in plan)

@@ -1,4 +1,7 @@
-"""The rules of plans: they fit together, end, and overwrite nothing that is still needed."""
+"""The rules of plans: they fit together, end, and overwrite nothing that is still needed.
+
+And what a rank sends in its plan, counted.
+"""
 
 from collections import defaultdict
 
@@ -53,3 +56,13 @@ def assert_they_fit(plans, name):
             assert not any(overlap(take.span, other.span) for other in others), name
         spans = sorted({move.span for move in step.adds})
         assert not any(map(overlap, spans, spans[1:])), name
+
+
+def num_sent(plan):
+    """Return the number of elements that a rank sends in its plan."""
+    return sum(move.span.length for step in plan for move in step.sends)
+
+
+def num_messages(plan):
+    """Return the number of messages that a rank sends in its plan."""
+    return sum(len(step.sends) for step in plan)

@@ -13,10 +13,11 @@ from gpipe_hpc.comm.collectives.menu import (
     start_reduce_scatter,
     start_ring_all_reduce,
 )
-from gpipe_hpc.comm.collectives.plan import Place, even_counts, num_messages, num_sent
+from gpipe_hpc.comm.collectives.plan import Place, even_counts
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.threads import run_on_threads
+from tests.comm.collectives.fitting_plans import num_messages, num_sent
 
 COUNT = 5047  # odd, so that shards differ in length
 

@@ -14,16 +14,19 @@ from gpipe_hpc.comm.collectives.plan import (
     Place,
     Span,
     Step,
-    blocks_of,
     even_counts,
     moves,
-    num_messages,
-    num_sent,
     spans_of,
 )
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.collectives.tree import binomial_broadcast, scatter_ring_broadcast
-from tests.comm.collectives.fitting_plans import assert_they_end, assert_they_fit, overlap
+from tests.comm.collectives.fitting_plans import (
+    assert_they_end,
+    assert_they_fit,
+    num_messages,
+    num_sent,
+    overlap,
+)
 
 SIZES = range(1, 10)
 COUNTS = (0, 1, 2, 3, 7, 64, 101)
@@ -78,16 +81,12 @@ def test_these_rules_see_what_they_forbid():
     assert overlap(Span(0, 2), Span(1, 3)) and not overlap(Span(0, 2), Span(2, 3))
 
 
-def test_shards_and_blocks_cover_the_vector():
+def test_shards_cover_the_vector():
     for count in COUNTS:
         for size in SIZES:
             counts = even_counts(count, size)
             assert sum(counts) == count and max(counts) - min(counts) <= 1
             assert [s.length for s in spans_of(counts)] == list(counts)
-        for block in (1, 5, 1000):
-            spans = blocks_of(count, block)
-            assert sum(s.length for s in spans) == count
-            assert all(0 < s.length <= block for s in spans)
 
 
 def test_no_step_is_empty_and_messages_are_counted():

@@ -19,7 +19,8 @@ from experiments.outer.collectives.menu import PLANNERS, Case, hosts_of, plan
 from experiments.outer.collectives.one_port import played_s
 from experiments.outer.collectives.trees import double_binary_trees
 from experiments.outer.collectives.tuning import bucket_bytes, choose, crossovers, predicted
-from gpipe_hpc.comm.collectives.plan import Place, num_sent
+from gpipe_hpc.comm.collectives.plan import Place
+from tests.comm.collectives.fitting_plans import num_sent
 
 SIZES = range(2, 10)
 COUNT = 40320  # divided by every number of ranks up to 9, and by 16
