@@ -347,3 +347,16 @@ def test_change_in_an_evaluation_that_was_alike_or_undone_is_no_harm():
     for differs in (False, True):
         ranks = by_ranks(lambda d=differs: make(d), tokens(), 2, before_step=look, **keywords)
         assert_as_plain(ranks, by_a_plain_loop(lambda d=differs: make(d), tokens()))
+
+
+def test_a_tied_weight_that_one_of_its_layers_clamps_is_refused_across_a_cut():
+    """The other stage's copy is not clamped until the update; the remedy is one stage."""
+
+    def make():
+        first = Writes("data in place")
+        return [first, nn.Tanh(), linear(), first.inner]
+
+    data = [(3 * x, y) for x, y in batches(2)]
+    refused = by_ranks(make, data, 2, stages=2, microbatches=4)
+    assert_refused(refused, "layers.0.inner.weight", "layers that share it in one stage")
+    assert_as_plain(by_ranks(make, data, 1, stages=1, microbatches=4), by_a_plain_loop(make, data))

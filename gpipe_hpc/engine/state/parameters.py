@@ -235,7 +235,7 @@ def _refusal(name: str, during: str, how: str) -> ModelError:
         f"a hook {how}, expected the same values on all ranks that hold copies of it: these see "
         f"other micro-batches and would drift apart; change it after optimizer.step() (as rows to "
         f"be renormalised), keep in a buffer what forwards change, or train one copy (one replica, "
-        f"no mirrored schedule)"
+        f"no mirrored schedule, layers that share it in one stage)"
     )
 
 
