@@ -645,7 +645,7 @@ class Pipeline:
         self,
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
-        extra: dict[Any, Any] | None = None,
+        extra: Mapping[Any, Any] | None = None,
         *,
         step: int | None = None,
         keep: int | None = None,

@@ -9,6 +9,7 @@ is written leaves an unnamed folder beside the older checkpoints.
 import copy
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ class BackgroundSaver:
         self,
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
-        extra: dict[Any, Any] | None = None,
+        extra: Mapping[Any, Any] | None = None,
     ) -> None:
         """Copy the state of this moment and begin to write it to `path`.
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 _REMEDY: Final = (
-    "convert it, and back after loading: int() for an IntEnum, str() for a subclass of str, dict() "
-    "for a defaultdict, tuple() for a namedtuple, isoformat() for a date, tolist() or numpy() for "
-    "a tensor"
+    "convert it, and back after loading: isoformat() for a date, tolist() or numpy() for a tensor"
 )
 
 

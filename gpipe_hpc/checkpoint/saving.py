@@ -60,7 +60,7 @@ def save(
     pipe: "Pipeline",
     path: Path,
     optimizer: torch.optim.Optimizer | None,
-    extra: dict[Any, Any] | None,
+    extra: Mapping[Any, Any] | None,
 ) -> Path:
     """Write `path`; all ranks call it, tensors held by several ranks are stored once.
 
@@ -74,7 +74,7 @@ def begin(
     pipe: "Pipeline",
     path: Path,
     optimizer: torch.optim.Optimizer | None,
-    extra: dict[Any, Any] | None,
+    extra: Mapping[Any, Any] | None,
 ) -> Begun:
     """Collect what there is to write and make the folder; all ranks call it."""
     pipe.say_what_is_left()

@@ -7,6 +7,7 @@ is refused: nothing that a file names is imported or called.
 
 import base64
 import math
+import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -26,13 +27,14 @@ _SEQUENCES: Final[Mapping[str, type]] = {
 _MAPPINGS: Final[Mapping[str, type]] = {
     each.__name__: each for each in (dict, OrderedDict, Counter)
 }
+_BASES: Final = (int, float, str, dict, list, tuple)  # of classes that are written as these
 _BYTES: Final[Mapping[str, type]] = {each.__name__: each for each in (bytes, bytearray)}
 _NUMPY_KINDS: Final = "biufcmM"
 _MOST_DEPTH: Final = 100  # each level of a dict is three in JSON
 _MOST_BITS: Final = 4096  # of a whole number: Python reads 4300 digits
 _ALLOWED: Final = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter, OrderedDict, "
-    "deque, torch.__version__, NumPy scalars and arrays, and no subclasses of these"
+    "deque, torch.__version__, NumPy scalars and arrays"
 )
 
 
@@ -75,16 +77,20 @@ class Split(NamedTuple):
 def split(values: object, where: str, remedy: str) -> Split:
     """Return the entries of a dict as JSON can hold them; `join` puts them together again.
 
-    Raises CheckpointError for an entry of which neither is true, and for anything but a dict, an
-    OrderedDict or a Counter; `where` names the values.
+    Warns of subclasses, such as defaultdict or an IntEnum, which are written as the class that they
+    extend. Raises CheckpointError for other types and for anything but a mapping; `where` names the
+    values.
     """
     kind = type(values)
-    if not isinstance(values, dict) or kind is not _MAPPINGS.get(kind.__name__):
+    if not isinstance(values, Mapping):
         raise CheckpointError(
             f"checkpoint: {where}: expected a dict, an OrderedDict or a Counter, got "
             f"{kind.__qualname__}: {values!r:.80}; pass a dict that holds the value, such as "
-            f"{{'value': ...}}, or convert another kind of mapping by dict(...)"
+            f"{{'value': ...}}"
         )
+    if kind is not _MAPPINGS.get(kind.__name__):
+        _warn(kind, dict, where)
+        values, kind = dict(values), dict
     plain: dict[str, Any] = {}
     typed: list[Any] = []
     try:
@@ -144,7 +150,10 @@ def _has_json_types(value: Any) -> bool:
 
 
 def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | None = None) -> Any:
-    """Return a value as JSON; `keep` returns what stands for a tensor. Raises _NotExact."""
+    """Return a value as JSON; `keep` returns what stands for a tensor. Raises _NotExact.
+
+    With `keep`, for a subclass too: the module that reads the value may depend on its class.
+    """
     kind = type(part)
     if depth > _MOST_DEPTH:
         raise _NotExact(f"more than {_MOST_DEPTH} levels at {where[:200]}...")
@@ -176,7 +185,21 @@ def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | 
         content = base64.b64encode(np.ascontiguousarray(part).tobytes()).decode()
         shape = list(part.shape) if kind is np.ndarray else None
         return {"numpy": content, "dtype": part.dtype.str, "shape": shape}
-    raise _NotExact(f"{kind.__module__}.{kind.__qualname__} at {where}")
+    base = next((each for each in _BASES if issubclass(kind, each)), None)
+    if keep is not None or base is None:
+        raise _NotExact(f"{kind.__module__}.{kind.__qualname__} at {where}")
+    _warn(kind, base, where)
+    # The text itself: an enumeration's str() is its name.
+    plain = str.__str__(part) if base is str else base(part)
+    return _written(plain, where, depth, keep)
+
+
+def _warn(kind: type, base: type, where: str) -> None:
+    warnings.warn(
+        f"checkpoint: {where}: a {kind.__module__}.{kind.__qualname__} is saved as a plain "
+        f"{base.__name__}, and loaded as one; convert it after loading if its class is needed",
+        stacklevel=2,
+    )
 
 
 def _read(written: Any, tensors: Mapping[str, Tensor]) -> Any:
