@@ -194,7 +194,7 @@ class StageWork:
                 # Its outputs say which gradients shall come.
                 has_graph = self._promises.needs_graph(segment, own)
                 # The first forward of all makes a graph, unlike those of later steps.
-                returning = Returning(tries=self._num_begun <= 2)
+                returning = Returning(tries=self._num_begun in (1, 2))
                 manner = Manner(returning, has_graph, recipe.shares_casts)
                 state, reported, term, _ = self._run(part, segment, own, manner, is_end=is_end)
                 reported, term = _without_graph(reported, term)
