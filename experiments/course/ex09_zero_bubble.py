@@ -4,10 +4,10 @@
 # *Simulated: the same numbers on every machine. Five seconds.*
 #
 # The backward of a layer does two things. It computes the gradient of the layer's input (I),
-# which the rank before it is waiting for. It also computes the gradient of the layer's weights
-# (W), which nobody needs before the end of the step. Until now both were one action, B = I + W.
-# The *zero bubble* schedules (Qi et al., 2024) split it: a rank runs I at once, and keeps W for a
-# moment in which it would idle.
+# which the layer before it needs; at the border of two stages, the rank before is waiting for it.
+# It also computes the gradient of the layer's weights (W), which nobody needs before the end of
+# the step. Until now both were one action, B = I + W. The *zero bubble* schedules (Qi et al.,
+# 2024) split it: a rank runs I at once, and keeps W for a moment in which it would idle.
 #
 # ## Predict
 #
@@ -67,10 +67,12 @@ answer(f"{idle['zb_h1']:g} units instead of {idle['one_f_one_b']:g}; zb_v: {idle
 # %% [markdown]
 # At the end of the step the gradient of the last micro-batch passes through K - 1 ranks. Each of
 # these hops takes I instead of I + W, and a weight gradient that was kept fills the wait: (K - 1)
-# (F + I - W) = 3 units. `zb_h2` starts more forwards before the first backward. It fills the gap
-# at the start as well, but keeps 7 micro-batches instead of 4. In this simulation all ranks wait
-# for the last one at the end of the step, so it still shows 3 idle units. `zb_v` reaches 1.5
-# units with the memory of 1F1B.
+# (F + I - W) = 3 units. A micro-batch whose W waits is still kept: with `zb_h1` each rank keeps
+# 4, with 1F1B they keep 4, 3, 2 and 1. `zb_h2` starts more forwards before the first backward and
+# keeps up to 7. With `zb_h2` no rank idles between its first and its last action. But rank 3
+# begins 3 forwards after rank 0, and at the end of the step all wait for the last rank: 3 units.
+# (In the paper rank 0 begins the next step meanwhile.) `zb_v` has the memory of 1F1B. Its stages,
+# and so its forwards, are half as long: 1.5 units.
 #
 # ## Change one thing
 #

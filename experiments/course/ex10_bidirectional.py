@@ -6,10 +6,11 @@
 # Very large images leave room for the activations of a single micro-batch. Then GPipe does not
 # work: it needs several of them at the same time. *GEMS* (Jain et al., 2020) places the model
 # twice, in opposite directions. Rank 0 holds the first stage of copy A and the last stage of copy
-# B. The forward of the second copy starts where the backward of the first one ends, so a rank
-# holds the activations of one micro-batch at a time. *Chimera* (Li and Hoefler, 2021) uses the
-# same placement, but lets both copies run at full speed, as two pipelines that flow against each
-# other.
+# B; on the last rank it is the reverse. As soon as the last rank has run its backward of copy A,
+# the forward of the next micro-batch starts there, in copy B. It follows the backward from rank
+# to rank, so a rank holds the activations of one micro-batch at a time. *Chimera* (Li and
+# Hoefler, 2021) uses the same placement, but lets both copies run at full speed, as two pipelines
+# that flow against each other.
 #
 # ## Predict
 #
@@ -69,10 +70,11 @@ answer(
 # %% [markdown]
 # In GEMS a pair takes two backward waves of D B = 8 units each. Each forward wave follows a
 # backward wave and ends one unit after it. So a pair needs 2 (D B + F) = 4 D + 2 = 18 units
-# instead of 24. The bubble tends to 1 - 6 / (4 D + 2) = 67 %, but the memory does not grow with
-# the number of micro-batches: GEMS is for the case in which nothing else fits. If more than one
-# micro-batch fits, Chimera needs 16 units where GPipe needs 21. Both GEMS and Chimera hold the
-# weights of the model twice, and at the end of a step the two copies must add up their gradients.
+# instead of 24. Each rank works 2 (F + B) = 6 of these units, so the bubble tends to 1 - 6 / 18 =
+# 67 %, but the memory does not grow with the number of micro-batches: GEMS is for the case in
+# which nothing else fits. If more than one micro-batch fits, Chimera needs 16 units where GPipe
+# needs 21. Both GEMS and Chimera hold the weights of the model twice, and at the end of a step
+# the two copies must add up their gradients; the simulation takes that as free.
 #
 # ## Change one thing
 #

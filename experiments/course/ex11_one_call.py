@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 11. Data, model and hybrid parallelism by one call
 #
-# *Checked to ten digits on every machine. Ten seconds.*
+# *Counted, and losses compared on your machine. Ten seconds.*
 #
 # There are three ways to use four ranks. *Data parallelism*: four replicas, each with the whole
 # model and a quarter of the batch. *Model parallelism*: one pipeline of four stages, each with a
@@ -30,7 +30,11 @@ mine = predict("Digits that agree; what a hybrid rank sends compared with a data
 # ## Run
 #
 # `run_on_threads` runs four ranks as threads of this process. The function `train` is the same
-# for all three ways. `pipe.share` is the part of the batch that belongs to this replica.
+# for all three ways. `pipe.share` is the part of the batch that belongs to this replica. A
+# `LayerSpec` says how to build a layer: each rank builds only the layers of its own stage, and
+# the first weights depend on the seed and the layer alone. `pipe.step` runs forward and backward,
+# and adds up the gradients of the replicas. It replaces the old gradients, so `zero_grad` is not
+# needed, and returns the loss of the whole batch on every rank.
 
 # %%
 LAYERS = [LayerSpec(nn.Linear, 32, 32, dtype=torch.float64) for _ in range(8)]
@@ -70,9 +74,10 @@ for name, (losses, _) in found.items():
 # %% [markdown]
 # ## The picture, in words
 #
-# A bar for each way: how many numbers rank 0 sends in a step to add up gradients. The bar of data
-# parallelism is the longest. The hybrid bar is a third of it. Model parallelism and one process
-# have no bar, since there is only one replica.
+# A bar for each way: how many numbers rank 0 sends in a step to add up gradients, by the formula
+# of exercise 2 for the parameters that it holds. The bar of data parallelism is the longest. The
+# hybrid bar is a third of it. Model parallelism and one process have no bar, since there is only
+# one replica.
 
 # %%
 sent = {name: numbers for name, (_, numbers) in found.items()}
@@ -97,12 +102,12 @@ answer("the losses agree to 10 digits and more; a hybrid rank sends a third", mi
 #
 # ## Change one thing
 #
-# Write `schedule="one_f_one_b"` into the call. Which numbers change? (None of those printed here:
-# the schedule changes the order of work, not the training.)
+# Write `schedule="one_f_one_b"` into the call of `Pipeline`. Which numbers change? (None of those
+# printed here: the schedule changes the order of work, not the training.)
 #
 # ## If the number does not come out
 #
 # Losses do not depend on how busy the machine is, on the number of cores or on `git`. If your own
-# model gives losses that differ early, look for something that depends on the other samples of a
-# batch: BatchNorm, for example, sees smaller batches on each replica. With float32 instead of
-# float64 the losses agree to about 7 digits.
+# model gives losses that differ in the first digits, look for something that depends on the other
+# samples of a batch: BatchNorm, for example, sees smaller batches on each replica. With float32
+# instead of float64 the losses agree to about 7 digits.

@@ -27,10 +27,12 @@ mine = predict("Better, the same or worse?")
 # %% [markdown]
 # ## Run
 #
-# `linear` multiplies the rate by 16, like the batch (Goyal et al., 2017). `adascale` (Johnson et
-# al., 2020) measures in every step how noisy the gradient is. If noise dominates, a large batch
-# is worth 16 small steps; if there is none, it is worth one. This *gain* multiplies the rate, and
-# the run ends when the gains add up to the number of small steps.
+# One process is enough: replicas would give the same losses (exercise 11). `linear` multiplies
+# the rate by 16, like the batch (Goyal et al., 2017). `adascale` (Johnson et al., 2020) measures
+# in every step how noisy the gradient is, by how much the gradients of the 4 micro-batches
+# differ. If noise dominates, a large batch is worth 16 small steps; if there is none, it is worth
+# one. This *gain* multiplies the rate, and the run ends when the gains add up to the number of
+# small steps.
 
 # %%
 torch.set_num_threads(1)
@@ -79,8 +81,9 @@ for name, (batch, rate, with_adascale) in ways.items():
 # ## The picture, in words
 #
 # A bar for each way: the validation loss, the median of three seeds, with a short line from the
-# first to the third quartile. The bar of the large batch at the same rate is the longest by far.
-# The bars of the linear rule and of AdaScale are nearly as short as that of the small batch.
+# first to the third quartile. (A *nat* is the unit of PyTorch's cross-entropy, which uses the
+# natural logarithm.) The bar of the large batch at the same rate is the longest by far. The bars
+# of the linear rule and of AdaScale are nearly as short as that of the small batch.
 
 # %%
 rows = {name: quartiles([loss for _, loss, _ in runs]) for name, runs in found.items()}

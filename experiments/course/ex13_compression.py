@@ -4,10 +4,10 @@
 # *Bytes are counted, losses measured over three seeds. Thirty seconds.*
 #
 # If the link between replicas is slow, they can send less than their gradients. *Top-k* sends
-# only the k largest numbers and their places. *QSGD* (Alistarh et al., 2017) rounds each number
-# to a few levels, at random, so that it is right on average. *bfloat16* sends 2 bytes for each
-# number. What is lost is not thrown away: each replica keeps it and adds it to its next gradient.
-# This is called *error feedback*.
+# only the k largest numbers, each with its place (another 4 bytes). *QSGD* (Alistarh et al.,
+# 2017) rounds each number to a few levels, at random, so that it is right on average. *bfloat16*
+# sends 2 bytes for each number. What is lost is not thrown away: each replica keeps it and adds
+# it to its next gradient. This is called *error feedback*.
 #
 # ## Predict
 #
@@ -32,7 +32,9 @@ mine = predict("Factor, and what happens to the loss:")
 # %% [markdown]
 # ## Run
 #
-# First two processes train for three steps. The run counts what rank 0 sends, in `metrics.jsonl`.
+# First two processes train for three steps; `torchrun` is torch's command that starts several
+# ranks. The settings that begin with `outer` are about what replicas send each other. The run
+# counts what rank 0 sends, in `metrics.jsonl`.
 
 # %%
 R = 2

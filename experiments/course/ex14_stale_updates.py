@@ -30,7 +30,8 @@ mine = predict("Two averages in ms, and the factor:")
 # ## Run
 #
 # Three workers and two servers, each a process, train a small network to predict the next byte of
-# Python source. Each bound runs three times for 5 seconds.
+# Python source. Each server keeps a part of the parameters. Each bound runs three times for 5
+# seconds.
 
 # %%
 DELAYS = "random"
@@ -80,12 +81,12 @@ answer(f"at most {most:.2f} times; here {gain:.2f} times as many iterations", mi
 #
 # ## Change one thing
 #
-# Set `DELAYS = "one"`: one worker is always three times as slow as the others. Does s = 4 help
-# now? (No: the others run 4 iterations ahead, then wait for the slow one as before.)
+# Set `DELAYS = "one"`: one worker is always held up for 90 ms, the others for 30 ms. Does s = 4
+# help now? (No: the others run 4 iterations ahead, then wait for the slow one as before.)
 #
 # ## If the number does not come out
 #
 # The two averages and the bound are checked; the rates are measured. On a busy machine or a
-# single core computing takes longer than the hold-ups, and the gain tends to 1. Take more
-# `--seconds` then. `git` is not used. If the factor is above 1.81, the machine was busier in the
-# runs with s = 0: look at the quartiles, and run it again.
+# single core computing takes longer than the hold-ups, and the gain tends to 1. Write a larger
+# number after `--seconds` in the cell then. `git` is not used. If the factor is above 1.81, the
+# machine was busier in the runs with s = 0: look at the quartiles, and run it again.

@@ -64,7 +64,8 @@ for number in range(3):
 
 # %% [markdown]
 # Now the last of these runs goes on, here on one rank that holds the whole model: the same
-# command, without torchrun.
+# command, without `torchrun`, which started the two ranks. A checkpoint holds layers, not ranks,
+# so any number of ranks can load it.
 
 # %%
 before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

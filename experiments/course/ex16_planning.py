@@ -10,8 +10,8 @@
 #
 # ## Predict
 #
-# 1. A block of width h has 12 h^2 + 13 h parameters. Embedding and head have 32,000 h each, and
-#    positions 2,048 h. How many parameters does the model have?
+# 1. A block of width h has 12 h^2 + 13 h parameters. Embedding and head have 32,000 h each,
+#    positions 2,048 h, and a last normalization 2 h. How many parameters does the model have?
 # 2. How many GPUs does it take at least, so that weights, gradients and optimizer state fit?
 # 3. We have 64 GPUs on 8 hosts. Would you use 64 replicas, one pipeline of 64 stages, or
 #    something between?
@@ -29,8 +29,10 @@ mine = predict("Parameters; GPUs at least; replicas x stages on 64:")
 # ## Run
 #
 # The first command looks for the least number of GPUs. The second one compares layouts of 64
-# GPUs. Each GPU computes 150 TFLOP in a second in practice. Links carry 200 GB/s within a host
-# and 25 GB/s between hosts. To save time, both try one schedule, 1F1B.
+# GPUs, that is, numbers of replicas, stages and micro-batches (M). Each GPU computes 150 TFLOP in
+# a second in practice (T is 10^12), and moves 1.5 TB in a second to and from its memory. Links
+# carry 200 GB/s within a host and 25 GB/s between hosts. To save time, both try one schedule,
+# 1F1B.
 
 # %%
 GIGABYTES = 80
