@@ -16,7 +16,7 @@
 # bytes. It takes 2 x 4096 x 4096 x b FLOP. It must read the weights, 67 MB, once, whatever b is.
 # So I is about b / 2 FLOP per byte. Take a core that computes 60 GFLOP in a second (G is 10^9)
 # and moves 12 GB in a second. What share of its peak does it reach with b = 1: about all, about a
-# half, or about a tenth? At which b does the slope end? And on your machine?
+# half, or about a tenth? At which b does the slope end? (The exercise measures your own machine.)
 
 # %%
 import time
@@ -32,8 +32,8 @@ mine = predict("Share of the peak with b = 1, and b where the slope ends:")
 # %% [markdown]
 # ## Run
 #
-# We measure the peak with a large matrix product, the bandwidth with a copy, and then the layer,
-# each in 7 rounds.
+# We measure the peak with a large matrix product, the bandwidth with a copy (bytes read and bytes
+# written), and then the layer, each in 7 rounds.
 
 # %%
 THREADS = 1
@@ -115,6 +115,6 @@ answer(
 #
 # Everything here is measured, so nothing is checked but the formula. A busy machine lowers all
 # rates and moves the quartiles apart: close other programs and run it again. A single core is
-# enough for one thread. `git` is not used. On a processor whose cache holds 67 MB, the weights
+# enough for one thread. `git` is not needed. On a processor whose cache holds 67 MB, the weights
 # come from the cache, and the first markers lie above the slope. Laptops slow down as they get
 # warm, so rates fall after some minutes.

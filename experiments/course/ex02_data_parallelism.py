@@ -73,13 +73,15 @@ answer(f"{sent[16] / 1e6:.2f} MB with 16 replicas, {sent[2] / 1e6:.2f} MB with 2
 #
 # ## Change one thing
 #
-# Set `WIDTH = 256`. The model has almost four times as many parameters: 3,323,392. How many
-# megabytes does each of 16 replicas send? (2 x 15 / 16 x 13.3 MB = 24.9 MB: almost four times as
-# many.)
+# Set `WIDTH = 256`, the length of the vectors between the layers. The model has almost four times
+# as many parameters: 3,323,392. How many megabytes does each of 16 replicas send? (2 x 15 / 16 x
+# 13.3 MB = 24.9 MB: almost four times as many.)
 #
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core only makes the command slower, and
-# `git` is not used. If you predicted 28 MB (eight times as many), you thought of the server,
-# which has to receive the gradients of every replica. What is not counted here is the time that
-# each message takes however small it is. Exercise 3 measures it.
+# `git` is not needed. If you predicted 28 MB, you let the bytes grow with the number of replicas,
+# as they do for a server: with 16 replicas it receives 16 n, 56 MB. If you predicted 3.5 MB: with
+# 2 replicas only half of the array travels in each of the two passes, with 16 almost all of it.
+# What is not counted here is the time that each message takes however small it is. Exercise 3
+# measures it.

@@ -10,11 +10,11 @@
 # | algorithm | how | time |
 # | --- | --- | --- |
 # | ring | pieces travel around the ring twice | 2 (p - 1) alpha + 2 (p - 1) / p n beta |
-# | recursive doubling | pairs exchange all, at distances 1, 2, 4 | log2(p) (alpha + n beta) |
+# | recursive doubling | pairs exchange sums, at distances 1, 2, 4 | log2(p) (alpha + n beta) |
 # | tree | sums travel up, the total travels down | 2 log2(p) (alpha + n beta) |
 # | hierarchy | to the first rank of the host, ring, back | 2 (alpha + n beta) + ring of hosts |
 #
-# A *host* is a machine with several ranks. The time to add numbers up is left out.
+# A *host* is a machine with several ranks, here two. The time to add numbers up is left out.
 #
 # ## Predict
 #
@@ -63,7 +63,7 @@ print(f"alpha: {1e6 * alpha:.0f} us; bandwidth 1 / beta: {1e-9 / beta:.2f} GB/s"
 # Both axes are logarithmic: bytes to the right, milliseconds up. Two lines are the formulas of
 # ring and recursive doubling. Both are flat for short arrays, where only alpha counts, and rise
 # for long ones. The line of recursive doubling starts lower and rises more; the lines cross at 8
-# alpha / beta. Four kinds of markers are the measured medians.
+# alpha / beta. The markers are the measured medians.
 
 # %%
 p = found["ranks"]
@@ -117,4 +117,4 @@ answer(
 # processes on two cores, and even more on a single core, ranks take turns, so a message also
 # waits for its receiver to be scheduled. Then measured times lie above the lines, often by
 # several times, and the algorithms may change places. Close other programs and run it again.
-# `git` is not used.
+# `git` is not needed.

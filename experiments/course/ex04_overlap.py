@@ -38,11 +38,12 @@ steps[4] = draw("04_overlap", f"{layout} draw.buckets=4").makespan
 # %% [markdown]
 # ## The pictures, in words
 #
-# The first picture has one row: a forward box, a backward box, and grey at the end. The thin bar
-# below the row is the reductions of the four buckets, one right after the other. It starts at 1.5
-# units, when a quarter of the backward is done, and sticks out at the end by one reduction of
-# half a unit. The second picture is a curve: the time of a step over the number of buckets. It
-# starts at 5 units, falls steeply at first, and comes close to 3 units.
+# The first picture has one row: a forward box, a backward box, and grey at the end, in which the
+# rank waits for the last bucket. The thin bar below the row is the reductions of the four
+# buckets, one right after the other. It starts at 1.5 units, when a quarter of the backward is
+# done, and sticks out at the end by one reduction of half a unit. The second picture is a curve:
+# the time of a step over the number of buckets. It starts at 5 units, falls steeply at first, and
+# comes close to 3 units.
 
 # %%
 curve = [(n, steps[n]) for n in sorted(steps)]
@@ -65,17 +66,19 @@ answer(f"{steps[4]:g} units with 4 buckets, {blocking:g} without overlap", mine)
 # (A *reduction* is the all-reduce of one bucket.) The last bucket is complete only at the end of
 # the backward, so its reduction, 2 / n units, cannot be hidden. The step never takes 3 units, but
 # with many buckets it comes close. In practice buckets cannot be arbitrarily small: every message
-# costs some time of its own, however few bytes it has (exercise 3). Usual sizes are 10 to 100 MB.
+# costs some time of its own, however few bytes it has (exercise 3). Usual sizes are 10 to 100 MB;
+# PyTorch's `DistributedDataParallel` takes 25 MB by default.
 #
 # ## Change one thing
 #
 # Make the network slower: `REDUCTION = 4`. How long is the step with 4 buckets? (5.5 units: the
 # reductions take longer than the backward, so they run one after the other from 1.5 units on: 1.5
-# + 4. Overlap hides 1.5 units of the 4, and no number of buckets could hide more than 2.)
+# + 4. Overlap hides 1.5 units of the 4, and no number of buckets could hide more than 2. The
+# curve now comes close to 5 units.)
 #
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core changes nothing, and `git` is not
-# used. If you predicted 3, you hid the last bucket too: nothing is left to compute while it
+# needed. If you predicted 3, you hid the last bucket too: nothing is left to compute while it
 # travels. On a laptop a measured run shows little of this, since its "network" is the memory, and
 # copying takes the same cores that compute.

@@ -6,10 +6,10 @@
 # A model that is too big for one device is cut into K *stages*. Each stage is placed on a device
 # of its own. The process that computes there is called a *rank*. A batch of samples is cut into M
 # *micro-batches*. A rank runs the forward pass (F) of a micro-batch as soon as it has the output
-# of the rank before it. After its last forward it runs the backward passes (B). The last rank
-# begins with them, and gradients travel back to the first rank. This order is called *GPipe*
-# (Huang et al., 2019). The *bubble* is the time in which ranks have nothing to do, divided by all
-# the time they have.
+# of the rank before it. After its last forward it runs the backward passes (B), from the last
+# micro-batch to the first. The last rank begins with them, and gradients travel back to the first
+# rank. This order is called *GPipe* (Huang et al., 2019). The *bubble* is the time in which ranks
+# have nothing to do, divided by all the time they have.
 #
 # ## Predict
 #
@@ -25,7 +25,8 @@ mine = predict("How many units does the step take?")
 # %% [markdown]
 # ## Run
 #
-# The command simulates the step and draws it.
+# The command simulates the step and draws it. It takes F = 1 and B = 2 by itself; the cell names
+# them for the check only.
 
 # %%
 K, M, F, B = 4, 8, 1, 2
@@ -52,7 +53,8 @@ answer(f"{step.makespan:g} units, of which {step.bubble:.1%} are idle", mine)
 # The last rank cannot start before K - 1 forwards have run on the ranks before it. From then on
 # it needs M forwards. So the forwards take M + K - 1 slots of 1 unit, and for the same reason the
 # backwards take M + K - 1 slots of 2 units: 11 x 3 = 33. A rank works in M of the M + K - 1
-# slots, so the bubble is (K - 1) / (M + K - 1) = 3 / 11 = 27.3 %. It does not depend on F and B.
+# slots, so the bubble is (K - 1) / (M + K - 1) = 3 / 11 = 27.3 %. It does not depend on F and B:
+# add `draw.costs.backward=4` to the printed command, and it prints 27.3 % again.
 #
 # ## Change one thing
 #
@@ -63,7 +65,7 @@ answer(f"{step.makespan:g} units, of which {step.bubble:.1%} are idle", mine)
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core changes nothing, and `git` is not
-# used. If you predicted 24, you counted the work of one rank (8 x 3) and left out the time in
+# needed. If you predicted 24, you counted the work of one rank (8 x 3) and left out the time in
 # which it waits. If you predicted 36, you counted M + K slots. If you run the command by hand
 # without `pipeline.recompute=never`, it prints 40, because then some forwards run a second time
 # (exercise 7).

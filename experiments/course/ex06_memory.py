@@ -77,5 +77,5 @@ answer(f"GPipe keeps {kept['gpipe', 16]:.1f} MB with both; 1F1B {more:.1f} and {
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core only makes the command slower, and
-# `git` is not used. The count is of the tensors that torch keeps for the backward. Another
+# `git` is not needed. The count is of the tensors that torch keeps for the backward. Another
 # version of torch may keep others, and then the megabytes differ; the ratios should not.

@@ -32,8 +32,9 @@ never = simulate(f"{layout} pipeline.recompute=never")
 
 # %% [markdown]
 # Now the memory of a small GPT with 2 stages and 16 micro-batches of 2 samples each, as exercise
-# 6 counted it. The setting `except_last` recomputes all micro-batches but the last, whose
-# backward comes at once.
+# 6 counted it, but on rank 1: the input of its stage is an activation. (The input of rank 0 is
+# the token ids, which are far smaller.) The setting `except_last` recomputes all micro-batches
+# but the last, whose backward is the next action.
 
 # %%
 kept = {}
@@ -49,7 +50,7 @@ for recompute in ("never", "except_last"):
 # ## The picture, in words
 #
 # Four rows, one for each rank. After its eight forwards each rank runs a first recomputation, R7,
-# at once. All but rank 3 only then wait for the gradient. After that, backwards and
+# at once. Then all ranks but rank 3 wait for the gradient. After that, backwards and
 # recomputations alternate: B7, R6, B6, R5, B5 and so on. The backwards form a staircase with
 # steps of 2 units, as without recomputation.
 #
@@ -77,8 +78,8 @@ answer(
 # A recomputation does not need the gradient from the next rank. It needs only the stage's input,
 # which the rank has kept. So a rank recomputes while it would wait anyway. Each rank still has M
 # recomputations to run, but the filling and draining of the pipeline costs F + B, not F + R + B,
-# for each of the K - 1 hops: 8 x 4 + 3 x 3 = 41. The memory is that of 15 stage inputs and of all
-# activations of one micro-batch.
+# for each of the K - 1 hops: 8 x 4 + 3 x 3 = 41. The memory is that of 15 stage inputs, each 2
+# samples x 128 tokens x 128 numbers x 4 bytes, and of all activations of one micro-batch.
 #
 # ## Change one thing
 #
@@ -95,6 +96,7 @@ answer(
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core only makes the commands slower, and
-# `git` is not used. If you predicted 44, you let the recomputation wait for the gradient: many
-# implementations do so, because autograd starts the recomputation only when the gradient arrives.
-# Another version of torch may keep other activations; then the megabytes differ by some per cent.
+# `git` is not needed. If you predicted 44, you let the recomputation wait for the gradient:
+# `torch.utils.checkpoint` and many others do so, because autograd starts the recomputation only
+# when the gradient arrives. Another version of torch may keep other activations; then the
+# megabytes differ by some per cent.

@@ -63,9 +63,10 @@ answer(
 # 1F1B is not faster than GPipe. It keeps at most K micro-batches, however many there are, because
 # each backward frees the memory that the next forward takes. Interleaving fills and drains the
 # pipeline in steps of (F + B) / v instead of F + B, so the idle time becomes (K - 1) (F + B) / v:
-# 4.5 units for v = 2. It has two prices. Rank 0 keeps 5.5 micro-batches instead of 4. And with v
-# = 2 a micro-batch crosses from rank to rank 7 times in each direction instead of 3 times. The
-# simulation takes these transfers as free.
+# 4.5 units for v = 2. It has two prices. Rank 0 keeps 5.5 micro-batches instead of 4. (The
+# picture counts 11, each on a stage of half the size.) And with v = 2 a micro-batch crosses from
+# rank to rank 7 times in each direction instead of 3 times. The simulation takes these transfers
+# as free.
 #
 # ## Change one thing
 #
@@ -83,7 +84,7 @@ answer(
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core changes nothing, and `git` is not
-# used. If you predicted 24 for v = 2, you left out the idle time. If you predicted 16.5, you
+# needed. If you predicted 24 for v = 2, you left out the idle time. If you predicted 16.5, you
 # divided the work by v as well: a stage takes half as long, but a rank has two of them. In its
 # original form interleaving needs M to be a multiple of the number of ranks; gpipe_hpc takes any
 # M.
