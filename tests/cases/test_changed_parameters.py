@@ -168,6 +168,29 @@ def test_table_without_max_norm_trains_right_with_copies():
         assert_as_plain(ranks, by_a_plain_loop(make, tokens()))
 
 
+@pytest.mark.parametrize("width", [3, 5])
+@pytest.mark.parametrize("layout", COPIES)
+def test_parameters_of_an_odd_number_of_bytes_in_words_are_compared(layout, width):
+    """Their bits cannot be viewed as words of eight bytes."""
+
+    class Clamps(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    def make():
+        layers = [nn.Linear(WIDTH, width), Clamps(width, width), Clamps(width, width)]
+        return [*layers, nn.Linear(width, WIDTH)]
+
+    data = [(x.float(), y.float()) for x, y in batches(3)]
+    num_ranks, keywords = COPIES[layout]
+    ranks = by_ranks(make, data, num_ranks, **{**keywords, "recompute": "always"})
+    plain = by_a_plain_loop(make, data)
+    assert [rank.error for rank in ranks] == [None] * num_ranks
+    torch.testing.assert_close(ranks[0].trained.losses, plain.losses, rtol=1e-5, atol=1e-5)
+
+
 def writing_model(way):
     return lambda: [linear(), Writes(way), nn.Tanh(), linear()]
 

@@ -98,6 +98,9 @@ class Phase(enum.IntEnum):
 class Name(str):
     """What JSON keeps as a text, which is equal and of another type."""
 
+    def __str__(self):
+        return "as enumerations, something else than its text"
+
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc import Pipeline
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import GpipeError
 from tests.cases.state_support import (
     WIDTH,
@@ -92,6 +92,31 @@ def test_class_at_a_cut_between_ranks_is_refused(maker, kind, schedule):
     ranks = by_ranks(make, DATA, 2, stages=2, microbatches=4, schedule=schedule)
     name = f"{kind.__module__}.{kind.__qualname__}"
     assert_refused(ranks, name, "stage 0", "as_subclass(torch.Tensor)")
+
+
+def test_class_of_a_skip_across_the_cut_is_refused():
+    """Its output is a plain tensor; only the skip has a class of its own."""
+
+    class Stashes(nn.Module):
+        def forward(self, x):
+            return x, x.as_subclass(Doubling)
+
+    class Pops(nn.Module):
+        def forward(self, x, skip):
+            return x + skip
+
+    def train(world):
+        layers = [
+            LayerSpec(Stashes).stashing("s"),
+            *(LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)),
+            LayerSpec(Pops).popping("s"),
+        ]
+        pipe = Pipeline(layers, mean_square, world=world, stages=2, microbatches=4)
+        with pytest.raises(GpipeError, match="plain tensors for the stages of other ranks"):
+            pipe.step(*DATA[0])
+        return "refused"
+
+    assert run_on_threads(2, train) == ["refused"] * 2
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
