@@ -2,7 +2,7 @@
 
 python -m experiments.characterisation                 # prints the tables: a quarter of an hour
 python -m experiments.characterisation --only threads --rounds 1 --steps 2   # tries it
-python -m experiments.characterisation --write         # README.md, results.json, pictures anew
+python -m experiments.characterisation --write         # rewrites README.md, results.json, pictures
 python -m experiments.characterisation --read --write  # the page from results.json, nothing runs
 """
 

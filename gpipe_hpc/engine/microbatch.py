@@ -572,7 +572,7 @@ def _marked(state: State, flags: Sequence[bool]) -> State:
 
 
 def _with_marks(state: State, buffers: Sequence[int]) -> State:
-    """Mark tensors that lie in buffers; of those with a graph a layer only makes them anew."""
+    """Mark tensors that lie in buffers, but not those that a layer has computed with a graph."""
     tensors = state.tensors() if buffers else []
     for place in buffers:
         if not tensors[place].requires_grad:

@@ -183,9 +183,9 @@ class Watch:
         return self._versions != [tensor._version for tensor in self.tensors]
 
     def has_other_values(self) -> bool:
-        """Say whether copies are no longer as what they are copies of, whoever wrote to them.
+        """Return whether the copies differ from their originals.
 
-        No version tells of a write by `.data` or by NumPy.
+        Writes by `.data` or NumPy change no version, so values are compared.
         """
         with torch.no_grad():
             return any(

@@ -24,7 +24,7 @@ from gpipe_hpc.errors import ModelError
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIRST, _EVERY = 3, 100  # steps in which values are compared
-_FEW: Final = 2  # forwards of such a step, and recomputations, around which all are compared
+_FEW: Final = 2  # forwards and recomputations of such a step that compare all parameters
 _PIECE: Final = 2**16  # elements that are compared at once, which bounds the memory for it
 _DEVICE_PIECE: Final = 2**20  # likewise on an accelerator, where each piece takes some kernels
 
