@@ -68,7 +68,7 @@ answer(f"{sent[16] / 1e6:.2f} MB with 16 replicas, {sent[2] / 1e6:.2f} MB with 2
 # so each replica sends 2 (R - 1) / R x n bytes. That is n for two replicas and tends to 2 n for
 # many. So the bytes hardly grow with the number of replicas. But they do grow with the model, and
 # they do not shrink when each replica has less to compute: with 12.5 MB/s the all-reduce takes
-# 0.28 s with 2 replicas and 0.52 s with 16, whether the step computes for an hour or for a
+# 0.28 s with 2 replicas and 0.53 s with 16, whether the step computes for an hour or for a
 # millisecond.
 #
 # ## Change one thing

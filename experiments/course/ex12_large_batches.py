@@ -67,9 +67,9 @@ def train(batch, rate, seed, with_adascale=False):
 
 ways = {
     "batch 16": (SMALL, 0.01, False),
-    "batch 256, same rate": (LARGE, 0.01, False),
-    "batch 256, linear": (LARGE, 0.01 * LARGE / SMALL, False),
-    "batch 256, adascale": (LARGE, 0.01, True),
+    f"batch {LARGE}, same rate": (LARGE, 0.01, False),
+    f"batch {LARGE}, linear": (LARGE, 0.01 * LARGE / SMALL, False),
+    f"batch {LARGE}, adascale": (LARGE, 0.01, True),
 }
 found = {}
 for name, (batch, rate, with_adascale) in ways.items():
@@ -94,12 +94,12 @@ picture("12_large_batches", bars("Validation loss", "nats", rows))
 
 # %%
 for name in ways:
-    if name != "batch 256, adascale":
+    if name != f"batch {LARGE}, adascale":
         batch = ways[name][0]
         check(f"steps, {name}", found[name][0][0], SAMPLES * EPOCHS / batch)
-gains = [gain for _, _, gains in found["batch 256, adascale"] for gain in gains]
+gains = [gain for _, _, gains in found[f"batch {LARGE}, adascale"] for gain in gains]
 assert all(1 <= gain <= LARGE / SMALL for gain in gains), "a gain is between 1 and batch / base"
-small, same = rows["batch 16"][1], rows["batch 256, same rate"][1]
+small, same = rows["batch 16"][1], rows[f"batch {LARGE}, same rate"][1]
 answer(
     f"worse: {same:.2f} nats instead of {small:.2f}; a larger rate makes up for most of it", mine
 )

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 15. A failing rank
 #
-# *Counted, and measured on your machine. Forty seconds.*
+# *Counted, and measured on your machine. About a minute.*
 #
 # In a job of thousands of GPUs a failure every few hours is normal. The other ranks then wait for
 # messages that never come. A training system has to notice it, say what happened, and go on from

@@ -56,6 +56,8 @@ ranking = run(
 #
 # A bar for each of the best layouts that were found: the seconds of a step, the shortest first.
 # The labels say how many replicas and stages there are. The best ones have 2 to 8 stages.
+# Some, as 22 x 3, would need more than 64 GPUs: a pipeline that lacks a GPU sends that stage's work
+# to another pipeline ([any number of ranks](../../docs/how-to/any-number-of-ranks.md)).
 
 # %%
 seconds = [float(each) for each in re.findall(r"^ *\d+ +([\d.]+) s ", ranking, re.M)]
