@@ -1,0 +1,135 @@
+"""Imports between the rooms of the package that run upwards in the order of design.md, section 3.
+
+    python tests/house/rooms.py [ROOM]    with a room: each import, file by file
+
+A file whose path begins with a room's own name is in that room. ROOMS names the room of the others.
+"""
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PACKAGE: Final = "gpipe_hpc"
+# A room may import the rooms before it.
+ORDER: Final = (
+    *("errors", "schedule", "settings", "visualize", "pytree", "device", "comm", "models"),
+    *("data_parallel", "engine", "planner", "config", "checkpoint", "pipeline", "data", "optim"),
+    *("preflight", "report", "trainer", "verify", "commands"),
+)
+# Files, and folders with a slash at the end; the first that fits decides.
+ROOMS: Final = {
+    "units.py": "errors",
+    "small_files.py": "errors",
+    "yaml_files.py": "errors",
+    "planning/telling/units.py": "errors",
+    "config/schema.py": "settings",
+    "config/schemas.py": "settings",
+    "config/kinds.py": "settings",
+    "config/outer.py": "settings",
+    "config/portions.py": "settings",
+    "drawing/": "visualize",
+    "comm/nests.py": "pytree",
+    "torch_compat.py": "pytree",
+    "comm/device.py": "device",
+    "comm/cores/": "device",
+    "comm/host/": "device",
+    "comm/preflight/": "preflight",
+    "engine/outer/apart/": "engine",
+    "engine/outer/": "data_parallel",
+    "training/search/": "planner",
+    "training/foresight.py": "planner",
+    "training/review.py": "planner",
+    "planning/": "planner",
+    "training/neighbour/": "checkpoint",
+    "training/data/": "data",
+    "training/indexing/": "data",
+    "training/optimizers/": "optim",
+    "training/preflight/": "preflight",
+    "training/": "trainer",
+    "draw/": "commands",
+    "bench/": "commands",
+    "export/": "commands",
+    "train.py": "commands",
+    "plan.py": "commands",
+    "draw.py": "commands",
+    "bench.py": "commands",
+    "export.py": "commands",
+    "__main__.py": "commands",
+    "__init__.py": "commands",
+}
+
+
+def sources() -> dict[str, str]:
+    """Return the text of each file of the package by its path from the root."""
+    paths = sorted((ROOT / PACKAGE).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def room(path: str) -> str:
+    inside = path.removeprefix(f"{PACKAGE}/")
+    for prefix, name in ROOMS.items():
+        if inside == prefix or (prefix.endswith("/") and inside.startswith(prefix)):
+            return name
+    top = inside.split("/")[0].removesuffix(".py")
+    if top not in ORDER:
+        raise SystemExit(f"{path}: no room for it; add a rule to ROOMS in tests/house/rooms.py")
+    return top
+
+
+def is_upward(importer: str, imported: str) -> bool:
+    return ORDER.index(room(imported)) > ORDER.index(room(importer))
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yield line, module and name (empty for a whole module) of each import in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
+
+
+def edges(files: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
+    """Yield importer, imported file and line; a name that is a module counts as that module."""
+    paths = {module_name(path): path for path in files}
+    for path, text in files.items():
+        for line, module, name in imports(ast.parse(text)):
+            imported = paths.get(f"{module}.{name}") or paths.get(module)
+            if imported and imported != path:
+                yield path, imported, line
+
+
+def upward_imports(files: Mapping[str, str]) -> set[tuple[str, str]]:
+    """Return importer and imported file of each; the package's own face is for its users."""
+    face = f"{PACKAGE}/__init__.py"
+    return {
+        (importer, imported)
+        for importer, imported, _ in edges(files)
+        if face not in (importer, imported) and is_upward(importer, imported)
+    }
+
+
+def main(chosen: str = "") -> None:
+    pairs: defaultdict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for importer, imported in sorted(upward_imports(sources())):
+        pairs[room(importer), room(imported)].append((importer, imported))
+    for (low, high), found in sorted(pairs.items(), key=lambda item: -len(item[1])):
+        if chosen in (low, high):
+            for importer, imported in found:
+                print(f"{low} -> {high}: {importer} imports {imported}")
+        elif not chosen:
+            names = sorted({imported.removeprefix(f"{PACKAGE}/") for _, imported in found})
+            print(f"{len(found):4d}  {low} -> {high}: {', '.join(names)}")
+    print(f"{sum(map(len, pairs.values()))} imports run upwards between rooms")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
