@@ -190,9 +190,28 @@ def together(ranks: Sequence[Trained]) -> Trained:
     steps = zip(*(each.gradients for each in ranks), strict=True)
     return Trained(
         ranks[0].losses,
-        [{n: g for named in step for n, g in named.items()} for step in steps],
-        {n: b for each in ranks for n, b in each.buffers.items()},
+        [joined(step) for step in steps],
+        joined([each.buffers for each in ranks]),
     )
+
+
+def joined(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the tensors of all ranks; what several hold must be equal to the last bit."""
+    found: dict[str, Any] = {}
+    for named in ranks:
+        for name, tensor in named.items():
+            first = found.setdefault(name, tensor)
+            assert same_bits(first, tensor), f"ranks hold different {name}"
+    return found
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Say whether two tensors have the same type, layout and values; NaN equals NaN."""
+    if one is None or other is None:
+        return one is other
+    if one.layout != other.layout or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.to_dense().nan_to_num(), other.to_dense().nan_to_num())
 
 
 def assert_close(ours: Trained, other: Trained, near: float) -> None:

@@ -30,7 +30,8 @@ def read_facts(path: Path) -> Facts:
         older = _newest_older(path)
         remedy = "correct the path" if older is None else other_checkpoint(path)
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            remedy = os_remedy(error) or remedy
+            first = os_remedy(error)
+            remedy = remedy if first is None else first if older is None else f"{first}; {remedy}"
         is_absent = isinstance(error, FileNotFoundError) and not os.path.exists(path)
         raise CheckpointError(
             f"checkpoint {path}: expected a folder written by gpipe_hpc, got "

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tests.support import largest
+from tests.support import joined, largest
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -246,8 +246,8 @@ def merge(ranks):
     whole = Training(ranks[0].losses, ranks[0].norms)
     assert all((r.losses, r.norms) == (whole.losses, whole.norms) for r in ranks)
     for step in range(len(whole.losses)):
-        whole.gradients.append({n: g for r in ranks for n, g in r.gradients[step].items()})
-    whole.weights = {name: w for r in ranks for name, w in r.weights.items()}
+        whole.gradients.append(joined([r.gradients[step] for r in ranks]))
+    whole.weights = joined([r.weights for r in ranks])
     return whole
 
 

@@ -87,10 +87,10 @@ def test_the_programs_are_in_order(drive):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("call", [pytest.param(call, id=str(call)) for call in CALLS])
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, id=str(call)) for call in CALLS if call.name not in ARGUED]
+)
 def test_each_is_missed_where_it_does_nothing(call):
-    if call.name in ARGUED:
-        return
     assert is_missed_by_a_drive(call) or any(is_missed_in_training(call, s) for s in near(call))
 
 

@@ -51,6 +51,7 @@ def spans(monkeypatch):
 def test_the_host_waits_once_a_step_and_never_within_one(own, tiny, tmp_path, spans):
     """The norm, the loss and the marks of a step each let the device run dry."""
     train_played(2, *tiny, *own, "train.steps=7", f"run.dir={tmp_path / 'played'}")
+    assert sorted(spans) == [0, 1]
     for steps in spans.values():
         assert len(steps) == 7
         for _, within, _ in steps[WITHIN_FIRST:]:
@@ -64,6 +65,7 @@ def test_the_host_waits_once_a_step_and_never_within_one(own, tiny, tmp_path, sp
 def test_float16_waits_for_its_overflows_and_for_nothing_else(tiny, tmp_path, spans):
     own = ("pipeline.stages=2", "train.clip_norm=1", "train.precision=float16")
     train_played(2, *tiny, *own, "train.steps=6", f"run.dir={tmp_path}")
+    assert [len(spans[rank]) for rank in (0, 1)] == [6, 6]
     for steps in spans.values():
         for _, within, _ in steps[WITHIN_FIRST:]:
             assert len(within) == 1 and "fetched" in str(within[0].where)
