@@ -70,13 +70,14 @@ with torch.no_grad():
 #
 # Both axes are logarithmic: FLOP per byte to the right, GFLOP/s up. The line is the roofline of
 # the measured peak and bandwidth: a slope, then flat. Five markers show the layer with batches of
-# 1 to 256. The first ones lie near the slope, far below the flat part. Those in the middle lie
+# 1 to 256. The first one lies near the slope, far below the flat part. Those in the middle lie
 # below the corner of the line, since no program reaches both limits at once. The last one lies
 # near the flat part.
 
 # %%
 peak, bandwidth = quartiles(peaks)[1], quartiles(bandwidths)[1]
-roof = [(i, 1e-9 * min(peak, i * bandwidth)) for i in (2**k / 4 for k in range(11))]
+at = sorted([2**k / 4 for k in range(11)] + [peak / bandwidth])  # with the corner itself
+roof = [(i, 1e-9 * min(peak, i * bandwidth)) for i in at]
 points = [(intensity[n], 1e-9 * quartiles(reached[n])[1]) for n in reached]
 chart = {"roofline": roof, "measured": points}
 picture(
@@ -107,14 +108,17 @@ answer(
 #
 # ## Change one thing
 #
-# Set `THREADS = 2`. Does the peak double? Does the bandwidth? (With two idle cores the peak
-# nearly doubles. The bandwidth grows less, since both cores share the memory. So the slope ends
-# at a larger b. If the two are threads of one core, or other programs run, neither grows much.)
+# Set `THREADS = 2`. Does the peak double? Does the bandwidth? (With two idle cores the peak nearly
+# doubles. The bandwidth grows less, since both cores share the memory. So the slope ends at a
+# larger b. If the two are threads of one core, or other programs run, neither grows much, and the
+# bandwidth may even fall.)
 #
 # ## If the number does not come out
 #
 # Everything here is measured, so nothing is checked but the formula. A busy machine lowers all
 # rates and moves the quartiles apart: close other programs and run it again. A single core is
 # enough for one thread. `git` is not needed. On a processor whose cache holds 67 MB, the weights
-# come from the cache, and the first markers lie above the slope. Laptops slow down as they get
-# warm, so rates fall after some minutes.
+# come from the cache, and the first markers lie above the slope. Markers may also lie above the
+# line because the roof and the layer are measured one after the other, and because the layer only
+# reads, which can be faster than a copy. Laptops slow down as they get warm, so rates fall after
+# some minutes.

@@ -33,10 +33,10 @@ mine = predict("Faster for short, faster for long, and n in units of alpha / bet
 # %% [markdown]
 # ## Run
 #
-# Four processes run all four algorithms, written with send and receive, in
-# `programs/algorithms.py`. The hierarchy takes ranks 0 and 1 as one host, and ranks 2 and 3 as
-# another. Each result is compared with the right sum. A time is that of the slowest rank, in 9
-# rounds.
+# `torchrun`, torch's command that starts several processes, starts four. They run all four
+# algorithms, written with send and receive, in `programs/algorithms.py`. The hierarchy takes ranks
+# 0 and 1 as one host, and ranks 2 and 3 as another. Each result is compared with the right sum. A
+# time is that of the slowest rank, in 9 rounds.
 
 # %%
 text = run("experiments.course.programs.algorithms", ranks=4, lines="^nothing")
@@ -90,10 +90,10 @@ n = found["algorithms"][-1]["bytes"]
 counts = {"ring": (6, 1.5 * n), "recursive doubling": (2, 2 * n), "tree": (2, 2 * n)}
 for entry in found["algorithms"][-4:-1]:
     messages, sent = counts[entry["name"]]
-    check(f"messages that a rank sends, {entry['name']}", entry["messages"], messages)
+    check(f"messages that a rank sends at most, {entry['name']}", entry["messages"], messages)
     check(f"bytes that a rank sends, {entry['name']}", entry["sent_bytes"], sent)
 answer(
-    "doubling for short arrays, ring for long ones, the same at 8 alpha / beta = "
+    "by the formulas doubling for short arrays, ring for long ones, the same at 8 alpha / beta = "
     f"{8 * alpha / beta / 1e3:,.0f} kB here",
     mine,
 )
@@ -102,19 +102,21 @@ answer(
 # 2 alpha + 2 n beta = 6 alpha + 1.5 n beta gives n = 8 alpha / beta. Below that the few messages
 # of recursive doubling win, above it the few bytes of the ring. With more ranks the ring needs
 # more messages, 2 (p - 1), and so libraries switch between algorithms by size. The hierarchy pays
-# where links between hosts are slower than within: only the first rank of a host uses them. On
-# one machine there is no such difference, and it only adds steps.
+# where links between hosts are slower than within: only the first rank of a host uses them. On one
+# machine there is no such difference: it takes 4 alpha + 3 n beta here, more than doubling for
+# every n.
 #
 # ## Change one thing
 #
 # Put p = 64 into both formulas. From which n on is the ring faster? (120 alpha / 4.03 beta: about
-# 30 alpha / beta. With 5 us and 10 GB/s these are 1.5 MB; the first table of `python -m
-# experiments.outer.collectives predict --ranks 64` shows it.)
+# 30 alpha / beta. With 5 us and 10 GB/s these are 1.5 MB; the row of these two in the first table
+# of `python -m experiments.outer.collectives predict --ranks 64` shows it, ignore the others.)
 #
 # ## If the number does not come out
 #
 # The counts of messages and bytes never change. The times do, above all on a busy machine. With 4
-# processes on two cores, and even more on a single core, ranks take turns, so a message also
-# waits for its receiver to be scheduled. Then measured times lie above the lines, often by
-# several times, and the algorithms may change places. Close other programs and run it again.
-# `git` is not needed.
+# processes on two cores, and even more on a single core, ranks take turns, so a message also waits
+# for its receiver to be scheduled. Then measured times lie above the lines, often by ten times or
+# more, and the algorithms may change places: what counts is then how many messages all ranks send
+# together, 24 for the ring, 8 for doubling and the hierarchy, and 6 for the tree. Close other
+# programs and run it again. `git` is not needed.

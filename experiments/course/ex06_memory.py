@@ -10,7 +10,8 @@
 #
 # There are two stages, each on its own rank. *GPipe* runs all forwards, then all backwards. The
 # second order, *1F1B* (one forward, one backward; the setting is called `one_f_one_b`), starts a
-# backward as soon as it can. It then releases the activations of that micro-batch.
+# backward as soon as it can. It then releases the activations of that micro-batch. Before that,
+# each rank runs only as many forwards ahead as there are stages from its own to the last.
 #
 # ## Predict
 #
@@ -21,7 +22,7 @@
 from experiments.course.charts import bars
 from experiments.course.page import answer, check, picture, planned, predict, run
 
-mine = predict("Activations with GPipe: an eighth, the same, or eight times?")
+mine = predict("Activations with GPipe, and with 1F1B: an eighth, the same, or eight times?")
 
 # %% [markdown]
 # ## Run
@@ -65,14 +66,16 @@ answer(f"GPipe keeps {kept['gpipe', 16]:.1f} MB with both; 1F1B {more:.1f} and {
 # %% [markdown]
 # With GPipe all 32 samples have run forward before the first backward starts. Whether they do so
 # in 2 pieces or in 16, the rank keeps the activations of 32 samples. So micro-batches shrink the
-# bubble (exercise 5), but by themselves they save no memory. With 1F1B the first of two ranks
-# keeps at most 2 micro-batches. With M = 2 that is the whole batch; with M = 16 it is 2 of 16.
+# bubble (exercise 5), but by themselves they save no activations (only the workspace of a layer
+# shrinks). With 1F1B the first of two ranks keeps at most 2 micro-batches. With M = 2 that is the
+# whole batch; with M = 16 it is 2 of 16.
 #
 # ## Change one thing
 #
 # Set `STAGES = 4`. How many micro-batches does the first rank keep with 1F1B and M = 16, and by
 # which factor does its memory shrink now, compared with M = 2? (It keeps four, as many as there
-# are stages: 4 / 16 of the batch instead of all of it, so by 4.)
+# are stages: 4 / 16 of the batch instead of all of it, so by 4. Twice as many micro-batches, each
+# of half as many layers, take the same 8.4 MB as with two stages.)
 #
 # ## If the number does not come out
 #

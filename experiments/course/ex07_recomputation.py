@@ -31,10 +31,10 @@ always = draw("07_recomputation", f"{layout} pipeline.recompute=always")
 never = simulate(f"{layout} pipeline.recompute=never")
 
 # %% [markdown]
-# Now the memory of a small GPT with 2 stages and 16 micro-batches of 2 samples each, as exercise
-# 6 counted it, but on rank 1: the input of its stage is an activation. (The input of rank 0 is
-# the token ids, which are far smaller.) The setting `except_last` recomputes all micro-batches
-# but the last, whose backward is the next action.
+# Now the memory of a small GPT with 2 stages and 16 micro-batches of 2 samples each, as exercise 6
+# counted it, but on rank 1: the input of its stage is an activation. (The input of rank 0 is the
+# token ids, which are far smaller.) The setting `except_last` recomputes all micro-batches except
+# those whose backward is the next action: on the last rank the last one.
 
 # %%
 kept = {}

@@ -78,8 +78,11 @@ answer(
 #     draw.costs.send=0.25
 # ```
 #
-# They take 37, 32 and 33.75 units: v = 2 is the fastest, since v = 4 spends more on transfers
-# than it saves.
+# They take 37, 32 and 33.75 units (column *step time*, rows `one_f_one_b` and `interleaved`; the
+# table never recomputes, and with interleaving `pipeline.stages` is the number of ranks): v = 2 is
+# the fastest of these three, since v = 4 spends more on transfers than it saves. 1F1B takes more
+# than 33 + 6 x 0.25 = 34.5 units: rank 0 has only 4 micro-batches under way, and a round trip
+# takes 12 + 6 x 0.25 = 13.5, so it finishes one every 13.5 / 4 = 3.375 units.
 #
 # ## If the number does not come out
 #
