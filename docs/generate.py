@@ -31,29 +31,27 @@ This page is generated from `conf/`. Any setting can be given on the command lin
 
 _SCHEDULES = """# Schedules
 
-This page is generated. All of these schedules are checked before they run, simulated, drawn and
-trained with by the same code, with or without recomputation and replicas.
+This page is generated. `pipeline.schedule=NAME` chooses a schedule, `pipeline.options.KEY=VALUE`
+sets its options.
 
 {table}
 
-Four ranks, eight micro-batches, F = I = W = 1 for a rank's share of the model, no transfer costs.
-`I` and `W` are the two halves of a backward: for the input, and for the weights. The bubble is
-idle time over total time. Activations: the most that a rank keeps, in micro-batches of a quarter
-of the model. Weights: quarters of the model that a rank holds. The table for your own numbers:
+For four ranks, eight micro-batches, F = I = W = 1 for a rank's share of the model (`I` and `W` are
+the halves of a backward: for the input, and for the weights) and free transfers. Bubble: idle over
+total time. Activations: the most that a rank keeps, in micro-batches of a quarter of the model.
+Weights: quarters of the model that a rank holds. For your own numbers:
 
 ```sh
 python -m gpipe_hpc.draw draw.format=table pipeline.stages=4 pipeline.microbatches=8
 ```
 
-`gems` is GEMS as [Jain et al.](../explanation/literature.md) describe it: `replications=1` is their
-MAST, more are MASTER; without it each pass has one micro-batch. It is for images so large that a
-rank holds one: see [large images](../../experiments/large_images/README.md). The paper of every
-schedule, with its figures beside ours, is in [the literature](../explanation/literature.md).
-
-`pipeline.schedule=NAME` chooses a schedule, `pipeline.options.KEY=VALUE` sets its options.
-`pipeline.schedule=auto` searches an order for the measured costs of your layers, and
-`pipeline.schedule=file` runs a table that you wrote: see
-[look at schedules](../how-to/pictures.md).
+- `auto` searches an order for the measured costs of your layers, and `file` runs a table of your
+  own: see [draw and compare schedules](../how-to/pictures.md).
+- `gems` (Jain et al.) is for images so large that a rank holds one: see [large
+  images](../../experiments/large_images/README.md). Without `replications` each pass has one
+  micro-batch; `replications=1` is MAST, more are MASTER.
+- The paper of every schedule, with its figures beside ours: [the
+  literature](../../experiments/literature.md).
 """
 
 

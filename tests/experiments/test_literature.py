@@ -17,7 +17,7 @@ from gpipe_hpc.schedule import schedule_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 ROOT = Path(__file__).resolve().parents[2]
-LITERATURE = ROOT / "docs" / "explanation" / "literature.md"
+LITERATURE = ROOT / "experiments" / "literature.md"
 LIST = ROOT / "experiments" / "README.md"
 PAPERS = (ROOT / "experiments" / "papers" / "README.md").read_text("utf-8")
 MEASURING = ("ladder", "point_to_point")  # parts that take a while
