@@ -195,9 +195,15 @@ def run_tests(copied: Path, which: list[str], limit_s: float) -> tuple[bool, str
             return False, "out of time"
         time.sleep(0.02)
     code = os.waitstatus_to_exitcode(status)
-    assert code != USAGE_ERROR, f"pytest cannot run {which}"  # which would count as a find
+    # Also that of a conftest.py which cannot be imported: the fault is found.
+    missing = [each for each in which if not each.startswith("-") and not is_there(copied, each)]
+    assert code != USAGE_ERROR or not missing, f"pytest cannot find {missing}"
     said = report.read_text().strip() if report.exists() else f"ended with code {code}"
     return code in (0, 5), said
+
+
+def is_there(copied: Path, test: str) -> bool:
+    return (copied / test.partition("::")[0]).exists()
 
 
 def become_pytest(copied: Path, which: list[str], report: Path) -> None:

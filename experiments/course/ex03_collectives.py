@@ -61,9 +61,8 @@ print(f"alpha: {1e6 * alpha:.0f} us; bandwidth 1 / beta: {1e-9 / beta:.2f} GB/s"
 # ## The picture, in words
 #
 # Both axes are logarithmic: bytes to the right, milliseconds up. Two lines are the formulas of
-# ring and recursive doubling. Both are flat for short arrays, where only alpha counts, and rise
-# for long ones. The line of recursive doubling starts lower and rises more; the lines cross at 8
-# alpha / beta. The markers are the measured medians.
+# ring and recursive doubling: flat for short arrays, where only alpha counts, then rising. That of
+# recursive doubling starts lower; the lines cross at 8 alpha / beta. Markers are measured medians.
 
 # %%
 p = found["ranks"]
@@ -109,14 +108,12 @@ answer(
 # ## Change one thing
 #
 # Put p = 64 into both formulas. From which n on is the ring faster? (120 alpha / 4.03 beta: about
-# 30 alpha / beta. With 5 us and 10 GB/s these are 1.5 MB; the row of these two in the first table
-# of `python -m experiments.outer.collectives predict --ranks 64` shows it, ignore the others.)
+# 30 alpha / beta.)
 #
 # ## If the number does not come out
 #
-# The counts of messages and bytes never change. The times do, above all on a busy machine. With 4
-# processes on two cores, and even more on a single core, ranks take turns, so a message also waits
-# for its receiver to be scheduled. Then measured times lie above the lines, often by ten times or
-# more, and the algorithms may change places: what counts is then how many messages all ranks send
-# together, 24 for the ring, 8 for doubling and the hierarchy, and 6 for the tree. Close other
-# programs and run it again. `git` is not needed.
+# The counts never change; on a busy machine the times do. With 4 processes on two cores or one,
+# ranks take turns, so a message also waits for its receiver to be scheduled. Then measured times
+# lie above the lines, often by ten times or more, and the algorithms may change places: what
+# counts is then how many messages all ranks send together, 24 for the ring, 8 for doubling and the
+# hierarchy, and 6 for the tree. Close other programs and run it again. `git` is not needed.

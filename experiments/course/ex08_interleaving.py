@@ -78,16 +78,16 @@ answer(
 #     draw.costs.send=0.25
 # ```
 #
-# They take 37, 32 and 33.75 units (column *step time*, rows `one_f_one_b` and `interleaved`; the
-# table never recomputes, and with interleaving `pipeline.stages` is the number of ranks): v = 2 is
-# the fastest of these three, since v = 4 spends more on transfers than it saves. 1F1B takes more
-# than 33 + 6 x 0.25 = 34.5 units: rank 0 has only 4 micro-batches under way, and a round trip
-# takes 12 + 6 x 0.25 = 13.5, so it finishes one every 13.5 / 4 = 3.375 units.
+# They take 37, 32 and 33.75 units (column *step time*, rows `one_f_one_b` and `interleaved`; here
+# `pipeline.stages` is the number of ranks): v = 2 is the fastest of these three, since v = 4
+# spends more on transfers than it saves. 1F1B takes more than 33 + 6 x 0.25 = 34.5 units: rank 0
+# has only 4 micro-batches under way, and a round trip takes 12 + 6 x 0.25 = 13.5, so it finishes
+# one every 13.5 / 4 = 3.375 units.
 #
 # ## If the number does not come out
 #
 # Nothing is measured here, so a busy machine or a single core changes nothing, and `git` is not
-# needed. If you predicted 24 for v = 2, you left out the idle time. If you predicted 16.5, you
+# needed. If you predicted 24 for v = 2, you left out idle time. If you predicted 16.5, you
 # divided the work by v as well: a stage takes half as long, but a rank has two of them. In its
 # original form interleaving needs M to be a multiple of the number of ranks; gpipe_hpc takes any
 # M.
