@@ -83,6 +83,7 @@ SLOW: Final = (
     "tests/preflight/test_command.py",
     "tests/preflight/test_run.py",
     "tests/train/test_said.py",
+    "tests/train/test_seeded_losses.py",
     "tests/train/test_summary.py",
     "tests/training/data/test_running.py",
     "tests/training/optimizers/large_batch/test_adascale.py",
