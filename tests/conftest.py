@@ -30,7 +30,7 @@ from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
 from gpipe_hpc.comm.threads import run_on_threads
 from tests import support
 from tests.support import patience
-from tests.tiers import sort_into_tiers
+from tests.tiers import is_left_out, sort_into_tiers
 
 # How long an example takes says nothing on a machine that others use too.
 hypothesis.settings.register_profile("gpipe_hpc", deadline=None)
@@ -61,6 +61,14 @@ def on_threads(device: Device) -> Callable[..., list[Any]]:
         return device
 
     return partial(run_on_threads, device=own)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which ``-m`` takes no test: importing them takes as long as many tests."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return True if is_left_out(path, config.option.markexpr) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # ahead of -m, which reads the markers

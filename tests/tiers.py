@@ -164,12 +164,23 @@ CASES: Final = {
 }
 
 
+def is_left_out(path: str, expression: str) -> bool:
+    """Say whether ``-m expression`` takes no test of a file, which need not be imported then."""
+    tiers = {"long": path in LONG, "slow": path in SLOW, "simulated": is_simulated(path)}
+    return any(is_in and f"not {tier}" in expression for tier, is_in in tiers.items())
+
+
+def is_simulated(path: str) -> bool:
+    """Say whether a file's tests train on the simulated accelerator."""
+    return path.startswith(SIMULATED) and not path.endswith(SIMULATED_FAST)
+
+
 def sort_into_tiers(items: Sequence[pytest.Item]) -> None:
     """Mark tests as simulated, long or product, by the tables above."""
     groups: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         path = item.nodeid.partition("::")[0]
-        if path.startswith(SIMULATED) and not path.endswith(SIMULATED_FAST):
+        if is_simulated(path):
             item.add_marker(pytest.mark.simulated)
         elif path in LONG:
             item.add_marker(pytest.mark.long)
