@@ -79,42 +79,51 @@ O = TypeVar("O", bound=torch.optim.Optimizer)
 
 
 class Pipeline:
-    """A sequential model on `stages` x `replicas` ranks. Every rank makes it.
+    """A sequential model on `stages` x `replicas` ranks. Every rank creates it.
 
-    `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its own.
-    `loss_fn(output, target)` returns the mean over the micro-batch's samples (never a sum alone) or
-    a pair (sum, weight), as (sum, number of tokens); metrics are a third value. `stages`: ranks of
-    one pipeline, None for world size / replicas. `replicas`: pipelines side by side, None for as
-    many as it takes for all ranks. `schedule`: a name with `schedule_options`, or a Schedule;
-    `auto` searches an order for the measured layers where the partition is by `time`, one with
-    which no rank needs more than `memory_bytes` (one number, or one for each rank), if that is
-    given. `recompute`: always, except_last, never, or budget: the least with which no rank needs
-    more than `memory_bytes` for weights, gradients, `optimizer_states` numbers a parameter (or an
-    OptimizerMemory), and activations (both need an example too). `offload`: kept activations wait
-    on the host where their backward is not near. `partition`: parameters, uniform, time or
-    simulated (these need `example=(inputs, targets)`), or the number of layers of each stage.
-    `pins`: layers that must be on certain stages, as {0: 0, 11: 2, "Head": -1}: by index, or by a
-    name that one layer alone has. `paces`: where ranks of a pipeline are not equally fast, how many
-    times as long each takes, or ``measured``: each times the same work at the start.
-    `precision`: float32, or bfloat16 or float16 by autocast, the latter with a loss scale. `outer`:
-    an `Outer`, or a dict of its fields: how replicas, and mirrored placements, combine their
-    gradients.
-    `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
-    `buffers`: what becomes of those that forwards change where replicas, or mirrored placements,
-    hold copies of a stage. At the end of a step: average (each copy weighs as many samples as it
-    has seen; integers and bools are the first's where they differ, which is said by name), first
-    (that of the first copy that saw a sample), or each (left as they are, said by name).
-    `compile`: torch.compile each layer, True or the name of a backend.
-    `noise_over`: microbatches or replicas, to measure in each step how much the gradients of these
-    parts of the batch differ, as `AdaScale` needs: the result's `parts`.
-    `timeout_s`: how long a rank waits for another. `silence_s`: without a sign of life for so long
-    a rank counts as lost. `stall_s`: a rank that lives but does nothing new for so long is named;
-    None for ten times the longest so far.
-    `bind`: auto binds this process to cores of its own among the ranks of its machine, near its
-    device, for good (Linux); none leaves it where its launcher lets it run. `num_threads`: of
-    torch's operators on a CPU: a number, auto (one for each of its cores), or None to leave them.
-    `world`: where the ranks are; None joins the process group there is, or starts one from the
-    launcher's environment.
+    Args:
+        layers: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its
+            own.
+        loss_fn: called as `loss_fn(output, target)`; returns the mean over the micro-batch's
+            samples (never a sum alone) or a pair (sum, weight), such as (sum, number of tokens). A
+            dict of metrics may be a third value.
+        stages: ranks of one pipeline; None: world size / replicas; "fit": the fastest number.
+        replicas: parallel pipelines; None: as many as needed to use all ranks.
+        microbatches: pieces into which a replica cuts its share of the batch.
+        schedule: a name with `schedule_options`, or a Schedule. `auto` searches an order for the
+            measured layers if the partition is by `time`, within `memory_bytes` if given.
+        recompute: always, except_last, never, or budget: the least with which no rank needs more
+            than `memory_bytes` (needs an example).
+        memory_bytes: what a rank may use, as a number or text, or a list with one entry per rank.
+        optimizer_states: numbers that the optimizer keeps per parameter, or an OptimizerMemory.
+        offload: keep activations on the host until their backward is near.
+        partition: parameters, uniform, time or simulated (these need an example), or the number of
+            layers of each stage.
+        pins: layers that must be on certain stages, as {0: 0, 11: 2, "Head": -1}: by index, or by a
+            name that only one layer has.
+        paces: how many times as long each rank of a pipeline takes, or "measured".
+        seed: of weights that LayerSpecs draw, and of dropout.
+        precision: float32; bfloat16 or float16 by autocast, the latter with a loss scale.
+        normalise_over_replicas: BatchNorm normalises a micro-batch of all replicas as one.
+        buffers: how copies of a stage (replicas, mirrored placements) combine buffers that forwards
+            change, after each step: average (weighted by samples; integers that differ become the
+            first copy's, with a message), first (of the first copy with a sample), or each
+            (unchanged, with a message).
+        compile: torch.compile each layer: True, or the name of a backend.
+        noise_over: microbatches or replicas: measure in each step how much their gradients differ,
+            as `AdaScale` needs (`StepResult.parts`).
+        outer: an `Outer`, or a dict of its fields: how replicas combine gradients.
+        example: `(inputs, targets)` of one micro-batch, on rank 0, to measure or count layers.
+        device: auto, cpu, cuda, xpu, another accelerator's name, or one device as cuda:0.
+        timeout_s: how long a rank waits for another.
+        silence_s: how long without a sign of life until a rank counts as lost.
+        stall_s: how long without progress until a living rank is named; None: ten times the longest
+            so far.
+        bind: auto binds this process permanently to cores of its own near its device (Linux); none
+            leaves it unbound.
+        num_threads: CPU threads of torch: a number, auto (one per core), or None: unchanged.
+        world: where the ranks are; None joins the process group that exists, or starts one from the
+            launcher's environment.
 
     Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work, and
     PeerError if another rank found it.
@@ -344,12 +353,12 @@ class Pipeline:
 
     @property
     def of_place(self) -> Gathering:
-        """Return the group of the ranks at this one's place in all replicas."""
+        """Return the group of the ranks at this position in all replicas."""
         return self._site.of_place
 
     @property
     def replica(self) -> int:
-        """Return which replica this rank belongs to; world rank = replica x stages + stage_rank."""
+        """Return this rank's replica; world rank = replica x stages + stage_rank."""
         return self._site.replica
 
     @property
@@ -359,23 +368,23 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Return the micro-batches of this replica's step."""
+        """Return the number of micro-batches in this replica's step."""
         return self.schedule.num_microbatches
 
     @property
     def microbatches(self) -> range:
-        """Return which of the global batch's micro-batches are this replica's."""
+        """Return which micro-batches of the global batch are this replica's."""
         return self.layout.portions.of(self.replica)
 
     @property
     def num_global_microbatches(self) -> int:
-        """Return the micro-batches of the global batch."""
+        """Return the number of micro-batches of the global batch."""
         return self.layout.portions.total
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters by global name (`layers.<index>.<name>`), each once.
 
-        Waits until those that other ranks have updated are there.
+        Waits until parameters that other ranks have updated are there.
         """
         self.await_parameters()
         named = {n: p for s in self.stages.values() for n, p in s.named_parameters().items()}
@@ -384,19 +393,19 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters; empty if its layers have none.
 
-        torch's optimizers take an empty one, too.
+        torch's optimizers accept the empty list too.
         """
         found = [parameter for _, parameter in self.named_parameters()]
         return found or NoParameters(self.world.device.torch)
 
     def optimizer(self, factory: Factory[O]) -> O:
-        """Return the optimizer that `factory` makes for this rank's parameters.
+        """Return the optimizer that `factory` creates for this rank's parameters.
 
         Every rank calls it. `factory(parameters)` returns a torch.optim.Optimizer, with any groups
-        and options. With ``outer.shard`` it then has this rank's part of them, as one-dimensional
-        parameters or as whole ones, and its state is divided over the replicas and mirrored stages.
-        Raises ConfigError for an optimizer that cannot be divided so, or that looks across
-        parameters, where a rank does not have all of them.
+        and options. With ``outer.shard`` it then holds this rank's part of them, as one-dimensional
+        or whole parameters, and its state is divided over replicas and mirrored stages. Raises
+        ConfigError for an optimizer that cannot be divided so, or that looks across parameters
+        although a rank does not have all of them.
         """
         with together(self.world, "making the optimizer"):
             whole = dict(self.named_parameters())
@@ -414,32 +423,32 @@ class Pipeline:
         return self._steps.sharing is not None
 
     def sharers(self, stage: int) -> Group:
-        """Return the ranks that combine gradients of one of this rank's stages."""
+        """Return the group that combines gradients of one of this rank's stages."""
         return self._steps.sharers(stage)
 
     def held_parameters(self) -> dict[str, Held]:
-        """Return what this rank's optimizer updates of its parameters, by global name."""
+        """Return what this rank's optimizer updates, by global name."""
         return self._steps.held()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of this rank's parameters by global name.
 
-        Every rank calls it. They are `.grad`, or, where they are divided over the replicas,
-        gathered copies; None where no replica used the parameter.
+        Every rank calls it. They are `.grad`, or gathered copies if they are divided over replicas;
+        None if no replica used the parameter.
         """
         with together(self.world, "gathering gradients"):
             return self._steps.gradients()
 
     def say_what_is_left(self) -> None:
-        """Say in the log what is left to be said of the steps so far; waits for the device.
+        """Log pending messages about the steps so far; waits for the device.
 
-        Which buffers differed is known once the device has come to it: it is said with the next
-        step, with a checkpoint, or by this.
+        Which buffers differed is known only when the device has finished; it is logged with the
+        next step, with a checkpoint, or by this call.
         """
         self._steps.say_all()
 
     def await_parameters(self) -> None:
-        """Return when all parameters are there that other ranks have updated."""
+        """Wait until all parameters that other ranks have updated are there."""
         sharing = self._steps.sharing
         if sharing is not None and sharing.is_under_way:
             self._await(sharing)
@@ -459,18 +468,18 @@ class Pipeline:
     ) -> StepResult:
         """Run forward, backward and reduction on this replica's share of a global batch.
 
-        Every rank calls it. Both are tensors, arrays of NumPy's or nests of them, of which
-        `docs/reference/library.md` says what is cut into micro-batches. `inputs` are used
-        by ranks with `needs_inputs`, `targets` by those with `needs_targets`; elsewhere None will
-        do. Replaces `.grad` of every parameter: the gradient of the global loss, None where no
-        replica used the parameter. The next step may use its memory again: clone what you keep.
-        Where gradients overflowed float16 all are None and the result's `is_skipped` is True; such
-        a step counts, so the batch is passed over and the learning rate goes on.
+        Every rank calls it. Replaces `.grad` of every parameter by the gradient of the global loss,
+        None if no replica used the parameter. The next step may reuse its memory: clone what you
+        keep. If float16 gradients overflowed, all are None and `is_skipped` of the result is True;
+        such a step counts: its batch is consumed and the learning rate advances.
 
-        `tell` is called when this rank's part of the pipeline has run. Of the at most 8 numbers
-        that it returns (a wish to stop, a time), every rank finds the totals, the least and the
-        greatest over all ranks in the result, number by number: `result.told.greatest[0]`. They
-        travel with what ranks tell one another anyway.
+        Args:
+            inputs, targets: tensors, NumPy arrays, or nests of them; `docs/reference/library.md`
+                says what is cut into micro-batches. Needed by ranks with `needs_inputs` and
+                `needs_targets`; None elsewhere.
+            tell: called when this rank's part of the pipeline has run; returns at most 8 numbers (a
+                wish to stop, a time). They travel with what ranks exchange anyway, and every rank
+                gets the totals, least and greatest over all ranks: `result.told.greatest[0]`.
         """
         self._norms = None
         # As under no_grad: what a step does is not for the caller's inference mode to say.
@@ -504,8 +513,8 @@ class Pipeline:
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
         """Return the result of a global batch in evaluation mode: its `loss` is over all replicas.
 
-        Every rank calls it. The same `StepResult` on every rank, as of `step`, but without
-        gradients: `loss`, `losses`, `metrics`, `weight`.
+        Every rank calls it, and gets the same `StepResult` as from `step`, without gradients:
+        `loss`, `losses`, `metrics`, `weight`.
         """
         self._catch_up()
         with together(self.world, "evaluation"):
@@ -516,8 +525,8 @@ class Pipeline:
     def predict(self, inputs: Nest = None) -> Nest:
         """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
 
-        Every rank of the replica calls it. Tensors of the micro-batches are put together along the
-        first dimension; None if there was no sample.
+        Every rank of the replica calls it. Tensors of the micro-batches are joined along the first
+        dimension; None if there was no sample.
         """
         self._catch_up()
         with together(self.world, "prediction"):
@@ -526,17 +535,17 @@ class Pipeline:
                 return self._steps.predict(run, self._last_layer)
 
     def expect_memory(self, ranks: Sequence[RankForecast] | None) -> None:
-        """Take note of what the ranks of a pipeline were planned to hold, None if nothing was.
+        """Set the memory forecast of a pipeline's ranks, None if there is none.
 
-        It is shown beside what is allocated, should memory run out.
+        An out-of-memory error shows it next to what is allocated.
         """
         self._planned = None if ranks is None else ranks[self.stage_rank]
 
     @contextmanager
     def telling_of_memory(self, where: str) -> Iterator[None]:
-        """Tell all ranks if memory runs out on this one within the block; `where` says in what.
+        """Report to all ranks if memory runs out within the block; `where` names the activity.
 
-        The DeviceMemoryError shows the plan beside what is allocated; see `expect_memory`.
+        The DeviceMemoryError shows the plan next to what is allocated; see `expect_memory`.
         """
         try:
             yield
@@ -566,8 +575,8 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by the norm over all stages; return that norm, the same on every rank.
 
-        Every rank calls it, also one without parameters. Raises ConfigError if `max_norm` is
-        negative, which would turn the gradients round.
+        Every rank calls it, also one without parameters. Raises ConfigError for a negative
+        `max_norm`, which would reverse the gradients.
         """
         if not max_norm >= 0:
             raise ConfigError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
@@ -579,8 +588,8 @@ class Pipeline:
     def grad_square(self) -> float:
         """Return the squared norm of this step's gradient before clipping, without tied parameters.
 
-        Over all stages, the same on every rank. Every rank calls it, after `step`; where gradients
-        were clipped it needs no message.
+        Over all stages, the same on every rank. Every rank calls it, after `step`. After clipping
+        it needs no communication.
         """
         with together(self.world, "adding up norms"):
             known = self._norms or self._gather_norms()
@@ -611,8 +620,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Return when the actions of the last step ran on each rank of this replica, in seconds.
 
-        Every rank of the replica calls it. All on the clock of the replica's first rank; ranks of
-        other hosts to within the time of a message.
+        Every rank of the replica calls it. Times are on the clock of the replica's first rank;
+        those of other hosts are accurate to the time of a message.
         """
         group = self._site.pipeline
         with together(self.world, "gathering a timeline"):
@@ -634,7 +643,7 @@ class Pipeline:
         return self.last_step_marks().times
 
     def last_step_marks(self) -> StepMarks:
-        """Return the last step's marks, to be read later: that waits for an accelerator."""
+        """Return the last step's marks, for later: reading them waits for an accelerator."""
         return self._steps.recorder.step
 
     def describe(self) -> str:
@@ -650,14 +659,19 @@ class Pipeline:
         step: int | None = None,
         keep: int | None = None,
     ) -> Path:
-        """Write a checkpoint that any layout can load, whole or not at all; return where it is.
+        """Write a checkpoint that any layout can load, complete or not at all; return its path.
 
-        Every rank calls it, with the same path. `extra`: a dict of plain values and NumPy arrays
-        that `load` returns with the same types. With a `step`, `path` is a folder of several: it
-        becomes `path/step_<step>`, one of the same step is replaced, and of all in there the `keep`
-        that were written last stay (None: all). `gpipe_hpc.latest(path)` finds the newest again.
-        Raises CheckpointError if `path` exists (without a step), cannot be written, or `extra`
-        holds a value of another type; nothing is written then.
+        Every rank calls it, with the same path. Raises CheckpointError, and writes nothing, if
+        `path` exists (without a step) or cannot be written, or if `extra` holds a value of another
+        type.
+
+        Args:
+            path: the checkpoint; with a `step`, a folder of several.
+            optimizer: saved with its state and the options of its groups.
+            extra: a dict of plain values and NumPy arrays that `load` returns with the same types.
+            step: write `path/step_<step>`, replacing one of that step. `gpipe_hpc.latest(path)`
+                finds the newest.
+            keep: with a step, how many of the newest checkpoints stay; None: all.
         """
         self._catch_up()
         if step is None:
@@ -683,11 +697,11 @@ class Pipeline:
         path: str | Path | checkpoint.Source,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint, of any layout, and its groups' options; return its `extra`.
+        """Load a checkpoint of any layout, with the options of its groups; return its `extra`.
 
         Every rank calls it. Every byte is verified first, unless `checkpoint.verify` has done so.
-        CheckpointError if it is damaged, or of another model, kind of optimizer or grouping: then
-        nothing has changed.
+        Raises CheckpointError, and changes nothing, if it is damaged or of another model, kind of
+        optimizer or grouping.
         """
         source = Path(path) if isinstance(path, (str, Path)) else path
         where = source if isinstance(source, Path) else source.path
@@ -703,15 +717,14 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Return what scales the loss in float16, its `value` the same on every rank; else None."""
+        """Return the loss scale of float16, the same on every rank; None in other precisions."""
         return self._steps.loss_scale
 
     def outer_step(self) -> bool:
-        """Do what is due between replicas that train apart; say whether parameters were averaged.
+        """Average separately trained replicas if that is due; return whether it was done.
 
-        Every rank calls it, after each `optimizer.step()`; for replicas that do not train apart it
-        does nothing. Where it was not called, the next `step`, `evaluate`, `predict` or `save` does
-        it first.
+        Every rank calls it, after each `optimizer.step()`; otherwise the next `step`, `evaluate`,
+        `predict` or `save` does it first. Does nothing if replicas sum gradients.
         """
         apart = self._steps.apart
         if apart is None or not self._outer_due:
@@ -724,12 +737,11 @@ class Pipeline:
         return stepped
 
     def unite_replicas(self) -> bool:
-        """Let replicas that train apart hold the same parameters; say whether they did not.
+        """Make separately trained replicas equal; return whether they were not.
 
-        Every rank calls it, at the end of training, behind the last `optimizer.step()`. Averages
-        that are under way arrive, and each part of the model that was trained since its last outer
-        step has one more, at once. For replicas that do not train apart, or have just met, it does
-        nothing.
+        Every rank calls it, at the end of training, after the last `optimizer.step()`. Averages
+        under way are applied, and each part of the model that was trained since its last outer step
+        gets one more at once. Does nothing if replicas are equal already.
         """
         apart = self._steps.apart
         if apart is None:
@@ -751,34 +763,34 @@ class Pipeline:
 
     @property
     def is_apart(self) -> bool:
-        """Say whether replicas train apart, and are averaged at outer steps."""
+        """Return whether replicas train separately and are averaged at outer steps."""
         return self._own.tables.averaging is not None
 
     @property
     def replicas_differ(self) -> bool:
-        """Say whether replicas may have other parameters than one another."""
+        """Return whether replicas may have different parameters."""
         apart = self._steps.apart
         return apart is not None and apart.rounds.replicas_differ
 
     def outer_state(self) -> dict[str, torch.Tensor]:
-        """Return what this rank keeps between steps for combining copies: residuals, by name."""
+        """Return what this rank keeps between steps for combining copies (residuals), by name."""
         return self._steps.outer_state()
 
     def outer_wanted(self, stored: Collection[str]) -> list[str]:
-        """Return which of the tensors in a checkpoint `restore_outer` needs on this rank."""
+        """Return which tensors of a checkpoint `restore_outer` needs on this rank."""
         return self._steps.outer_wanted(stored)
 
     def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what a checkpoint kept of `outer_state`; what it has not starts anew."""
+        """Restore `outer_state` from a checkpoint; what it lacks is reset."""
         self._steps.restore_outer(tensors)
         self._outer_due = False
 
     @property
     def outer_sent_bytes(self) -> int:
-        """Return how many bytes this rank has sent so far for compressed sums or outer steps.
+        """Return how many bytes this rank has sent for compressed reductions or outer steps.
 
-        Those of exchanges are counted; of the backend's own allreduce, what a ring sends. What
-        sums of whole gradients send is not among them.
+        Exchanges are counted; for the backend's all-reduce, what a ring sends. Reductions of whole
+        gradients are not included.
         """
         return self._steps.outer_sent_bytes
 

@@ -32,9 +32,9 @@ def step_name(step: int) -> str:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Return the checkpoint in `folder` that was written last and is whole; None if there is none.
+    """Return the newest complete checkpoint in `folder`; None if there is none.
 
-    Whole as far as its manifest and the sizes of its files tell: loading it verifies every byte.
+    Complete according to its manifest and the sizes of its files; loading verifies every byte.
     """
     for path in reversed(_by_age(Path(folder))):
         if steps_done(path) is not None:

@@ -69,16 +69,15 @@ _BARE_BASES: Final = ("builtins", "typing", "abc", "enum")
 
 
 def register_boundary_type(cls: type[T]) -> type[T]:
-    """Let objects of a class travel between ranks; call it on every rank, or use it as decorator.
+    """Allow objects of a class to travel between ranks. Call it on every rank, or use as decorator.
 
-    A layer may then return them as values within its output (a tensor inside would lose its
-    gradient and stays refused; for containers of tensors register with torch.utils._pytree).
-    Named tuples, plain dataclasses and enums need it not. Whoever can send to a rank may make
-    such an object with any content, so its ``__init__``, ``__setstate__`` and the like must be
+    A layer may then return them as values within its output. A tensor inside would lose its
+    gradient and stays refused; register containers of tensors with torch.utils._pytree. Named
+    tuples, plain dataclasses and enums need no registration. Whoever can send to a rank can create
+    such an object with any content, so its ``__init__``, ``__setstate__`` and similar must be
     harmless.
 
-    Raises ConfigError for a class that takes no mark (one written in C), or is not at the top
-    of its module.
+    Raises ConfigError for a class that is written in C, or is not at the top level of its module.
     """
     if "<locals>" in cls.__qualname__:
         raise ConfigError(

@@ -383,9 +383,13 @@ def run_on_threads(
 ) -> list[T]:
     """Run `body(world)` on `size` ranks, each a thread; return their results in rank order.
 
-    `device(rank)`: where a rank computes, made on its thread; None for the CPU.
-    The first failure by time is raised (that of a rank that stopped because of another one
-    only if there is no other). Threads do not time out themselves: every wait in them does.
+    Raises the first failure by time; the failure of a rank that stopped because of another one only
+    if there is no other. Waits within the threads have their own time-outs.
+
+    Args:
+        size: number of ranks.
+        body: called with the world of each rank.
+        device: device of each rank, created on its thread; None: the CPU.
     """
     hub = ThreadHub(size, timeout_s)
     results: list[Any] = [None] * size

@@ -27,10 +27,10 @@ SumOver = Callable[[Tensor], None]
 
 
 class Moments(NamedTuple):
-    """What one micro-batch says of a layer's channels.
+    """Statistics of a layer's channels over one micro-batch.
 
-    `num_values`: how many a channel has; `mean` and `squares` (the sum of squared deviations from
-    the mean) are of shape (channels,).
+    `num_values` per channel; `mean` and `squares` (sum of squared deviations from the mean) have
+    shape (channels,).
     """
 
     num_values: int
@@ -39,9 +39,9 @@ class Moments(NamedTuple):
 
 
 class Within:
-    """Whether layers are amid a step of a pipeline now, in which their statistics stay.
+    """Whether a step of a pipeline is running, during which statistics do not change.
 
-    `sum_over`: what normalises together with them in that step, if anything does.
+    `sum_over` sums over replicas that normalise together in that step, if any.
     """
 
     __slots__ = ("is_active", "sum_over")
@@ -68,7 +68,7 @@ _TOGETHER: Final[ContextVar[SumOver | None]] = ContextVar("gpipe_hpc_normalise",
 
 @contextmanager
 def normalising_together(sum_over: SumOver) -> Iterator[None]:
-    """Let BatchNorm layers normalise with the statistics of all that run this block at once.
+    """Let BatchNorm layers normalise with the statistics of all that run this block together.
 
     `sum_over` is called once in each layer's forward, and once in its backward.
     """
@@ -127,25 +127,24 @@ _OURS: Final[Mapping[type[nn.Module], type[nn.Module]]] = MappingProxyType(
 
 
 class Conversion(NamedTuple):
-    """What `convert_batchnorm` found, by dotted name: those that are ours now, and those left."""
+    """Result of `convert_batchnorm`: names of converted modules, and of those left unchanged."""
 
     converted: tuple[str, ...]
     left: tuple[str, ...]
 
     @classmethod
     def of(cls, parts: Iterable["Conversion"]) -> "Conversion":
-        """Return several as one."""
+        """Merge several results."""
         converted, left = zip(*parts, strict=True) if (parts := tuple(parts)) else ((), ())
         return cls(sum(converted, ()), sum(left, ()))
 
 
 def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
-    """Make every plain `nn.BatchNorm*d` in a module, or the module itself, one of ours, in place.
+    """Convert every plain `nn.BatchNorm*d` in a module, or the module itself, in place.
 
-    The object stays, and so do its parameters, buffers, hooks and flags. Subclasses of users that
-    track statistics are left: they will count micro-batches as batches.
-    Names begin with `where`. Raises ModelError for `nn.SyncBatchNorm`, which would wait for ranks
-    that hold other stages.
+    The object stays, with its parameters, buffers, hooks and flags. Users' subclasses that track
+    statistics are left unchanged: they count micro-batches as batches. Names begin with `where`.
+    Raises ModelError for `nn.SyncBatchNorm`, which would wait for ranks that hold other stages.
     """
     converted, left = [], []
     for name, part in module.named_modules():
@@ -168,9 +167,9 @@ def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
 
 
 def refuse_shared_statistics(layers: Sequence[Layer]) -> None:
-    """Raise ModelError if layers that come built share a module whose statistics are updated.
+    """Raise ModelError if built layers share a module whose statistics are updated.
 
-    Layers may be placed apart, where each would have statistics of its own: other ones than here.
+    Layers may be placed on different ranks, where each would have statistics of its own.
     """
     places: dict[int, int] = {}
     for index, layer in enumerate(layers):
@@ -188,7 +187,7 @@ def refuse_shared_statistics(layers: Sequence[Layer]) -> None:
 
 
 def refuse_single_values(layer: PooledBatchNorm, input: Tensor) -> None:
-    """Raise ModelError if a micro-batch has one value a channel, or none: nothing to normalise."""
+    """Raise ModelError if a micro-batch has at most one value per channel."""
     if input.numel() < 2 * input.shape[1]:
         raise ModelError(
             f"{layer.place or 'layer'} ({type(layer).__name__}): expected at least 2 values per "
@@ -263,7 +262,7 @@ def _normalised_together(
 def shifted_sums(moments: list[Moments], shift: Tensor | None) -> Tensor:
     """Return float64[1 + 2 x channels]: count, sums and sums of squares around `shift` (or 0).
 
-    Sums over whatever has the same shift may be added up; `pooled` reads them.
+    Sums with the same shift may be added; `pooled` reads them.
     """
     means = torch.stack([each.mean.double() for each in moments])
     squares = torch.stack([each.squares.double() for each in moments])
@@ -284,9 +283,9 @@ def _column(numbers: Sequence[int], like: Tensor) -> Tensor:
 
 
 def pooled(sums: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, sum of squared deviations from it, and count of what was summed.
+    """Return mean, sum of squared deviations from it, and count.
 
-    Of nothing, the mean is not a number and the rest 0.
+    Without values, the mean is NaN and the others are 0.
     """
     count, (total, squares) = sums[0], sums[1:].view(2, -1)
     apart = total / count

@@ -23,15 +23,14 @@ _META: Final = torch.device("meta")
 
 
 def build_layer(layer: Layer, *, index: int, seed: int, device: Device | None = None) -> nn.Module:
-    """Return the module of one layer on a device, None for the CPU.
+    """Build one layer on a device; None is the CPU.
 
-    A `LayerSpec` is built on the CPU, whatever the device, under generators seeded with
-    `init_key(seed, index)`, then moved: the same weights on every kind of device. The default
-    generators of torch, Python and NumPy are keyed; a factory that makes a generator of its own
-    must seed it. A module that comes built keeps its weights and is moved in place. The caller's
-    random state is left as it was.
+    A `LayerSpec` is built on the CPU under generators seeded with `init_key(seed, index)` and then
+    moved, so weights are the same on every kind of device. The default generators of torch, Python
+    and NumPy are seeded, and restored afterwards; a factory must seed generators that it creates. A
+    built module keeps its weights and is moved in place.
 
-    Raises `ModelError`, naming layer and factory, when the layer cannot be built or moved.
+    Raises `ModelError` with layer and factory if the layer cannot be built or moved.
     """
     module = _built(layer, index, seed, _HOST)
     _refuse_abstract(module, f"layers.{index}")
@@ -39,9 +38,9 @@ def build_layer(layer: Layer, *, index: int, seed: int, device: Device | None = 
 
 
 def build_abstract(layer: Layer, *, index: int) -> nn.Module:
-    """Return the module of one layer on torch's device ``meta``, where nothing is allocated.
+    """Build one layer on torch's device ``meta``, which allocates nothing.
 
-    Raises `ModelError` as `build_layer` does; some factories read values, which there are not.
+    Raises `ModelError` as `build_layer` does, also for a factory that reads values.
     """
     return _built(layer, index, 0, _META).to(_META)
 
@@ -62,8 +61,8 @@ def _built(layer: Layer, index: int, seed: int, place: torch.device) -> nn.Modul
 def seeded_generators(key: int) -> Iterator[None]:
     """Seed the default generators of torch, Python and NumPy; restore them on leaving.
 
-    Of torch: the CPU's and, where an accelerator is in use, that of its current device. Threads
-    wait for one another, since the generators belong to the process.
+    For torch, those of the CPU and of the current accelerator, if one is in use. Threads wait for
+    each other, because the generators belong to the process.
     """
     with GENERATOR_LOCK, process_generators_kept():
         generators = generators_in_use()

@@ -21,8 +21,8 @@ def layer_parameters(layers: Sequence[Layer]) -> list[int]:
     """Return the number of parameters of each layer, in order.
 
     A `LayerSpec` is built on the meta device, one layer at a time. A parameter shared by several
-    layers counts for the first of them. Buffers are no parameters. Raises `ModelError` when a
-    layer cannot be built.
+    layers counts for the first. Buffers do not count. Raises `ModelError` if a layer cannot be
+    built.
     """
     return [sum(p.numel() for p in owned.values()) for owned in _owned_parameters(layers)]
 
@@ -36,7 +36,7 @@ def parameter_sizes(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def sizes_of_layers(layers: Sequence[Layer]) -> list[dict[str, tuple[int, torch.dtype]]]:
-    """Return for each layer the elements and the dtype of its parameters, by global name.
+    """Return for each layer the number of elements and dtype of its parameters, by global name.
 
     Builds and counts as `layer_parameters` does.
     """

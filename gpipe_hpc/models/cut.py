@@ -20,9 +20,9 @@ def layer_stages(counts: Sequence[int]) -> list[int]:
 
 
 def skip_routes(skips: Sequence[Skip], counts: Sequence[int]) -> dict[tuple[int, int], list[Skip]]:
-    """Return the skips between each two stages, (source, destination), in order of their layers.
+    """Return the skips between each pair of stages (source, destination), in order of layers.
 
-    A skip to the next stage travels with the boundary; one within a stage is left out.
+    A skip to the next stage travels with the boundary; skips within a stage are omitted.
     """
     stage_of = layer_stages(counts)
     routes: dict[tuple[int, int], list[Skip]] = {}
@@ -34,5 +34,5 @@ def skip_routes(skips: Sequence[Skip], counts: Sequence[int]) -> dict[tuple[int,
 
 
 def long_skips(routes: Mapping[tuple[int, int], Sequence[Skip]]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages that exchange skips past others: `Schedule.skips`."""
+    """Return the pairs of stages that exchange skips over other stages: `Schedule.skips`."""
     return tuple(route for route in routes if route[1] > route[0] + 1)

@@ -6,16 +6,16 @@ from gpipe_hpc.models.layers import Layer, LayerSpec
 
 
 def sees_ahead(layers: Sequence[Layer]) -> bool:
-    """Say whether a layer is known to gather from later positions too.
+    """Return whether a layer is known to use later positions.
 
-    Such a model cannot learn to tell the next token: it sees it. A layer says so by an attribute
-    `sees_ahead` that is true, of its class or of what it is made with; of others nothing is known.
+    Such a model sees the next token, so it cannot learn to predict it. A layer declares this by a
+    true attribute `sees_ahead` of its class or of an argument; otherwise it is unknown.
     """
     return _is_said(layers, "sees_ahead")
 
 
 def looks_back(layers: Sequence[Layer]) -> bool:
-    """Say whether the model is known to be a causal language model; see `sees_ahead`."""
+    """Return whether the model is known to be a causal language model; see `sees_ahead`."""
     return _is_said(layers, "looks_back") and not sees_ahead(layers)
 
 

@@ -12,10 +12,14 @@ from gpipe_hpc.errors import ModelError, words_of
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class LayerSpec:
-    """Describe a layer without building it: ``factory(*args, **kwargs)`` gives the module.
+    """A layer described but not built: ``factory(*args, **kwargs)`` returns the module.
 
-    Immutable; picklable when factory and arguments are. Two specs are equal when factory and
-    arguments are (tensors by value): equal specs cost the same to run.
+    Immutable; picklable if factory and arguments are. Specs are equal if factory and arguments are
+    (tensors by value); equal specs are assumed to cost the same.
+
+    Args:
+        factory: a class or function that returns an nn.Module.
+        args, kwargs: its arguments.
     """
 
     factory: Callable[..., nn.Module]
@@ -40,24 +44,24 @@ class LayerSpec:
         object.__setattr__(self, "pops", ())
 
     def tied(self, names: Mapping[str, str]) -> "LayerSpec":
-        """Return this layer with parameters tied: name within the layer -> name of the tie.
+        """Return this layer with tied parameters: name within the layer -> name of the tie.
 
-        All parameters of one tie are one parameter, on whatever stages their layers are; it
-        starts with the weights of the first of them.
+        All parameters of a tie are one parameter, on any stages, with the initial weights of the
+        first.
         """
         return self._with(ties=tuple(names.items()))
 
     def stashing(self, *names: str) -> "LayerSpec":
-        """Return this layer with what it stashes for a later layer, by names of the whole model.
+        """Return this layer with names of what it stashes for later layers.
 
-        Its forward returns a tuple: the output, then one value for each name, in their order.
+        Its forward returns a tuple: the output, then one value per name, in their order.
         """
         return self._with(stashes=names)
 
     def popping(self, *names: str) -> "LayerSpec":
-        """Return this layer with what it pops: stashed by an earlier layer, for it alone.
+        """Return this layer with names of what it pops, stashed by earlier layers for it alone.
 
-        Its forward takes the input, then one argument for each name, in their order.
+        Its forward takes the input, then one argument per name, in their order.
         """
         return self._with(pops=names)
 
@@ -74,11 +78,11 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
-        """Return the factory's name, as tables and messages show it."""
+        """Return the factory's name, as in tables and messages."""
         return factory_name(self.factory)
 
     def build(self) -> nn.Module:
-        """Call the factory once; raise `ModelError` when it fails or gives no module."""
+        """Call the factory; raise `ModelError` if it fails or returns no module."""
         return call_factory(self, where=repr(self))
 
     def __repr__(self) -> str:
@@ -131,7 +135,7 @@ def factory_name(factory: Callable[..., object]) -> str:
 
 
 def layer_name(layer: Layer) -> str:
-    """Return what a table calls this layer: the factory's or the module's class name."""
+    """Return a layer's name in tables: that of its factory or module class."""
     return layer.name if isinstance(layer, LayerSpec) else type(layer).__name__
 
 
@@ -156,9 +160,9 @@ def call_factory(spec: LayerSpec, where: str) -> nn.Module:
 
 
 def normalise_layers(model: nn.Sequential | nn.ModuleList | Sequence[Layer]) -> list[Layer]:
-    """Return the model's layers as a list; raise `ModelError` for what is no sequence of layers.
+    """Return the model's layers as a list; raise `ModelError` if it is no sequence of layers.
 
-    A module that stands in an `nn.Sequential` twice stands in the list twice.
+    A module that occurs twice in an `nn.Sequential` occurs twice in the list.
     """
     layers = _elements(model)
     if not layers:

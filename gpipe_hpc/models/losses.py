@@ -30,8 +30,8 @@ def token_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy in nats and the number of tokens that count.
 
-    ``logits`` are [..., V], ``targets`` [...] class indices; those equal to ``ignore_index`` add
-    neither loss nor weight. 16-bit logits are summed in float32.
+    ``logits`` are [..., V], ``targets`` [...] class indices; those equal to ``ignore_index`` do not
+    count. 16-bit logits are summed in float32.
     """
     if logits.shape[:-1] != targets.shape:
         raise ModelError(
@@ -49,9 +49,9 @@ def token_cross_entropy(
 def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy in nats and the number of tokens that count.
 
-    ``logits`` are [B, S, V]; ``labels`` [B, S], not shifted, as transformers takes them: position
-    i is to predict label i + 1. Labels equal to ``ignore_index`` add neither loss nor weight.
-    Targets that are shifted already, as our data gives them, go to `token_cross_entropy`.
+    ``logits`` are [B, S, V]; ``labels`` [B, S] are not shifted, as in transformers: position i
+    predicts label i + 1. Labels equal to ``ignore_index`` do not count. For targets that are
+    already shifted, as gpipe_hpc's own data, use `token_cross_entropy`.
     """
     if logits.shape[:-1] != labels.shape or labels.dim() != 2:
         raise ModelError(
@@ -65,7 +65,7 @@ def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple
 def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Metrics]:
     """Return the summed cross-entropy in nats, the number of samples, and the accuracy.
 
-    ``logits`` are [B, C]; ``targets`` [B] class indices, those equal to -100 ignored.
+    ``logits`` are [B, C]; ``targets`` [B] class indices; -100 is ignored.
     """
     total, num_samples = token_cross_entropy(logits, targets)
     num_right = (logits.detach().argmax(-1) == targets).sum()
@@ -77,9 +77,9 @@ def classification_with_auxiliary(
 ) -> tuple[Tensor, Tensor, Metrics]:
     """Return the summed loss of a classifier with auxiliary heads, the samples, the accuracy.
 
-    ``outputs`` are the logits [B, C], alone or ahead of those of each head, whose cross-entropy
-    counts ``weight``: 0.3 as in Szegedy et al., Going deeper with convolutions, 2015. Targets are
-    those of `classification`.
+    ``outputs`` are the logits [B, C], alone or followed by those of each head, whose cross-entropy
+    is weighted by ``weight``: 0.3 as in Szegedy et al., Going deeper with convolutions, 2015.
+    Targets are those of `classification`.
     """
     logits, *heads = (outputs,) if isinstance(outputs, Tensor) else outputs
     total, num_samples, metrics = classification(logits, targets)
@@ -93,8 +93,8 @@ def segmentation(
 ) -> tuple[Tensor, Tensor, Metrics]:
     """Return the summed cross-entropy in nats, the number of pixels that count, the accuracy.
 
-    ``logits`` are [B, C, H, W]; ``masks`` [B, H, W] class indices, those equal to ``ignore_index``
-    not counted. With C = 1 the masks are 0 or 1, and the logit is that of 1.
+    ``logits`` are [B, C, H, W]; ``masks`` [B, H, W] class indices; ``ignore_index`` does not count.
+    With C = 1 masks are 0 or 1, and the logit is that of 1.
     """
     expected = [logits.shape[0], *logits.shape[2:]]
     if logits.ndim != 4 or list(masks.shape) != expected:
@@ -113,12 +113,12 @@ def segmentation(
 def bert_pretraining(
     outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor], ignore_index: int = -100
 ) -> tuple[Tensor, float]:
-    """Return the sum over samples of both of BERT's losses in nats, and the number of samples.
+    """Return the sum over samples of both BERT losses in nats, and the number of samples.
 
-    ``outputs`` are the logits of the tokens [B, S, V] and of the next sentence [B, 2]; ``targets``
-    the tokens that were masked [B, S], ``ignore_index`` elsewhere, and 0 or 1 of each sample [B].
-    A sample adds the mean over its masked tokens and its next-sentence loss, weighted alike; as
-    long as all have equally many masked tokens, as in BERT, that is the mean over all of these.
+    ``outputs`` are token logits [B, S, V] and next-sentence logits [B, 2]; ``targets`` are the
+    masked tokens [B, S], ``ignore_index`` elsewhere, and 0 or 1 per sample [B]. A sample adds the
+    mean over its masked tokens and its next-sentence loss; if all samples have equally many masked
+    tokens, as in BERT, that is the mean over all of them.
     """
     (token_logits, sentence_logits), (tokens, sentences) = outputs, targets
     expected = [list(token_logits.shape[:2]), list(sentence_logits.shape[:1])]
@@ -138,7 +138,7 @@ def bert_pretraining(
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    """Return the sum of squared differences and the number of elements, both of one shape."""
+    """Return the sum of squared differences and the number of elements; shapes are equal."""
     if output.shape != target.shape:
         # Broadcasting here would train on a wrong loss in silence.
         raise ModelError(
@@ -180,7 +180,7 @@ _LOSSES: Final[Mapping[str, LossFunction]] = MappingProxyType(
 
 
 def loss_function(name: str) -> LossFunction:
-    """Return a loss by its name; raise `ModelError` naming those that exist."""
+    """Return a loss by name; raise `ModelError` with the names that exist."""
     if name not in _LOSSES:
         raise ModelError(
             f"loss: unknown name, expected one of {', '.join(_LOSSES)}, got {name!r}; "
@@ -226,9 +226,9 @@ _WEIGHTED_FUNCTIONS: Final = (F.cross_entropy, F.nll_loss)
 
 
 def torch_loss(function: object) -> TorchLoss | None:
-    """Return how a loss reduces if it is one of torch's own; None if nobody can know.
+    """Return how one of torch's own losses reduces; None for other losses.
 
-    A module of `torch.nn`, a function of `torch.nn.functional`, or a functools.partial of one.
+    Knows modules of `torch.nn`, functions of `torch.nn.functional`, and functools.partial of them.
     """
     keywords: Mapping[str, Any] = {}
     if isinstance(function, partial):
@@ -275,14 +275,13 @@ _MULTIPLIES: Final = frozenset({"__mul__", "__rmul__", "__imul__", "mul"})
 
 
 class Reductions(TorchFunctionMode):
-    """Within it, notes over what a loss of the user's takes sums and means.
+    """Context that observes the sums and means taken by a user's loss.
 
-    `counted`: for each call of `F.cross_entropy` or `F.nll_loss` that takes a mean, how much all
-    its targets weigh: numbers on their device. Means over equally many are means over samples.
-    A number is known to be a sum if nothing was divided or multiplied on the way to it, and to be
-    a mean if that is what torch was called for, or one plus other means, which may be weighed.
-    What reduces a single element is neither. `result`: what the loss returned, or the first of
-    several (`is_pair`).
+    `counted`: for each mean of `F.cross_entropy` or `F.nll_loss`, the weight of all its targets, as
+    numbers on their device. A number is known to be a sum if nothing was divided or multiplied on
+    the way to it, and to be a mean if torch was called for one, or it is a sum of means. Reductions
+    of a single element are neither. `result`: what the loss returned, or the first of several
+    (`is_pair`).
     """
 
     def __init__(self) -> None:
@@ -298,12 +297,12 @@ class Reductions(TorchFunctionMode):
 
     @property
     def is_sum(self) -> bool:
-        """Say whether the result is known to be a sum over all that the loss was given."""
+        """Return whether the result is known to be a sum over the whole input of the loss."""
         return _is_among(self.result, self._sums)
 
     @property
     def num_means(self) -> int:
-        """Return of how many means the result is the sum, 0 if it is not known to be one."""
+        """Return of how many means the result is the sum; 0 if unknown."""
         return self._num_added[id(self.result)] if _is_among(self.result, self._means) else 0
 
     def __torch_function__(

@@ -85,7 +85,7 @@ def init_key(seed: int, layer: int) -> int:
 
 
 def microbatch_prefix(seed: int, step: int, microbatch: int) -> int:
-    """Return what all layers' keys of one micro-batch share; finish it with `layer_key`."""
+    """Return the common part of all layers' keys of one micro-batch, for `layer_key`."""
     assert step >= 0, f"step {step} is negative"
     assert microbatch >= 0, f"micro-batch index {microbatch} is negative"
     return _absorb(_absorb(_absorb(_absorb(0, _MICROBATCH), seed), step), microbatch)
@@ -105,7 +105,7 @@ def microbatch_key(seed: int, step: int, microbatch: int, layer: int) -> int:
 def source_key(layer_key: int, source: int) -> int:
     """Return the seed of a generator other than torch's (0 <= key < 2**63).
 
-    `source`: 0 Python's, 1 NumPy's, 2 and more those that the layer holds.
+    `source`: 0 for Python's, 1 for NumPy's, 2 and more for those that the layer holds.
     """
     assert source >= 0, f"source {source} is negative"
     return _absorb(_absorb(_absorb(0, _SOURCE), layer_key), source) & (_MASK >> 1)
@@ -122,9 +122,9 @@ def message_key(seed: int, step: int, copy: int, stage: int, bucket: int) -> int
 def microbatch_keys(
     seed: int, step: int, microbatches: range, layers: Sequence[int]
 ) -> list[dict[int, int]]:
-    """Return `microbatch_key` of some layers for each of some micro-batches, by layer; all at once.
+    """Return `microbatch_key` for several micro-batches and layers at once, by layer.
 
-    A key by itself takes some microseconds, a thousand of them here little more.
+    A single key takes some microseconds; a thousand here take little more.
     """
     prefixes = [microbatch_prefix(seed, step, m) for m in microbatches]
     states = np.array(prefixes, dtype=np.uint64)[:, None]
@@ -148,18 +148,18 @@ class ProcessStates(NamedTuple):
 
     @classmethod
     def now(cls) -> "ProcessStates":
-        """Return the present states; 40 us."""
+        """Return the present states (40 us)."""
         return cls(random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
-        """Go back to these states."""
+        """Restore these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 @contextmanager
 def process_generators_kept() -> Iterator[None]:
-    """Leave Python's and NumPy's generators behind the block as they were ahead of it."""
+    """Restore Python's and NumPy's generators after the block."""
     states = ProcessStates.now()
     try:
         yield
@@ -168,22 +168,22 @@ def process_generators_kept() -> Iterator[None]:
 
 
 def seed_python(layer_key: int) -> None:
-    """Seed Python's generator for the building or the run of a layer."""
+    """Seed Python's generator for building or running a layer."""
     random.seed(source_key(layer_key, _PYTHON))
 
 
 def seed_numpy(layer_key: int) -> None:
-    """Seed NumPy's global generator likewise, if it is the one that NumPy comes with."""
+    """Seed NumPy's global generator, unless it was replaced."""
     if numpy_is_seedable():
         np.random.seed(numpy_words(source_key(layer_key, _NUMPY)))
 
 
 def numpy_is_seedable() -> bool:
-    """Say whether NumPy's global generator is the one that it comes with."""
+    """Return whether NumPy's global generator is its original one."""
     module: Any = np.random
     return isinstance(module.get_bit_generator(), np.random.MT19937)
 
 
 def numpy_words(key: int) -> list[int]:
-    """Return a key as the pair of words that seeds a generator of NumPy's."""
+    """Return a key as the two words that seed a NumPy generator."""
     return [key & 0xFFFFFFFF, key >> 32]

@@ -22,8 +22,8 @@ Number = Tensor | float
 class Reports:
     """What one run of layers reported.
 
-    `losses`: sums by name, with their graph; `metrics`: (sum, weight) by name, without;
-    `statistics`: what modules note of their inputs, by module.
+    `losses`: sums by name, with graph; `metrics`: (sum, weight) by name, without graph;
+    `statistics`: what modules record of their inputs, by module.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Reports:
         return bool(self.losses or self.metrics or self.statistics)
 
     def take(self) -> "Reports":
-        """Return what was reported since the last call, and begin anew."""
+        """Return what was reported since the last call, and reset."""
         taken = Reports(self.losses, self.metrics, self.statistics)
         self.losses, self.metrics, self.statistics = {}, {}, []
         return taken
@@ -46,11 +46,11 @@ _CURRENT: Final[ContextVar[Reports | None]] = ContextVar("gpipe_hpc_reports", de
 
 
 def add_loss(name: str, total: Tensor) -> None:
-    """Add to the loss of the step, from any layer: `total` is a sum over the micro-batch, 0-dim.
+    """Add `total`, a 0-dim sum over the micro-batch, to the loss of the step, from any layer.
 
-    The loss is (sum of all losses) / (global weight of the main loss): to weigh a mean over
-    samples like a loss that is one, multiply it by the number of samples. Losses of one name
-    are summed; each is also reported by its name.
+    The loss is (sum of all losses) / (global weight of the main loss). To weigh a mean over samples
+    like the main loss, multiply it by the number of samples. Losses of one name are summed, and
+    reported by name.
     """
     if name == MAIN_LOSS:
         raise ModelError(
@@ -71,9 +71,9 @@ def add_loss(name: str, total: Tensor) -> None:
 
 
 def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
-    """Report a number that is not trained on: its mean over the step is sum / weight.
+    """Report a metric that is not trained on: its mean over the step is sum / weight.
 
-    Sums and weights of one name are added up over layers, micro-batches and replicas.
+    Sums and weights of one name are added over layers, micro-batches and replicas.
     """
     _check("add_metric", name, total)
     _check("add_metric", name, weight)
@@ -84,7 +84,7 @@ def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
 
 
 class reporting:
-    """Collect what is reported within the block, on this thread."""
+    """Collect reports of this thread within the block."""
 
     __slots__ = ("_reports", "_token")
 
@@ -102,7 +102,7 @@ class reporting:
 
 
 def current_reports() -> Reports | None:
-    """Return where reports go now, None for nowhere: a run outside of a pipeline."""
+    """Return where reports go now; None outside of a pipeline."""
     return _CURRENT.get()
 
 

@@ -15,7 +15,7 @@ from gpipe_hpc.models.layers import Layer, layer_name
 
 
 class Skip(NamedTuple):
-    """One stash and its pop: the indices of the two layers."""
+    """A stash and its pop: the indices of the two layers."""
 
     source: int
     destination: int
@@ -23,22 +23,22 @@ class Skip(NamedTuple):
 
 
 class SkipNames(NamedTuple):
-    """What one layer stashes and pops, by name, in the order of its results and arguments."""
+    """Names that a layer stashes and pops, in the order of its results and arguments."""
 
     stashes: tuple[str, ...] = ()
     pops: tuple[str, ...] = ()
 
 
 def skip_names(layer: Layer, where: str = "layer") -> SkipNames:
-    """Return what a layer declares; raise `ModelError` for what is no tuple of names."""
+    """Return what a layer declares; raise `ModelError` if it is no tuple of names."""
     return SkipNames(_declared(layer, "stashes", where), _declared(layer, "pops", where))
 
 
 def find_skips(layers: Sequence[Layer]) -> tuple[Skip, ...]:
-    """Return the skips of a model, by source, then in the order in which they are stashed.
+    """Return the skips of a model, by source, then in the order of stashing.
 
-    Raises `ModelError`, naming the layers, for a stash that is never popped, popped twice, popped
-    by its own or an earlier layer, stashed twice, and for a pop that nobody stashes.
+    Raises `ModelError` with the layers for a stash that is never popped, popped twice, stashed
+    twice, or popped by its own or an earlier layer, and for a pop without a stash.
     """
     sources: dict[str, int] = {}
     destinations: dict[str, int] = {}
@@ -80,10 +80,10 @@ def run_layer(
     stashed: MutableMapping[str, Any],
     where: str,
 ) -> Any:
-    """Run one layer: its pops leave `stashed`, its stashes come into it; return its output.
+    """Run one layer and return its output; take its pops from `stashed` and add its stashes.
 
-    Raises `ModelError` if a layer that stashes does not return a tuple of one value more than it
-    has names, and if a layer writes in place into what waits for a later one.
+    Raises `ModelError` if a stashing layer does not return a tuple with one value per name besides
+    the output, or if a layer writes in place to what a later one pops.
     """
     if not (stashed or names.stashes or names.pops):
         return module(nest)
@@ -115,9 +115,9 @@ def run_layer(
 
 
 def run_layers(modules: Mapping[int, nn.Module], layers: Sequence[Layer], nest: Any) -> Any:
-    """Run built layers one after the other, skips included: the plain model.
+    """Run built layers in order, skips included, as a plain model.
 
-    `modules` maps indices into `layers`, which declare the skips, to what was built of them.
+    `modules` maps indices of `layers`, which declare the skips, to the built modules.
     """
     stashed: dict[str, Any] = {}
     for index, module in sorted(modules.items()):

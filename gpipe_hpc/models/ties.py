@@ -14,7 +14,7 @@ from gpipe_hpc.models.naming import global_name
 
 @dataclass(frozen=True)
 class Tie:
-    """The places of one parameter: (layer index, name within the layer), ascending."""
+    """All places of one parameter: (layer index, name within the layer), ascending."""
 
     places: tuple[tuple[int, str], ...]
 
@@ -27,9 +27,9 @@ class Tie:
 def find_ties(layers: Sequence[Layer]) -> list[Tie]:
     """Return the ties of a model, in the order of their first places.
 
-    Layers are tied by `LayerSpec.tied`, or by sharing a parameter if they come built. Of several
-    names that a layer has for one parameter the first counts, whichever of them was given. Raises
-    `ModelError` for a tie with one place, and for one parameter in two ties.
+    Layers are tied by `LayerSpec.tied`, or if built, by sharing a parameter. If a layer has several
+    names for a parameter, the first counts. Raises `ModelError` for a tie with one place, and for a
+    parameter in two ties.
     """
     places: dict[str, list[tuple[int, str]]] = {}
     label_of: dict[tuple[int, str], str] = {}
@@ -61,7 +61,7 @@ def find_ties(layers: Sequence[Layer]) -> list[Tie]:
 
 
 def parameter_at(layer: nn.Module, name: str, where: str) -> nn.Parameter:
-    """Return a layer's parameter by its name; `ModelError` if it has none of that name."""
+    """Return a layer's parameter by name; raise `ModelError` if there is none."""
     named = dict(layer.named_parameters(remove_duplicate=False))
     if name not in named:
         raise ModelError(
@@ -72,7 +72,7 @@ def parameter_at(layer: nn.Module, name: str, where: str) -> nn.Parameter:
 
 
 def replace_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put another parameter in the place of `name`, and of all other names of the same one."""
+    """Replace the parameter `name`, under all of its names."""
     first = first_names(layer)
     for each in [other for other, same in first.items() if same == first[name]]:
         owner, _, leaf = each.rpartition(".")
@@ -80,7 +80,7 @@ def replace_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> N
 
 
 def first_names(layer: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter of a layer, by all of its names within."""
+    """Map all names of a layer's parameters to the first name of each."""
     first: dict[int, str] = {}
     named = layer.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(id(parameter), name) for name, parameter in named}

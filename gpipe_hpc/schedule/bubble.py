@@ -13,12 +13,12 @@ from gpipe_hpc.schedule.waits import DataFlow
 
 
 class BubbleCauses(NamedTuple):
-    """Parts of idle time, by what would take them away: of one rank in time, or as shares.
+    """Parts of idle time by cause, of one rank in time units, or as shares.
 
-    Transfers: what is gone when values are there as soon as they are made, and a rank goes on at
-    once; in a measured step that is all that no action explains. Imbalance: what is then still idle
-    even if the busiest rank never waits. Fill and drain: the rest of the time that ranks wait for
-    one another. Reduction tail: from the end of all compute to that of the last reduction.
+    Transfers: idle time that disappears if values arrive as soon as they are computed and a rank
+    continues at once; in a measured step, all that no action explains. Imbalance: what then remains
+    even if the busiest rank never waits. Fill and drain: the rest of the time in which ranks wait
+    for each other. Reduction tail: from the end of all compute to the end of the last reduction.
     """
 
     fill_and_drain: float
@@ -28,10 +28,10 @@ class BubbleCauses(NamedTuple):
 
 
 def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
-    """Split the bubble of a simulated table; the parts are shares of the time of all ranks.
+    """Split the bubble of a simulated table into shares of the time of all ranks.
 
-    They sum to the bubble. No part is negative, as less to wait for never makes a table of fixed
-    order slower.
+    The shares sum to the bubble. None is negative, because removing a wait never makes a table of
+    fixed order slower.
     """
     timeline = simulate(schedule, costs)
     total = timeline.num_ranks * timeline.makespan
@@ -43,10 +43,9 @@ def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
 
 
 def explain_measured(timeline: Timeline) -> tuple[BubbleCauses, ...]:
-    """Split the idle time of each rank in a measured step; the parts sum to makespan less busy.
+    """Split the idle time of each rank in a measured step; the parts sum to makespan minus busy.
 
-    What the transfers are is found by running the measured order again on paper, each action as
-    long as it took.
+    Transfers are found by simulating the measured order and durations with free transfers.
     """
     return _explained(timeline, _undelayed_end(timeline))
 
@@ -81,10 +80,10 @@ def replayed_end(
     begins: Sequence[float] = (),
     gap: Callable[[Event], float] = lambda event: 0.0,
 ) -> float:
-    """Return the end of all compute when a measured order runs again, each action as long as then.
+    """Return when compute ends if a measured order is simulated with its measured durations.
 
-    A rank begins at its time in `begins` (0 where none are given); an action starts `gap` after its
-    rank and its needs allow. Transfers take no time.
+    A rank begins at its time in `begins` (default: 0); an action starts `gap` after its rank and
+    its inputs allow. Transfers are free.
     """
     rows = [[e for e in row if e.action.op in COMPUTE] for row in timeline.events]
     flow = DataFlow(replace(timeline, events=tuple(map(tuple, rows))))

@@ -25,14 +25,18 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 @collector_paused()
 def check(schedule: Schedule, *, is_apart: bool = False) -> None:
-    """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
+    """Raise ScheduleError if a table, bare or lowered, breaks a rule; name rank, action and reason.
 
-    Every action once, on its rank, none missing, after what it needs; what one rank sends another
-    received in the order of the sends; each bucket of a stage reduced once on each holder, in one
-    order where ranks share stages, and where parameters are gathered, each once on each holder,
-    ahead of the stage's forwards; live activations and posted receives within declared bounds; no
-    deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted. `is_apart`:
-    replicas train by themselves, so what one rank of a pipeline holds is not reduced.
+    Rules: every action exists once, on its rank, after what it needs. A rank receives from another
+    in the order of the sends. Each bucket of a stage is reduced once on each holder, in one order
+    if ranks share stages; gathered parameters are gathered once on each holder, before the stage's
+    forwards. Live activations and posted receives stay within declared bounds. There is no
+    deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
+
+    Args:
+        schedule: the table.
+        is_apart: whether replicas train separately, so that stages of a single holder are not
+            reduced.
     """
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ScheduleError(

@@ -15,7 +15,7 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 class ReductionTime(NamedTuple):
-    """What summing a buffer over ranks takes: `latency_s` however small it is, then `bytes_s`."""
+    """Time to reduce a buffer: a fixed `latency_s`, and `bytes_s` for its size."""
 
     latency_s: float
     bytes_s: float
@@ -28,13 +28,16 @@ class ReductionTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on hosts, numbered host by host; latencies in seconds, bandwidths in bytes a second.
+    """Ranks on hosts, numbered host by host; latencies in seconds, bandwidths in bytes/second.
 
-    `hosts` has the number of ranks of each host. Two ranks of a host are linked by `within`, of two
-    hosts by `between`; what `host_links` has for a host takes the place of that, and of two hosts
-    the worse link counts. `rank_links` names single ways, (source, destination), that differ from
-    all this. A bandwidth is what one rank has while all ranks of its host use theirs. `paces` names
-    slow ranks: their compute takes so many times as long.
+    Args:
+        hosts: number of ranks of each host.
+        within, between: links between two ranks of one host, and of two hosts.
+        host_links: links of single hosts in place of `between`; of two hosts the worse one counts.
+        rank_links: links that differ, by (source rank, destination rank).
+        paces: how many times as long the compute of slow ranks takes, by rank.
+
+    A bandwidth is that of one rank while all ranks of its host communicate.
     """
 
     hosts: tuple[int, ...]
@@ -85,7 +88,7 @@ class Cluster:
         return bisect_right(self._first_ranks, rank) - 1
 
     def link(self, source: int, destination: int) -> Link:
-        """Return the way from one rank to another."""
+        """Return the link from one rank to another."""
         named = self.rank_links.get((source, destination))
         if named is not None:
             return named
@@ -98,12 +101,11 @@ class Cluster:
     def reduction_time(
         self, ranks: Sequence[int], nbytes: float, num_buckets: int = 1
     ) -> ReductionTime:
-        """Return what it takes to sum `nbytes` on some ranks, in equal buckets one after the other.
+        """Return the time to reduce `nbytes` over some ranks, in equal buckets one after another.
 
-        The quicker of a ring, 2 (n - 1) messages of an n-th of a bucket, and a tree in both
-        directions, 2 log2 n of them, of pieces so small that only the first is waited for. Both go
-        at the pace of the worst link between neighbours in the order of the ranks, the last one
-        followed by the first. The latency is that of each bucket.
+        The faster of a ring, with 2 (n - 1) messages of an n-th of a bucket, and a pipelined tree
+        in both directions, with 2 log2 n messages. Both run at the speed of the worst link between
+        neighbours in the order of the ranks, last to first included. The latency is per bucket.
         """
         if len(ranks) < 2 or not nbytes:
             return ReductionTime(0.0, 0.0)
@@ -118,12 +120,12 @@ class Cluster:
     def replicas(
         self, schedule: Schedule, costs: Costs, num_replicas: int, gradient_bytes: Cost = 0.0
     ) -> list[Costs]:
-        """Return what each replica of a table costs on this cluster, for `simulate_job`.
+        """Return the costs of each replica of a table on this cluster, for `simulate_job`.
 
-        Times of `costs` are in seconds; world rank = replica x ranks of the table + rank. Each
-        replica has the links and paces of its ranks, all have the reductions: `gradient_bytes` of
-        each stage, over all that hold it. Replicas on ranks that are linked alike have the same
-        object. Refuses more ranks than the cluster has.
+        Times of `costs` are in seconds. World rank = replica x ranks of the table + rank. Each
+        replica has the links and paces of its ranks, and all have the reductions of
+        `gradient_bytes` per stage over all its holders. Replicas with equal links share one object.
+        Raises ScheduleError if the cluster has too few ranks.
         """
         ranks, placement = schedule.num_ranks, schedule.placement
         if not 0 < num_replicas * ranks <= self.num_ranks:

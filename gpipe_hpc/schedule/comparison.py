@@ -39,10 +39,11 @@ VARIANTS: Final[tuple[Variant, ...]] = (
 
 
 class Standing(NamedTuple):
-    """How one schedule does; `refusal` says why a table could not be built, else it is None.
+    """Results of one schedule in a comparison.
 
-    `activations` is the most a rank keeps, in micro-batches of a K-th of the model; `weights` is
-    what the fullest rank holds, in K-ths of the model; `transfers` counts sends of a step.
+    `activations` is the most that a rank keeps, in micro-batches of a K-th of the model; `weights`
+    is what the fullest rank holds, in K-ths of the model; `transfers` counts the sends of a step;
+    `refusal` is the reason if the table could not be built, else None.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Standing(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return name and options in one."""
+        """Return the name with its options."""
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
 
@@ -71,10 +72,10 @@ def compare(
     send: float = 0.0,
     variants: Iterable[Variant] = VARIANTS,
 ) -> list[Standing]:
-    """Return how schedules do on the same model, K-ths of which have the given costs.
+    """Compare schedules on one model whose K-ths have the given costs.
 
-    Schedules with v stages a rank cut it into v K stages, which take a v-th of the time and keep a
-    v-th of the activations each; a transfer takes the same.
+    A schedule with v stages per rank cuts the model into v K stages, each with a v-th of the time
+    and activations; a transfer costs the same.
     """
     costs = Costs(
         forward=forward,
@@ -114,7 +115,7 @@ def compare(
 
 
 def comparison_table(standings: Sequence[Standing]) -> str:
-    """Return standings as a Markdown table; a schedule that was refused has its reason below."""
+    """Return standings as a Markdown table, with the reasons of refused schedules below."""
     rows = [
         (
             each.label,
@@ -133,7 +134,7 @@ def comparison_table(standings: Sequence[Standing]) -> str:
 
 
 class Gain(NamedTuple):
-    """What a search brings over the best schedule known by name, on one placement."""
+    """Result of a search, compared with the best named schedule on the same placement."""
 
     placement: str
     limit: int | None
@@ -141,7 +142,7 @@ class Gain(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """Return the share of the best named schedule's time that is saved, None without one."""
+        """Return the saved share of the best named schedule's time; None if there is none."""
         best = self.found.best_named_makespan
         return 1.0 - self.found.makespan / best if best else None
 
@@ -159,9 +160,9 @@ def search_gains(
         ("mirrored", None),
     ),
 ) -> list[Gain]:
-    """Search an order for unequal stages on several placements, each with a limit or None.
+    """Search orders for unequal stages on several placements, each with or without a limit.
 
-    `stage_times` are the F, I and W of a stage, from the first; they repeat for further stages.
+    `stage_times` are F, I and W of each stage, from the first; they repeat for further stages.
     """
     gains: list[Gain] = []
     for kind, limit in cases:
@@ -175,7 +176,7 @@ def search_gains(
 
 
 def gains_table(gains: Sequence[Gain]) -> str:
-    """Return what searches bring as a Markdown table."""
+    """Return results of searches as a Markdown table."""
     heads = ("placement", "limit", "best by name", "its time", "auto", "gain", "above the bound")
     rows = [
         (

@@ -14,7 +14,7 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Link:
-    """A way from one rank to another: time ahead of the first byte, and bytes a unit of time."""
+    """A link between two ranks: latency, and bandwidth in bytes per unit of time."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
@@ -30,29 +30,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """How long each op takes, one number for all stages or one for each, in any unit of time.
+    """Duration of each op, one number for all stages or one per stage, in any unit of time.
 
-    Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`. An ``F`` whose
-    micro-batch is recomputed (``R``) keeps nothing for a backward: it takes `bare_forward` where
-    that is given. A transfer over the
-    boundary behind stage s, in either direction, takes ``send[s]`` plus the link's latency plus
-    ``boundary_bytes[s]`` over its bandwidth; `links` names those between two ranks, (source,
-    destination), that differ from `link`. A transfer over a skip takes the link's latency plus its
-    `skip_bytes`, by (source stage, destination stage), over the bandwidth; those not named have
-    none. `reduction` is all that a stage reduces; `bucket_shares` says by stage how that is
-    divided over its buckets (any unit; without, equally). Where `reduces_within`, a bucket leaves
-    within the stage's last backward, once that has come as far as the shares of those up to it.
-    Each bucket takes `reduction_latency` more, however small it is. `gather` is all of a stage's
-    parameters that are gathered (``UNSHARD``), divided likewise. `offload` and `fetch` are copies
-    to the host and back, which run beside compute. None: not given.
-
-    `paces` names ranks that are not as fast as the costs say: their compute takes so many times as
-    long.
-
-    All but reductions and gatherings are of a whole micro-batch. `shares` has a number for each
-    micro-batch of the table where some are smaller: its share of the samples of a whole one, 0 for
-    an empty one. It costs that share of time and bytes; latencies stay. Empty: all micro-batches
-    are whole.
+    Args:
+        forward, backward, input_gradient, weight_gradient, recompute: ``F``, ``B``, ``I``, ``W``,
+            ``R``. Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`.
+        bare_forward: an ``F`` whose micro-batch is recomputed; None: as `forward`.
+        send, boundary_bytes: a transfer over the boundary after stage s, in either direction, takes
+            ``send[s]`` plus the link's latency plus ``boundary_bytes[s]`` over its bandwidth.
+        link, links: the link between ranks, and those that differ, by (source, destination).
+        skip_bytes: bytes of skips, by (source stage, destination stage); others are free.
+        reduction, reduction_latency, bucket_shares: the reduction of a stage, an additional time
+            per bucket, and how the reduction is divided over buckets (default: equally).
+        reduces_within: whether a bucket's reduction starts within the stage's last backward.
+        gather: gathering a stage's parameters (``UNSHARD``), divided like reductions.
+        offload, fetch: copies to the host and back, in parallel with compute.
+        paces: how many times as long the compute of slow ranks takes, by rank.
+        shares: size of each micro-batch relative to a whole one, 0 if empty; scales times and bytes
+            but not latencies. Empty: all are whole.
     """
 
     forward: Cost | None = None
@@ -77,7 +72,7 @@ class Costs:
     paces: Mapping[int, float] = field(default_factory=dict)
 
     def of_compute(self, op: Op, num_stages: int) -> list[float]:
-        """Return the cost of a compute op, or a copy, on each stage; refuse an op without one."""
+        """Return the cost of a compute op or copy on each stage; raise if it has none."""
         if op is Op.B and self.backward is None:
             inputs, weights = (self.of_compute(part, num_stages) for part in (Op.I, Op.W))
             return [first + second for first, second in zip(inputs, weights, strict=True)]
@@ -98,11 +93,11 @@ class Costs:
         return per_stage("reduction", self.reduction, num_stages)
 
     def of_reduction_latency(self, num_stages: int) -> list[float]:
-        """Return what each bucket of each stage takes, whatever its size."""
+        """Return the additional time of each bucket of each stage."""
         return per_stage("reduction_latency", self.reduction_latency, num_stages)
 
     def of_paces(self, num_ranks: int) -> list[float]:
-        """Return how many times as long each rank computes; refuse a rank that there is not."""
+        """Return how many times as long each rank computes; raise for an unknown rank."""
         each = [1.0] * num_ranks
         for rank, pace in self.paces.items():
             if not (0 <= rank < num_ranks and 0 < pace < math.inf):
@@ -118,11 +113,11 @@ class Costs:
         return per_stage("gather", self.gather, num_stages)
 
     def of_shares(self, num_microbatches: int) -> list[float]:
-        """Return the share of a whole micro-batch that each one of a table is."""
+        """Return the size of each micro-batch relative to a whole one."""
         return shares_of_each(self.shares, num_microbatches)
 
     def of_buckets(self, stage: int, num_buckets: int) -> list[float]:
-        """Return which part of a stage's reduction each of its buckets is; they add up to 1."""
+        """Return which share of a stage's reduction each of its buckets is; they sum to 1."""
         given = list(self.bucket_shares.get(stage, [1.0] * num_buckets))
         if len(given) != num_buckets or not sum(given) > 0 or min(given) < 0:
             raise ScheduleError(
@@ -132,10 +127,10 @@ class Costs:
         return [each / sum(given) for each in given]
 
     def transfer_times(self, num_stages: int) -> "TransferTime":
-        """Return the cost of a transfer as a function of its way, its two ranks and its share.
+        """Return a function from route, ranks and micro-batch share to the time of a transfer.
 
-        A way is a boundary, by the stage ahead of it, or a skip; ranks are (source, destination);
-        the share is that of a whole micro-batch which is sent.
+        A route is a boundary, given by the stage before it, or a skip; ranks are (source,
+        destination).
         """
         fixed = per_stage("send", self.send, num_stages)
         sizes = per_stage("boundary_bytes", self.boundary_bytes, num_stages)
@@ -154,13 +149,12 @@ class Costs:
     def recut(
         self, num_ranks: int, num_stages: int, copies: Sequence[int] | None = None
     ) -> "Costs":
-        """Return what the same model on the same ranks costs, cut into another number of stages.
+        """Return the costs of the same model on the same ranks, cut into another number of stages.
 
-        A single number is that of a rank's share of the model: with v stages a rank, each costs a
-        v-th of it. A list is by equal parts of the model, from its first layers: a stage that is a
-        share of a part costs that share, one of several parts their sum. A transfer takes the same
-        wherever the model is cut; of a list, that of the part ahead of it. `copies`: how many of
-        the ranks share each stage, which is cut to be so many ranks' share.
+        A single number is the cost of a rank's share of the model: with v stages per rank, each
+        costs a v-th. A list is per equal part of the model, from its first layers: a stage costs
+        its share of the parts it covers. A transfer costs the same wherever the model is cut.
+        `copies` is the number of ranks that share each stage.
         """
 
         def of_stages(field: str, cost: Cost) -> Cost:
@@ -189,7 +183,7 @@ class Costs:
         )
 
     def without_transfers(self) -> "Costs":
-        """Return the same costs with transfers, copies and gatherings that take no time."""
+        """Return the same costs with free transfers, copies and gathering."""
         free = replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
         return replace(free, offload=0.0, fetch=0.0, gather=0.0)
 

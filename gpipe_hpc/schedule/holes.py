@@ -14,9 +14,9 @@ WITH_HOLES: Final = (*ORDERS, "rerouted", "auto")
 
 
 class Rows(NamedTuple):
-    """One pipeline of all ranks, in rows of `stages` of which the last has holes.
+    """One pipeline on all ranks, in rows of `stages`, the last of which has holes.
 
-    `microbatches`: of all rows. `schedule` with its `options` makes the table.
+    `microbatches` are those of all rows; `schedule` with `options` makes the table.
     """
 
     ranks: int
@@ -26,10 +26,10 @@ class Rows(NamedTuple):
 
 
 def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
-    """Return how many pipelines a run on so many ranks is made of, where None are asked for.
+    """Return the number of pipelines of a run on so many ranks, if none is given.
 
-    As many as it takes for all ranks; the last one may have holes. One where the number of stages
-    is not told either, and where it is to be found.
+    As many as needed to use all ranks; the last may have holes. 1 if the number of stages is not
+    known either.
     """
     if replicas is not None:
         return replicas
@@ -37,10 +37,10 @@ def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
 
 
 def num_rows(ranks: int, stages: int | None, replicas: int) -> int | None:
-    """Return of how many pipelines the micro-batches are, where so many ranks are not all there.
+    """Return the number of pipelines whose micro-batches run, if some ranks are missing.
 
-    None where stages x replicas are the ranks, and where they cannot be made so. With one replica
-    asked for there are as many as it takes for all ranks.
+    None if stages x replicas equals the ranks or cannot be made to. If one replica was requested,
+    as many as needed to use all ranks.
     """
     if stages is None or stages < 1 or ranks in (stages * replicas, 0):
         return None
@@ -57,7 +57,7 @@ def in_rows(
     schedule: object,
     options: Mapping[str, Any],
 ) -> Rows | None:
-    """Return how pipelines with holes run on so many ranks; None where there are none.
+    """Return how pipelines with holes run on so many ranks; None if there are no holes.
 
     Raises ConfigError for a schedule that cannot have holes.
     """
@@ -70,7 +70,7 @@ def in_rows(
 def one_table(
     ranks: int, stages: int, microbatches: int, schedule: object, options: Mapping[str, Any]
 ) -> Rows:
-    """Return how all ranks run so many micro-batches as one pipeline, in rows of `stages`.
+    """Return how all ranks run the micro-batches as one pipeline, in rows of `stages`.
 
     Raises ConfigError for a schedule that cannot have holes.
     """
@@ -104,10 +104,7 @@ def one_table(
 
 
 def refuse_whole_replicas(ranks: int, stages: int, asked: Mapping[str, object]) -> None:
-    """Refuse settings, by name, that whole replicas alone can carry out; those not set are passed.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError for settings that need whole replicas, by name."""
     for name, value in asked.items():
         if value:
             raise ConfigError(
@@ -118,7 +115,7 @@ def refuse_whole_replicas(ranks: int, stages: int, asked: Mapping[str, object]) 
 
 
 def rows_text(placement: Placement) -> str:
-    """Say how many ranks hold each stage, where they are in rows; empty where they are not."""
+    """Return text on how many ranks hold each stage; empty without rows."""
     copies = copies_in_rows(placement)
     if copies is None:
         return ""

@@ -19,10 +19,10 @@ from gpipe_hpc.schedule.timeline import Timeline, idle_share
 
 
 class ReplicaTimes(NamedTuple):
-    """One replica of a job: when it is done with what it does alone; times as in its costs.
+    """Times of one replica of a job, in the unit of its costs.
 
-    `end_of_compute` is that of its last compute action, `end` that of anything but reductions;
-    `busy` has for each of its ranks the time it computes.
+    `end_of_compute`: end of its last compute action; `end`: end of everything but reductions;
+    `busy`: compute time of each of its ranks.
     """
 
     end_of_compute: float
@@ -31,9 +31,9 @@ class ReplicaTimes(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """One reduction of a job: all holders in all replicas are `ready`, then it runs.
+    """One reduction of a job: it runs once all holders in all replicas are `ready`.
 
-    `last` is the replica that was ready last, the first of several.
+    `last` is the replica that was ready last (the first of several).
     """
 
     action: Action
@@ -45,10 +45,9 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One step of all replicas; replicas with the same object of costs share their times.
+    """One simulated step of all replicas; replicas with the same costs object share their times.
 
-    `costs` has those of each replica, `replicas` what it did, `meetings` the reductions in the
-    order in which they run.
+    `costs` and `replicas` have an entry per replica; `meetings` are the reductions in order.
     """
 
     schedule: Schedule
@@ -63,17 +62,17 @@ class Job:
 
     @cached_property
     def end_of_compute(self) -> float:
-        """Return when the last rank has computed."""
+        """Return when the last rank finishes computing."""
         return max(each.end_of_compute for each in self.replicas)
 
     @cached_property
     def end_without_reductions(self) -> float:
-        """Return when the step would end if reductions took no time."""
+        """Return when the step would end if reductions were free."""
         return max(each.end for each in self.replicas)
 
     @cached_property
     def makespan(self) -> float:
-        """Return the time of the step, from its start to the end of the last event of any rank."""
+        """Return the duration of the step."""
         return max([self.end_without_reductions, *(each.end for each in self.meetings)])
 
     @property
@@ -84,18 +83,18 @@ class Job:
 
     @property
     def reduction_share(self) -> float:
-        """Return which share of the step reductions add: what no other work of a rank hides."""
+        """Return the share of the step that reductions add, not hidden by other work."""
         return 1.0 - self.end_without_reductions / self.makespan if self.makespan > 0 else 0.0
 
     @property
     def slowest(self) -> int:
-        """Return the replica that computes longest, the first of several."""
+        """Return the replica that computes longest (the first of several)."""
         ends = [each.end_of_compute for each in self.replicas]
         return ends.index(max(ends))
 
     @collector_paused()
     def timeline(self, replica: int) -> Timeline:
-        """Return the events of one replica, times anew, with the reductions of all."""
+        """Return the events of one replica, simulated again, with the reductions of all."""
         times = _Times(self.schedule)
         clock = times.clock(self.costs[replica])
         for nodes, meeting in zip(times.order, self.meetings, strict=True):
@@ -106,16 +105,16 @@ class Job:
 
 @collector_paused()
 def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
-    """Time one step of replicas that run the same table and meet in its reductions.
+    """Simulate one step of replicas that run the same table and join in its reductions.
 
-    `costs` has those of each replica: they may differ in `paces` and `links`, and in what the ops
-    take. Within a replica time passes as in `simulate`. A reduction starts once every rank of every
-    replica that holds the stage is ready and done with the one before, so the slowest one decides;
-    what it takes are the `reduction`, `reduction_latency` and `bucket_shares` of the first replica.
-    Gatherings are as in `simulate`, of each replica by itself.
+    `costs` has an entry per replica; replicas may differ in `paces`, `links` and durations. Within
+    a replica time passes as in `simulate`. A reduction starts once every holder in every replica is
+    ready and done with the one before; it costs the `reduction`, `reduction_latency` and
+    `bucket_shares` of the first replica.
 
-    A bare table is lowered. Replicas whose costs are the same object are timed once: time is linear
-    in the actions of one replica and in the number of different ones. Refuses a deadlock.
+    A bare table is lowered. Replicas with the same costs object are simulated once. Takes time
+    linear in the actions of a replica and the number of different replicas. Raises ScheduleError
+    for a deadlock.
     """
     if not costs:
         raise ScheduleError("job: no replicas, expected costs for one at least, got none")
@@ -152,11 +151,10 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
 
 
 def side_by_side(schedule: Schedule, num_replicas: int) -> Schedule:
-    """Return a lowered table for all ranks of a job: each replica is routes of its own.
+    """Return one lowered table for all ranks of a job, with routes per replica.
 
-    Its ranks are replica x ranks of the table + rank, its micro-batches are shifted likewise; a
-    stage is reduced over its holders of all replicas. Simulated, it gives the times of
-    `simulate_job`, one event after the other.
+    Ranks are replica x ranks of the table + rank, and micro-batches are shifted likewise; a stage
+    is reduced over its holders in all replicas. `simulate` gives it the times of `simulate_job`.
     """
     placement, ranks, count = schedule.placement, schedule.num_ranks, schedule.num_microbatches
 

@@ -14,8 +14,7 @@ from gpipe_hpc.schedule.timeline import Timeline
 def schedule_of(timeline: Timeline) -> Schedule:
     """Return the bare table that a timeline ran.
 
-    Micro-batches that never ran, being empty, and stages that did not run one of the others count
-    as placed on the first way.
+    Empty micro-batches, and stages that did not run one, count as placed on the first route.
     """
     ways: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, row in enumerate(timeline.events):
@@ -41,9 +40,9 @@ def schedule_of(timeline: Timeline) -> Schedule:
 
 
 def mean_forwards(timeline: Timeline) -> tuple[list[float | None], list[float | None]]:
-    """Return what forwards of each stage took on average: those that kept a graph, and bare ones.
+    """Return the mean time of forwards of each stage, with a graph and bare.
 
-    Bare are those of micro-batches that were recomputed. None where a stage ran none of a kind.
+    Bare forwards are those of recomputed micro-batches. None if a stage ran none of a kind.
     """
     again = {
         event.action[1:] for row in timeline.events for event in row if event.action.op is Op.R
@@ -60,9 +59,9 @@ def mean_forwards(timeline: Timeline) -> tuple[list[float | None], list[float | 
 
 
 def mean_costs(timeline: Timeline) -> Costs:
-    """Return what each op took on each stage, on average over micro-batches; transfers are free.
+    """Return the mean time of each op on each stage over micro-batches; transfers are free.
 
-    Where a stage ran but one kind of forwards, bare or not, the other counts as long.
+    If a stage ran only one kind of forward, bare or not, the other costs the same.
     """
     durations: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for row in timeline.events:
@@ -92,10 +91,10 @@ def _first(*means: float | None) -> float:
 
 
 def costs_for_others(timeline: Timeline) -> Costs:
-    """Return what the ops of any schedule would cost on the stages of a measured one.
+    """Return the costs of any schedule's ops on the stages of a measured run.
 
-    What never ran is filled in: the halves of a backward as half of it each, a backward as the sum
-    of its halves, a recomputation as the forward. Micro-batches that never ran are empty.
+    Missing ops are derived: each half of a backward is half of it, a backward is the sum of its
+    halves, a recomputation costs a forward. Micro-batches that never ran are empty.
     """
     measured = mean_costs(timeline)
     forward, whole, inputs, weights, again = (
@@ -114,7 +113,7 @@ def costs_for_others(timeline: Timeline) -> Costs:
 
 
 def recompute_of(timeline: Timeline) -> str:
-    """Return which mode of recomputation a timeline ran: always, except_last, or never."""
+    """Return the mode of recomputation of a timeline: always, except_last, or never."""
     ops = [event.action.op for row in timeline.events for event in row]
     if Op.R not in ops:
         return "never"

@@ -18,26 +18,22 @@ from gpipe_hpc.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Memory:
-    """What each op adds and frees, one number for all stages or one for each, in any unit.
+    """What each op allocates and frees, one number for all stages or one per stage, in any unit.
 
-    ``F`` adds `forward`, or `boundary` where an ``R`` follows, which adds `recompute` (None: what
-    is missing to `forward`). The compute action behind an ``OFFLOAD`` frees `offload`, of what is
-    there (None: all of it), and ``FETCH`` adds the same again. ``I`` frees `input_gradient`, ``B``
-    and ``W`` all that is left. A holder of a stage has its `weights` all the time. The defaults
-    count stage micro-batches.
+    ``F`` adds `forward`, or `boundary` if an ``R`` follows, which adds `recompute` (None: the rest
+    of `forward`). The compute action after an ``OFFLOAD`` frees `offload` (None: all); ``FETCH``
+    adds it again. ``I`` frees `input_gradient`, ``B`` and ``W`` the rest. A holder of a stage
+    always has its `weights`. The defaults count micro-batches of a stage.
 
-    Of a stage that recomputes some of its layers, `boundary` is all that its forward keeps: what
-    enters it and what the other layers keep; `recompute` is what ``R`` makes, which may be less
-    than what is missing to `forward` where a layer gives back what it no longer needs.
+    For a stage that recomputes some layers, `boundary` is its input and what the other layers keep,
+    and `recompute` is what ``R`` allocates.
 
-    `output` is what a stage gives the next one and `gradient` what it gives the one before, `skips`
-    what goes either way over a skip, by (source stage, destination stage). It is there until it is
-    sent or taken on the same rank, and where it is received from ``RECV`` on: an output until the
-    ``F`` that takes it starts, which counts it among what it keeps, a gradient until its ``B`` or
-    ``I`` ends. A sent value is counted to the ``SEND``, which only starts the transfer.
+    `output` is what a stage sends forward, `gradient` what it sends back, `skips` what a skip
+    carries in either direction, by (source stage, destination stage). They exist until sent or used
+    on the same rank, and on a receiver from ``RECV`` on: an output until its ``F`` starts, a
+    gradient until its ``B`` or ``I`` ends.
 
-    All of these are of a whole micro-batch; of one that is smaller the share that `shares` says, as
-    in `Costs`.
+    Everything is of a whole micro-batch; `shares` scales smaller ones, as in `Costs`.
     """
 
     forward: Cost = 1.0
@@ -57,7 +53,7 @@ STAGE_MICROBATCHES: Final = Memory(forward=1.0, boundary=1.0)
 
 
 class Held(NamedTuple):
-    """How much a rank holds from a time on."""
+    """What a rank holds from a point in time on."""
 
     time_s: float
     amount: float
@@ -71,7 +67,7 @@ class Step(NamedTuple):
 
 
 def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
-    """Return for each rank the most that it holds at once."""
+    """Return the peak of each rank."""
     keeper = _Keeper(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
     weights = per_stage("weights", memory.weights, schedule.num_stages)
     return tuple(
@@ -81,18 +77,18 @@ def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
 
 
 def peak_copies(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
-    """Return for each rank the most that is copied to the host at once, in the order of its list.
+    """Return the peak of host copies of each rank, in the order of its list.
 
-    A copy is there from its ``OFFLOAD`` to the end of its ``FETCH``.
+    A copy exists from its ``OFFLOAD`` to the end of its ``FETCH``.
     """
     keeper = _Keeper(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
     return tuple(map(keeper.peak_of_copies, schedule.ranks))
 
 
 def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held]:
-    """Return what a rank holds, weights left out: added as an action starts, freed as it ends.
+    """Return what a rank holds over time, without weights: one entry per change.
 
-    The first entry is nothing, at the start; then one for each moment at which that changes.
+    Memory is added when an action starts and freed when it ends. The first entry is zero.
     """
     events = timeline.events[rank]
     keeper = _Keeper(memory, timeline.num_stages, timeline.num_microbatches, timeline.skips)

@@ -20,17 +20,16 @@ class Parallelism(NamedTuple):
 
     @property
     def average(self) -> float:
-        """Return how many ranks could compute on average: work over depth; 0 without work."""
+        """Return the average parallelism: work over depth, 0 without work."""
         return self.work / self.depth if self.depth else 0.0
 
 
 def parallelism_of(timeline: Timeline, paces: Sequence[float] = ()) -> Parallelism:
     """Return work and depth of a simulated step.
 
-    The work is the sum of what all actions of compute take. The depth is the longest chain of them
-    in which each needs what the one before has made: what a step takes on ranks without number,
-    whatever the order of a rank's list, with transfers for free. `paces`: how many times as long
-    each rank takes, which counts in neither; empty if all are even.
+    Work is the sum of all compute actions. Depth is the longest chain of dependent ones: the time
+    of a step on unlimited ranks with free transfers. `paces` (how many times as long each rank
+    takes; empty: equal) do not count.
     """
     microbatches: dict[int | None, dict[tuple[Op, int], float]] = {}
     for rank, row in enumerate(timeline.events):

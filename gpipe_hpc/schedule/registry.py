@@ -45,14 +45,14 @@ _ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def canonical_schedule(name: str) -> str:
-    """Return our name of a schedule, as papers and other runtimes spell it; others as they are."""
+    """Return our name of a schedule as papers and other runtimes spell it; else the name itself."""
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
     known = {each.replace("_", ""): each for each in SCHEDULES}
     return known.get(bare) or _ALIASES.get(bare, name)
 
 
 def nearest_schedule(name: str) -> str | None:
-    """Return our name of the schedule that was probably meant, None if none is like it."""
+    """Return the schedule whose name is most similar, or None."""
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
     known = {**_ALIASES, **{each.replace("_", ""): each for each in SCHEDULES}}
     found = get_close_matches(bare, known, n=1)
@@ -94,11 +94,14 @@ def build(
     within: Callable[[Placement], Within] | None = None,
     **options: Any,
 ) -> Schedule:
-    """Build the bare table of compute of a schedule known by name.
+    """Build the bare table of a named schedule.
 
-    `microbatches` counts those of a whole pipeline's step; `recompute` is ``always``,
-    ``except_last`` or ``never``; `options` are the schedule's own keywords. `within`: what ranks
-    may hold, for ``auto`` alone.
+    Args:
+        name: one of `schedule_names()`.
+        ranks, microbatches: of one pipeline's step.
+        recompute: ``always``, ``except_last`` or ``never``.
+        options: keywords of the schedule.
+        within: what ranks may hold, for ``auto`` only.
     """
     name = _checked(name, ranks, microbatches, options)
     if within is not None:
@@ -112,9 +115,9 @@ def build(
 
 
 def num_stages(name: str, *, ranks: int, microbatches: int, **options: Any) -> int:
-    """Return how many stages the table of `build` would have, without ordering its actions.
+    """Return the number of stages of the table that `build` would make.
 
-    Raises ScheduleError for names and options that are not known.
+    Raises ScheduleError for unknown names and options.
     """
     name = _checked(name, ranks, microbatches, options)
     parameters = inspect.signature(SCHEDULES[name]).parameters.values()

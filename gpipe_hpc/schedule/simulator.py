@@ -30,17 +30,20 @@ from gpipe_hpc.schedule.timeline import Event, Timeline
 
 @collector_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Time a table, bare or lowered; both give the same times of compute. Refuses a deadlock.
+    """Simulate a table, bare or lowered, with the same compute times. Raise for a deadlock.
 
-    A rank runs its actions in order, each once what it needs is there. Sends are buffered and take
-    no time of the rank: a transfer runs from the end of what made the value, those from one rank to
-    another one after the other. Reductions overlap compute, on each rank one at a time; that of a
-    mirrored stage starts when all its holders are ready. ``OFFLOAD`` and ``FETCH`` are copies: on
-    each rank one at a time, in its order, beside compute; who uses what is fetched waits for it,
-    and ahead of the second compute action behind an ``OFFLOAD`` the rank waits until it is over.
-    ``UNSHARD`` is over when the parameters are there: their gathering begins with the step, on each
-    rank one bucket after the other, in the order of its list.
-    Time is linear in the number of actions.
+    - A rank runs its actions in order, each once its inputs are there.
+    - Sends are buffered and take no time of the rank. Transfers from one rank to another run one
+      after another, each from the end of what made the value.
+    - Reductions overlap with compute, one at a time per rank; that of a mirrored stage starts when
+      all holders are ready.
+    - ``OFFLOAD`` and ``FETCH`` are copies in parallel with compute, one at a time per rank. A user
+      of fetched activations waits for the copy; the second compute action after an ``OFFLOAD``
+      waits until that copy is done.
+    - ``UNSHARD`` ends when the parameters are there; gathering begins with the step, one bucket
+      after another per rank.
+
+    Takes time linear in the number of actions.
     """
     if (schedule.overlaps or schedule.skips) and not schedule.is_lowered:
         return _compute_of(simulate(lower(schedule), costs))

@@ -10,19 +10,18 @@ from gpipe_hpc.schedule.table.schedule import Skip
 
 
 def idle_share(busy: float, num_ranks: int, span: float) -> float:
-    """Return the bubble: the time that ranks are idle, over all their time.
+    """Return the bubble: idle time of all ranks over their total time.
 
-    The one definition: whatever prints a bubble calls this. `busy` is what all ranks together
-    compute, `span` the time from the start of the first action of any rank to the end of the last
-    one; each rank has that much. 0 where no time passed. Some papers divide by the ideal time
-    instead; their numbers are larger.
+    `busy` is the compute time of all ranks together; `span` is the time from the first action of
+    any rank to the end of the last, which every rank has. 0 if no time passed. Some papers divide
+    by the ideal time; their numbers are larger.
     """
     total = num_ranks * span
     return 1.0 - busy / total if total > 0 else 0.0
 
 
 class Event(NamedTuple):
-    """One action as it ran; times in the unit of the costs it was simulated with, or seconds."""
+    """One executed action; times in the unit of the simulated costs, or seconds."""
 
     rank: int
     action: Action
@@ -37,10 +36,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step, rank by rank, each rank's in the order of its table.
+    """The events of one step, rank by rank, in the order of the table.
 
-    Communication may overlap compute; of a ``SEND`` the times are those of the transfer, of a
-    ``RECV`` those from its post to the arrival. The clock may start anywhere.
+    Communication may overlap with compute. Times of a ``SEND`` are those of the transfer, times of
+    a ``RECV`` from its post to the arrival. The clock may start anywhere.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -61,7 +60,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Return the time from the first event's start to the last one's end."""
+        """Return the time from the start of the first event to the end of the last."""
         ends = (event.end_s for row in self.events for event in row)
         return max(ends, default=self.start_s) - self.start_s
 
@@ -73,7 +72,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Return for each rank the time it computes."""
+        """Return the compute time of each rank."""
         return tuple(
             sum(event.duration_s for event in row if event.action.op in COMPUTE)
             for row in self.events

@@ -31,16 +31,19 @@ def huggingface_layers(
     dtype: str = "float32",
     fresh: Sequence[str] = (),
 ) -> list[LayerSpec]:
-    """Return a causal language model or an image classifier: embedding, blocks, norm, head.
+    """Return a causal language model or image classifier: embedding, blocks, norm, head.
 
-    ``path``: a local folder with config.json and safetensors weights, which are taken over; or a
-    config alone (config.json, dictionary, config object): weights start as transformers starts
-    them. A rank builds its own layers and reads its own tensors, and nothing is downloaded or
-    unpickled. ``attention``: eager or sdpa; None as transformers prefers. ``dtype``: of the
-    weights. ``fresh``: patterns (``classifier.*``) of tensors that start anew.
-
-    Parameters have the model's own names behind their layer: ``layers.<i>.lm_head.weight``. The
+    A rank builds its own layers and reads its own tensors. Nothing is downloaded or unpickled.
+    Parameters have the model's own names after their layer: ``layers.<i>.lm_head.weight``. The
     layers compute what the model does with ``use_cache=False``; the output is its logits.
+
+    Args:
+        path: a local folder with config.json and safetensors weights, or a config alone
+            (config.json, dictionary, config object), for new weights as transformers initializes
+            them.
+        attention: eager or sdpa; None: as transformers prefers.
+        dtype: of the weights.
+        fresh: patterns (``classifier.*``) of tensors that are initialized again.
 
     Raises `ModelError` for a folder or model that cannot be used, `ConfigError` for settings.
     """

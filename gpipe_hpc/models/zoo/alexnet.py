@@ -23,8 +23,8 @@ def build_alexnet(
     """Return AlexNet as 22 layers: 61,100,840 parameters as published.
 
     ``width`` is the number of channels of the first convolution; the others have 3, 6, 4 and 4
-    times as many. ``hidden`` is the width of the classifier. Weights start as torch's layers
-    have them. Raises `ModelError` for sizes that cannot work.
+    times as many. ``hidden`` is the width of the classifier. Weights are initialized as in torch.
+    Raises `ModelError` for sizes that cannot work.
     """
     sizes = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
     check_sizes("alexnet", **sizes, hidden=hidden)

@@ -122,12 +122,12 @@ def build_googlenet(
     auxiliary: bool = False,
     form: str = "torchvision",
 ) -> list[LayerSpec]:
-    """Return GoogLeNet; ``auxiliary``: with both heads, for `classification_with_auxiliary`.
+    """Return GoogLeNet; ``auxiliary`` adds both heads, for `classification_with_auxiliary`.
 
-    ``form``: ``torchvision`` has norms and no biases (6,624,904 parameters, 13,004,888 with
-    heads); ``caffe``, as published, biases, local response norms and a true 5 x 5 branch
-    (6,998,552 and 13,378,280). ``width`` is the number of channels of the first convolution, all
-    others go with it. Raises `ModelError` for sizes that cannot work.
+    ``form``: ``torchvision`` has norms and no biases (6,624,904 parameters, 13,004,888 with heads);
+    ``caffe``, as published, has biases, local response norms and a true 5 x 5 branch (6,998,552 and
+    13,378,280). ``width`` is the number of channels of the first convolution; all others scale with
+    it. Raises `ModelError` for sizes that cannot work.
     """
     _check(num_classes, in_channels, width, dropout, form)
     layers, num_inputs = _stem(in_channels, width, form), _scaled(192, width)

@@ -64,15 +64,15 @@ _MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
 
 
 def model_names() -> tuple[str, ...]:
-    """Return the names that `build_model` knows, sorted."""
+    """Return the sorted names that `build_model` accepts."""
     return tuple(sorted(_MODELS))
 
 
 def build_model(name: str, **overrides: Any) -> list[LayerSpec]:
-    """Return a named model as layers to be built; nothing is allocated.
+    """Return a named model as unbuilt layers; nothing is allocated.
 
     ``overrides`` replace the preset's keywords: ``build_model("gpt", width=256)``. Raises
-    `ModelError` for an unknown name or keyword, naming those that exist.
+    `ModelError` for an unknown name or keyword, with those that exist.
     """
     if name not in _MODELS:
         raise ModelError(

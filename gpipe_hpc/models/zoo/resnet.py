@@ -89,11 +89,11 @@ def build_small_resnet(
     in_channels: int = 1,
     width: int = 32,
 ) -> list[LayerSpec]:
-    """Return a ResNet of basic blocks for small images, 8 to 32 pixels a side.
+    """Return a ResNet of basic blocks for small images of 8 to 32 pixels.
 
-    As ResNets for CIFAR-10 are: a 3 x 3 stem of ``width`` channels that keeps the size, then
-    groups of ``num_blocks`` blocks, each further group with twice the channels on images of half
-    the size. 8 layers a block and 6 more. Raises `ModelError` for sizes that cannot work.
+    As ResNets for CIFAR-10: a 3 x 3 stem of ``width`` channels that keeps the size, then groups of
+    ``num_blocks`` blocks, each further group with twice the channels on images of half the size. 8
+    layers per block and 6 more. Raises `ModelError` for sizes that cannot work.
     """
     _check("resnet_small", num_blocks, num_classes, in_channels, width)
     layers = _unit(in_channels, width, 3)

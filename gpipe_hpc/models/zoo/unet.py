@@ -45,12 +45,12 @@ def build_unet(
     depth: int = 5,
     dropout: float = 0.1,
 ) -> list[LayerSpec]:
-    """Return a U-Net of ``num_convs`` convolutions a level: 21 + 44 ``num_convs`` layers.
+    """Return a U-Net of ``num_convs`` convolutions per level: 21 + 44 ``num_convs`` layers.
 
-    ``base_channels`` is what the first level has; each of ``depth`` levels below has twice as
-    many. (Other depths: 4 d + 1 + (8 d + 4) ``num_convs`` layers, d skips.) ``num_classes`` is
-    the number of output channels, ``dropout`` the share of channels zeroed behind each
-    convolution. Raises `ModelError` for sizes that cannot work.
+    ``base_channels`` is that of the first level; each of ``depth`` levels below has twice as many.
+    (For other depths d: 4 d + 1 + (8 d + 4) ``num_convs`` layers, d skips.) ``num_classes`` is the
+    number of output channels, ``dropout`` the share of channels zeroed after each convolution.
+    Raises `ModelError` for sizes that cannot work.
     """
     check_sizes(
         "unet",

@@ -10,7 +10,7 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 def without_reductions(schedule: Schedule) -> Schedule:
     """Drop the ``REDUCE_GRAD`` of stages that one rank of a pipeline holds, and all ``AVERAGE``.
 
-    What is left are the sums over the holders of mirrored stages, within each replica.
+    Reductions over holders of mirrored stages within each replica remain.
     """
     placement = schedule.placement
 
@@ -24,10 +24,10 @@ def without_reductions(schedule: Schedule) -> Schedule:
 
 
 def with_averages(schedule: Schedule) -> Schedule:
-    """Return the table of an outer step: what each ``REDUCE_GRAD`` sums is averaged at the end.
+    """Return the table of an outer step: average at its end what each ``REDUCE_GRAD`` sums.
 
-    They come behind everything else of their rank, in the order of the reductions: the optimizer's
-    step is ahead of them. Gradients are summed as in `without_reductions`.
+    Averages come after everything else of their rank, and after the optimizer's step, in the order
+    of the reductions. Gradients are reduced as in `without_reductions`.
     """
     kept = without_reductions(schedule)
     return replace(schedule, ranks=tuple(map(_averaging, kept.rows, schedule.rows)))

@@ -15,11 +15,11 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 @collector_paused()
 def lower(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Schedule:
-    """Add reductions, sends and receives to a bare table; its order of compute stays.
+    """Add reductions, sends and receives to a bare table; the order of compute stays.
 
-    `buckets`: into how many a stage's gradients are divided, by stage; the others' are reduced at
-    once. Where there are some, the last ``W`` of a rank come stage by stage, so that the buckets of
-    the first leave while the others' weight gradients are made.
+    `buckets` is the number of buckets of each stage's gradients; stages without one are reduced at
+    once. With buckets, the last ``W`` of a rank are ordered by stage, so that reductions of the
+    first stage overlap with weight gradients of the others.
     """
     if schedule.is_lowered:
         raise ScheduleError(

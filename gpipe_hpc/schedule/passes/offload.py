@@ -19,12 +19,11 @@ _USERS: Final = users_of(Op.FETCH)
 
 
 def add_offload(schedule: Schedule) -> Schedule:
-    """Add ``OFFLOAD`` and ``FETCH`` to a bare table, recomputation included.
+    """Add ``OFFLOAD`` and ``FETCH`` to a bare table that includes recomputation.
 
-    ``OFFLOAD`` stands right behind its ``F``, ``FETCH`` one compute action ahead of the ``R``,
-    ``B`` or ``I`` that uses it, so that both copies overlap compute. What is used by one of the
-    rank's next three compute actions stays. A declared bound of activations shrinks to what the
-    table then keeps.
+    ``OFFLOAD`` follows its ``F``; ``FETCH`` comes one compute action before the ``R``, ``B`` or
+    ``I`` that uses it, so that both copies overlap with compute. Activations used by one of the
+    rank's next three compute actions stay. A declared bound of activations shrinks accordingly.
     """
     if schedule.is_lowered or schedule.ops & COPIES:
         raise ScheduleError(

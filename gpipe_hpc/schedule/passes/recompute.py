@@ -41,10 +41,10 @@ RECOMPUTE_MODES: Final = MappingProxyType(
 
 
 def add_recompute(schedule: Schedule, mode: str, stages: Collection[int] | None = None) -> Schedule:
-    """Put ``R`` right before every ``B`` or ``I`` whose forward the mode does not spare.
+    """Insert ``R`` before every ``B`` or ``I`` whose forward the mode recomputes.
 
-    There it runs ahead of the wait for the gradient and so fills the bubble (GPipe, section 2.3).
-    `stages` are those that have anything to recompute, None for all; the others get no ``R``.
+    It runs before the rank waits for the gradient and so fills the bubble (GPipe, section 2.3).
+    `stages` limits it to stages with something to recompute; None: all.
     """
     if mode not in RECOMPUTE_MODES:
         raise ScheduleError(

@@ -26,7 +26,7 @@ from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
 
 @dataclass(frozen=True)
 class Found:
-    """What the search found: a table, its simulated time, and what to hold that against."""
+    """Result of a search: a table, its simulated time, and figures to compare it with."""
 
     schedule: Schedule
     makespan: float
@@ -36,15 +36,15 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Return by how much of the lower bound the table is slower than it."""
+        """Return how much slower the table is than the lower bound, as a share of the bound."""
         return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
 
 
 class Within(NamedTuple):
-    """What each rank may hold, in the unit of `memory`, one number a rank.
+    """What each rank may hold, one number per rank in the unit of `memory`.
 
-    A run holds what `dressed` makes of a bare table: with recomputation, and with copies to the
-    host. Where no order keeps within the limits, the search takes the one that exceeds them least.
+    A run holds what `dressed` makes of a bare table, with recomputation and host copies. If no
+    order stays within the limits, the search takes the one that exceeds them least.
     """
 
     memory: Memory
@@ -52,7 +52,7 @@ class Within(NamedTuple):
     dressed: Callable[[Schedule], Schedule]
 
     def excess(self, schedule: Schedule) -> float:
-        """Return by how much the fullest rank exceeds its limit, 0 for none."""
+        """Return by how much the fullest rank exceeds its limit, 0 if none does."""
         peaks = peak_memory(self.dressed(schedule), self.memory)
         return max(0.0, *(peak - most for peak, most in zip(peaks, self.limits, strict=True)))
 
@@ -107,9 +107,9 @@ def place(
     copies: Sequence[int] | None = None,
     paces: Sequence[float] | None = None,
 ) -> Placement:
-    """Return a placement by the name of its shape; refuse one that is not known.
+    """Return a placement by the name of its shape; raise ScheduleError for unknown ones.
 
-    `paces`: how many times as long each rank takes, which rows with holes heed.
+    `paces`: how many times as long each rank takes, used by rows with holes.
     """
     if kind == "rerouted":
         return in_rows(ranks, microbatches, stages, copies, paces)
@@ -144,14 +144,17 @@ def search(
     skips: tuple[Skip, ...] = (),
     within: Within | None = None,
 ) -> Found:
-    """Find an order of a placement's actions that is fast under given costs.
+    """Search a fast order of a placement's actions under given costs.
 
-    `limit` bounds what a rank holds, in stage micro-batches or in the unit of `memory`. Named
-    schedules and list schedules of several rules are starting points; the best few are improved by
-    up to `trials` swaps, and as many attempts to join halves of backwards: these are split only if
-    the costs of both are given, and only where that saves time. Transfers over `skips` are waited
-    for as those between neighbours are. Refuses a limit that nothing fits; `within` is a further
-    one, which may be exceeded where it must.
+    Starting points are named schedules and list schedules of several rules; the best few are
+    improved by up to `trials` swaps and as many attempts to join halves of backwards. Backwards are
+    split only if the costs of both halves are given and only if it saves time.
+
+    Args:
+        limit: bound of what a rank holds, in micro-batches of a stage or in the unit of `memory`;
+            raises ScheduleError if nothing fits.
+        within: a further limit, exceeded only if necessary.
+        skips: pairs of stages whose transfers are simulated too.
     """
     room = _Room(placement, memory or Memory(), limit, within)
     may_split = costs.input_gradient is not None and costs.weight_gradient is not None

@@ -8,9 +8,9 @@ from gpipe_hpc.schedule.table.schedule import Placement
 def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
     """Return a time that no table of the placement can beat, whatever its order and memory.
 
-    A micro-batch has to go all the way and back. A rank cannot start before one has come to it,
-    then has its work to do, and when its last gradient goes on its way to stage 0 all its forwards
-    and input gradients are done. `may_split` says whether ``W`` may run apart from ``I``.
+    A micro-batch has to travel forward and back. A rank cannot start before one has arrived, then
+    has its own work to do; when its last gradient leaves towards stage 0, all its forwards and
+    input gradients are done. `may_split` says whether ``W`` may run separately from ``I``.
     """
     num_stages, num_ranks = placement.num_stages, placement.num_ranks
     forward = costs.of_compute(Op.F, num_stages)

@@ -43,30 +43,28 @@ _PATTERN: Final = re.compile(rf"(\d{{1,9}})({_NAMES})(\d{{0,9}})(?:@(\d{{1,9}}))
 
 
 class Action(NamedTuple):
-    """One step of one rank: an op on a stage, for one micro-batch.
+    """One action of a rank: an op on a stage, for one micro-batch.
 
     ``SEND_F(s, m)`` sends the output of stage s, ``RECV_F(s, m)`` posts the buffer for its input,
     ``SEND_B(s, m)`` sends the gradient of its input, ``RECV_B(s, m)`` posts the buffer for the
     gradient of its output.
 
-    ``REDUCE_GRAD(s, b)`` starts summing bucket b of the gradients of stage s over those that hold
-    it: its number stands where other actions have the micro-batch. Without one, ``0REDUCE_GRAD``,
-    it starts all that the stage has.
+    ``REDUCE_GRAD(s, b)`` starts reducing bucket b of the gradients of stage s over its holders; the
+    bucket takes the place of the micro-batch. ``0REDUCE_GRAD``, without a bucket, reduces all.
 
-    ``AVERAGE(s, b)`` starts averaging the parameters of bucket b of stage s over those that hold
-    it, behind the optimizer's step: where replicas train apart, in the table of an outer step.
+    ``AVERAGE(s, b)`` starts averaging the parameters of bucket b of stage s over its holders, after
+    the optimizer's step, in the table of an outer step.
 
-    ``UNSHARD(s, b)`` lets the parameters of bucket b of stage s be used, whose parts come from
-    those that update them: ahead of the stage's first forward on each holder. The gathering began
-    behind the optimizer's step.
+    ``UNSHARD(s, b)`` allows use of the gathered parameters of bucket b of stage s: before the
+    stage's first forward on each holder. The gathering began after the optimizer's step.
 
-    `peer` is the stage at the other end of a transfer over a long skip, None for the neighbour:
+    `peer` is the stage at the other end of a transfer over a long skip, None for a neighbour:
     ``SEND_F(s, m, d)`` sends what stage s stashed for stage d, ``RECV_F(d, m, s)`` posts for it;
     ``SEND_B(d, m, s)`` sends its gradient back, ``RECV_B(s, m, d)`` posts for that.
 
-    ``OFFLOAD(s, m)`` copies what the forward keeps to the host's memory, ``FETCH(s, m)`` brings it
-    back; both run beside compute. The device's memory of what an ``OFFLOAD`` copies is free behind
-    the next compute action of the rank.
+    ``OFFLOAD(s, m)`` copies what the forward keeps to host memory, ``FETCH(s, m)`` copies it back;
+    both run in parallel with compute. The device's memory is free after the next compute action of
+    the rank.
     """
 
     op: Op
@@ -76,7 +74,7 @@ class Action(NamedTuple):
 
     @property
     def bucket(self) -> int | None:
-        """Return which bucket of its stage an action is for; None: all of them."""
+        """Return which bucket of its stage the action is for; None: all."""
         assert self.op in OF_BUCKETS, f"{self} has no bucket"
         return self.microbatch
 
@@ -90,7 +88,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """Read an action from its text form; the reverse of ``str(action)``."""
+    """Read an action from its text form, the inverse of ``str(action)``."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ScheduleError(

@@ -158,7 +158,7 @@ def dependencies(
 
 
 def provides(action: Action) -> tuple[Action, ...]:
-    """Return the needs that an action meets: itself, and for ``B`` its ``I`` and its ``W``."""
+    """Return the needs that an action satisfies: itself, and for ``B`` its ``I`` and ``W``."""
     if action.op is Op.B:
         return tuple(Action(half, action.stage, action.microbatch) for half in _HALVES)
     return (action,)
@@ -187,7 +187,7 @@ def makes(op: Op) -> frozenset[Thing]:
 
 
 def counterpart(action: Action) -> Action:
-    """Return the other half of a transfer: of a ``SEND`` its ``RECV``, and the reverse."""
+    """Return the other half of a transfer: the ``RECV`` of a ``SEND`` or the reverse."""
     assert action.op in SENDS or action.op in RECEIVES, f"{action} is no half of a transfer"
     op, step = _COUNTERPART[action.op]
     if action.peer is not None:
@@ -196,7 +196,7 @@ def counterpart(action: Action) -> Action:
 
 
 def skip_of(transfer: Action) -> Skip | None:
-    """Return the skip that a transfer goes over, forward or back; None if it is a neighbour's."""
+    """Return the skip that a transfer uses, forward or back; None for a neighbour's transfer."""
     if transfer.peer is None:
         return None
     if transfer.op in (Op.SEND_F, Op.RECV_B):
@@ -205,9 +205,9 @@ def skip_of(transfer: Action) -> Skip | None:
 
 
 def arrival(action: Action, source: int | None = None) -> Action:
-    """Return the ``RECV`` by which an action gets what another stage on another rank made.
+    """Return the ``RECV`` that delivers an action's input from another rank.
 
-    `source` is that stage: the neighbour if None, else one that a skip leads from.
+    `source` is the stage that made it; None: the neighbour.
     """
     assert action.op in CONSUMERS, f"{action} needs nothing of another stage"
     op, stage, microbatch, _ = action
@@ -216,7 +216,7 @@ def arrival(action: Action, source: int | None = None) -> Action:
 
 
 class Channel(NamedTuple):
-    """One direction between two stages on one route; first in, first out."""
+    """One direction between two stages on one route, first in, first out."""
 
     source: int
     destination: int

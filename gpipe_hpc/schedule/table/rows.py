@@ -53,11 +53,10 @@ def column_of(values: "NDArray[np.int32]") -> "array[int]":
 
 
 class Row(Sequence[Action]):
-    """The actions of one rank, in order.
+    """The packed, immutable actions of one rank, in order.
 
-    ``which[i]`` is the place of action i's kind in `kinds`, which are in the order in which they
-    come first; ``numbers[i]`` is its micro-batch or bucket, `NO_NUMBER` for none. So equal rows
-    have equal columns. Nobody writes into them.
+    ``which[i]`` is the index of action i's kind in `kinds`, which are in order of first occurrence;
+    ``numbers[i]`` is its micro-batch or bucket, or `NO_NUMBER`. Equal rows have equal columns.
     """
 
     __slots__ = ("kinds", "numbers", "which")
@@ -67,7 +66,7 @@ class Row(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Row":
-        """Pack actions; a row stays as it is."""
+        """Pack actions; a Row is returned unchanged."""
         if isinstance(actions, Row):
             return actions
         listed = list(actions)
@@ -88,7 +87,7 @@ class Row(Sequence[Action]):
 
     @classmethod
     def of_bytes(cls, kinds: tuple[Kind, ...], which: bytes, numbers: bytes) -> "Row":
-        """Return a row of the bytes of its columns, as another process has them."""
+        """Return a row from the bytes of its columns, as sent by another process."""
         columns = integers(), integers()
         for column, data in zip(columns, (which, numbers), strict=True):
             column.frombytes(data)
@@ -111,7 +110,7 @@ class Row(Sequence[Action]):
 
     @property
     def ops(self) -> frozenset[Op]:
-        """Return the ops that there are."""
+        """Return the ops that occur."""
         return frozenset(op for op, _, _ in self.kinds)
 
     def below(self, num_microbatches: int) -> "Row":
@@ -121,7 +120,7 @@ class Row(Sequence[Action]):
         return self._only(numbers_of(self.numbers) < num_microbatches)
 
     def only(self, keep: Callable[[Kind], bool]) -> "Row":
-        """Return the actions of the kinds that are to be kept."""
+        """Return the actions of the given kinds."""
         kept = [keep(kind) for kind in self.kinds]
         if all(kept):
             return self
@@ -138,9 +137,9 @@ class Row(Sequence[Action]):
         which: "NDArray[np.int32]",
         numbers: "NDArray[np.int32]",
     ) -> "Row":
-        """Return the row with further actions, each ahead of the one at a position, in order.
+        """Return the row with further actions, each before the one at a position, in order.
 
-        Their columns lead to `kinds`.
+        Their columns index `kinds`.
         """
         if not len(at):
             return self

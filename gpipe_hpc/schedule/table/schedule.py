@@ -17,10 +17,10 @@ Skip = tuple[int, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each stage of each micro-batch runs.
+    """The rank of each stage of each micro-batch.
 
-    ``routes[route][stage]`` is a rank and ``route_of[microbatch]`` a route. One route is the usual
-    case; mirrored placements, where a stage is held by several ranks, have several.
+    ``routes[route][stage]`` is a rank and ``route_of[microbatch]`` a route. Usually there is one
+    route; mirrored placements, with stages on several ranks, have several.
     """
 
     routes: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Placement:
 
     @cached_property
     def num_ranks(self) -> int:
-        """Return the number of ranks, those without a stage below the highest one included."""
+        """Return the number of ranks, including those without a stage."""
         return 1 + max(map(max, self.routes))
 
     @property
@@ -87,15 +87,16 @@ class Placement:
 class Schedule:
     """A table: for each rank the actions it runs, in order.
 
-    ``ranks`` may be given as any sequences of actions; they are kept packed, as `Row`s. In a run
-    each rank keeps its own row, and rank 0 all: the others are `Elsewhere`.
-    ``max_activations[rank]`` bounds the stage micro-batches whose activations live on a rank at
-    once; ``max_receives[rank]`` the receive buffers posted and not yet consumed. None: undeclared.
-    `overlaps` names pairs of an ``F`` and the ``B`` right behind it on its rank that are one block:
-    the output of the ``F`` leaves when both are done. Lowering turns that into an order of sends.
-    `skips` are the pairs of stages between which tensors go directly, past those in between: sorted
-    pairs (source, destination), the destination two stages on or more. What goes to the next stage
-    travels with the boundary.
+    Args:
+        ranks: sequences of actions, kept packed as `Row`s. In a run, rank 0 has all; other ranks
+            have their own row, and `Elsewhere` for the others.
+        max_activations: bound per rank of the micro-batches of a stage whose activations it keeps
+            at once; None: undeclared.
+        max_receives: bound per rank of posted and unused receive buffers; None: undeclared.
+        overlaps: pairs of an ``F`` and the next ``B`` on its rank that form one block, so the
+            output of the ``F`` leaves when both are done.
+        skips: sorted pairs (source, destination) of stages that exchange tensors directly, two or
+            more stages apart.
     """
 
     name: str
@@ -126,20 +127,20 @@ class Schedule:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Return the actions of all ranks, packed: what passes over whole tables read.
+        """Return the packed actions of all ranks.
 
-        Raises ScheduleError where a rank has its own alone.
+        Raises ScheduleError if this rank has only its own row.
         """
         return tuple(map(Row.of, self.ranks))
 
     @cached_property
     def ops(self) -> frozenset[Op]:
-        """Return the ops that the table has."""
+        """Return the ops that occur in the table."""
         return frozenset(op for row in self.rows for op in row.ops)
 
     @property
     def num_actions(self) -> int:
-        """Return how many actions all ranks run together."""
+        """Return the number of actions of all ranks."""
         return sum(map(len, self.ranks))
 
     @property
@@ -164,7 +165,7 @@ class Schedule:
 
     @cached_property
     def hash(self) -> str:
-        """Return what `digest` does; made once."""
+        """Return `digest` of the table, computed once."""
         sha = hashlib.sha256()
         head = (self.placement, self.max_activations, self.max_receives)
         sha.update(repr(head).encode())
@@ -181,19 +182,19 @@ class Schedule:
 def digest(schedule: Schedule) -> str:
     """Return a hash of all that a run depends on: placement, actions, bounds, skips; not the name.
 
-    The same in every process, so ranks compare it before the first step, each with its own row.
+    It is the same in every process; ranks compare it before the first step.
     """
     return schedule.hash
 
 
 def without_rows(schedule: Schedule) -> Schedule:
-    """Return a table of which no rank's actions are known, but their digests."""
+    """Return a table with the digests of all rows but no actions."""
     rows = (Elsewhere(rank, len(row), row.digest()) for rank, row in enumerate(schedule.rows))
     return replace(schedule, ranks=tuple(rows))
 
 
 def with_row(schedule: Schedule, rank: int, row: Row) -> Schedule:
-    """Return a table `without_rows` with that of one rank; refuse another than it was made with."""
+    """Return a table `without_rows` with one rank's row; raise if the row is not the original."""
     expected = schedule.ranks[rank]
     assert isinstance(expected, Elsewhere), f"rank {rank} has its row already"
     if row.digest() != expected.digest():

@@ -31,9 +31,9 @@ _SKIP: Final = re.compile(r"(\d{1,9})\s*>\s*(\d{1,9})")
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return a table as text, one line a rank.
+    """Return a table as text, one line per rank.
 
-    The lines of last ranks that have no action are empty, and are no ranks to who reads them.
+    Trailing ranks without actions become empty lines, which a reader does not count as ranks.
     """
     partner_of = dict(schedule.overlaps)
     lines = [",".join(_cells_of(row, partner_of)) for row in schedule.ranks]
@@ -58,10 +58,11 @@ def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Ite
 
 
 def from_text(text: str, name: str = "file") -> Schedule:
-    """Read a table from text; who holds which stage follows from where its actions stand.
+    """Read a table from text; the placement follows from the positions of actions.
 
-    No bounds are declared. Reductions and gatherings in a table without transfers, as torch dumps
-    them, are left to lowering. Raises `ScheduleError` naming line and cell, both counted from 1.
+    No bounds are declared. Reductions and gathering in a table without transfers, as torch writes
+    them, are dropped and added again by lowering. Raises `ScheduleError` with line and cell, from
+    1.
     """
     lines = _lines(text, name)
     skips = _take_skips(lines, name)

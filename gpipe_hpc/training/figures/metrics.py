@@ -21,22 +21,21 @@ Given = Mapping[str, SupportsFloat | None]
 
 
 class Metrics:
-    """Several writers as one, closed on leaving a ``with`` block.
+    """Write metrics of steps to `metrics.jsonl` and trackers; a context manager.
 
-    A script's own: ``with Metrics.of(pipe, "runs/mine") as metrics:``, and after each step
-    ``metrics.write(pipe.steps_done, result.scalars() | {"lr": lr}, num_samples=64)``, on every
-    rank.
+    In a script: ``with Metrics.of(pipe, "runs/mine") as metrics:``, and after each step, on every
+    rank, ``metrics.write(pipe.steps_done, result.scalars() | {"lr": lr}, num_samples=64)``.
     """
 
     @classmethod
     def of(
         cls, pipe: "Pipeline", folder: str | Path, to: Sequence[str] = ("tensorboard",)
     ) -> "Metrics":
-        """Return what writes `metrics.jsonl` in `folder`, on rank 0 alone, and tells it trackers.
+        """Return a writer of `metrics.jsonl` in `folder` and of trackers; only rank 0 writes.
 
-        `to`: tensorboard (a folder in `folder`), wandb, mlflow. What an earlier run wrote past
-        `pipe.steps_done` is dropped from `metrics.jsonl` and from TensorBoard, so load a checkpoint
-        before. No rank waits for another. Raises ConfigError where a tracker cannot be opened.
+        `to`: tensorboard (a folder in `folder`), wandb, mlflow. What an earlier run wrote after
+        `pipe.steps_done` is dropped from `metrics.jsonl` and TensorBoard, so load a checkpoint
+        first. No rank waits for another. Raises ConfigError if a tracker cannot be opened.
         """
         if pipe.world.rank:
             return cls()
@@ -63,13 +62,13 @@ class Metrics:
         num_samples: int | None = None,
         grad_norm: SupportsFloat | None = None,
     ) -> None:
-        """Record the scalars of a finished step everywhere.
+        """Record the scalars of a finished step.
 
-        In a script's own the first line of a step also has `step_time_s`, the seconds since the
-        step before (since `of`, for the first), and with `num_samples`, those of the global batch,
+        In a script, the first line of a step also has `step_time_s`, the seconds since the step
+        before (since `of`, for the first), and with `num_samples` of the global batch
         `samples_per_s`. `grad_norm`: what `pipe.clip_grad_norm_` returned. Numbers of torch and
-        NumPy are taken too. Raises ConfigError for what is no number, RunFolderError where the
-        folder does not take it.
+        NumPy are accepted. Raises ConfigError for a value that is no number, RunFolderError if the
+        folder cannot be written.
         """
         if not self._writers:
             return
@@ -81,9 +80,9 @@ class Metrics:
                 writer.write(step, {**paced, **numbers})
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close all writers. Raises RunFolderError where the folder does not take what is left.
+        """Close all writers. Raises RunFolderError if the folder cannot be written.
 
-        `error`: what has ended the run, if anything; trackers show it as one that has failed.
+        `error`: what ended the run, if anything; trackers then show it as failed.
         """
         with _refused(self._folder, self._world), ExitStack() as stack:
             for writer in self._writers:

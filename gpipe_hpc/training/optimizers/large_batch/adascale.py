@@ -16,12 +16,12 @@ _LEAST_VARIANCE: Final = 1e-6  # as in appendix B.3: a gain of 1 where nothing i
 
 
 class AdaScale:
-    """The gain of a batch over one `scale` times smaller, measured as training goes on.
+    """Measure how many steps of the base batch each step of a large batch is worth.
 
-    With g the gradient of a batch of the base size, its variance v and the squared norm q of its
-    mean, a step on `scale` such batches is worth (v + q) / (v / scale + q) steps on one: as many as
-    `scale` where noise is all there is, one where there is none. So much longer it may be, and so
-    many steps of the learning rate's schedule it does::
+    With g the gradient of a batch of the base size, v its variance and q the squared norm of its
+    mean, the gain of a step on `scale` such batches is (v + q) / (v / scale + q): `scale` if there
+    is only noise, 1 if there is none. The learning rate is multiplied by the gain, and the schedule
+    advances by it::
 
         pipe = Pipeline(layers, loss_fn, noise_over="microbatches", ...)
         adascale = AdaScale(pipe, scale=8)  # batches have 8 times the samples of those lr is for
@@ -33,11 +33,14 @@ class AdaScale:
                 group["lr"] = adascale.rate(schedule)  # gain x schedule(steps of the base batch)
             optimizer.step()
 
-    The rule is derived for stochastic gradient descent. `smoothing`: what averages of v and q keep
-    from step to step; None for 1 - parts / 1000, at least 0. The averages start without bias, as in
-    fairscale. All ranks have the same numbers. In a checkpoint: ``extra={"adascale":
-    adascale.state()}``. Raises ConfigError for a pipeline without `noise_over`, and for a scale or
-    smoothing that cannot be.
+    The rule is derived for SGD. All ranks have the same numbers. Save it in a checkpoint as
+    ``extra={"adascale": adascale.state()}``.
+
+    Args:
+        pipe: a pipeline with `noise_over`; raises ConfigError otherwise.
+        scale: samples of a batch over those of the base batch.
+        smoothing: share of the averages of v and q kept from step to step; None: 1 - parts / 1000,
+            at least 0. Averages start without bias, as in fairscale.
     """
 
     def __init__(self, pipe: Pipeline, scale: float, *, smoothing: float | None = None) -> None:
@@ -69,11 +72,11 @@ class AdaScale:
         return (variance + square) / (variance / self.scale + square)
 
     def update(self, result: StepResult, scale: float | None = None) -> float:
-        """Take in what a step measured; return the gain.
+        """Use the measurements of a step; return the gain.
 
-        All ranks call it once a step, before or after clipping and before the next `step`.
-        `scale`: of this step's batch, if it is another one. A step that was skipped, and one with
-        fewer than two parts that have samples, teaches nothing.
+        All ranks call it once per step, before or after clipping and before the next `step`.
+        `scale`: of this step's batch, if it differs. A skipped step, and one with fewer than two
+        parts with samples, is ignored.
         """
         if scale is not None:
             self.scale = _checked(scale)
@@ -93,14 +96,14 @@ class AdaScale:
         return self.gain
 
     def rate(self, schedule: Callable[[int], float]) -> float:
-        """Return the learning rate of the step that `update` has been told of.
+        """Return the learning rate of the step that `update` was given.
 
         `schedule` takes the number of finished steps of the base batch.
         """
         return self.gain * schedule(int(self._before))
 
     def state(self) -> dict[str, float]:
-        """Return what goes on after a checkpoint: numbers that JSON keeps exactly."""
+        """Return the state for a checkpoint: numbers that JSON keeps exactly."""
         return {
             "progress": self.progress,
             "variance": self._variance,
@@ -110,7 +113,7 @@ class AdaScale:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` returned; raises CheckpointError for anything else."""
+        """Restore what `state` returned; raises CheckpointError for anything else."""
         expected = self.state()
         if state.keys() != expected.keys():
             raise CheckpointError(

@@ -16,7 +16,7 @@ from gpipe_hpc.training.optimizers.large_batch.trust import (
 
 
 class LAMB(GroupSteps):
-    """Adam with a rate of its own for each parameter (You et al. 2019, algorithm 2).
+    """LAMB: Adam with a learning rate for each parameter (You et al. 2019, algorithm 2).
 
     With x a parameter, g its gradient, t the number of steps, d `weight_decay`::
 
@@ -24,10 +24,10 @@ class LAMB(GroupSteps):
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + d x
         x = x - lr x (|x| / |u|) x u
 
-    The paper's phi is the identity. The ratio is 1 where one of the norms is 0, and in groups with
-    `adapt=False` (biases and norms, usually): plain Adam. Keeps two numbers for each parameter and
-    counts its steps. A parameter is whole on its rank, so no rank asks another one. Raises
-    ConfigError for numbers that cannot work.
+    The paper's phi is the identity. The ratio is 1 if one of the norms is 0, and in groups with
+    `adapt=False` (usually biases and norms), which is plain Adam. Keeps two numbers per parameter
+    and a count of its steps. A parameter is whole on its rank, so no communication is needed.
+    Raises ConfigError for invalid numbers.
     """
 
     def __init__(

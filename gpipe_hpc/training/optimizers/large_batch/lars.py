@@ -16,7 +16,7 @@ from gpipe_hpc.training.optimizers.large_batch.trust import (
 
 
 class LARS(GroupSteps):
-    """Momentum with a rate of its own for each parameter (You, Gitman, Ginsburg 2017, algorithm 1).
+    """LARS: momentum with a learning rate for each parameter (You et al. 2017, algorithm 1).
 
     With w a parameter, g its gradient, b `weight_decay`, m `momentum`::
 
@@ -24,10 +24,10 @@ class LARS(GroupSteps):
         v     = m v + lr x local x (g + b w)
         w     = w - v
 
-    `local` is `trust` where w is 0, as a weight may begin, or what it is divided by. Groups with
-    `adapt=False` (biases and norms, usually) have local = 1: plain momentum. Keeps one number for
-    each parameter, `momentum_buffer`, none with momentum=0. A parameter is whole on its rank, so
-    no rank asks another one. Raises ConfigError for numbers that cannot work.
+    `local` is `trust` if w or the divisor is 0. Groups with `adapt=False` (usually biases and
+    norms) have local = 1, plain momentum. Keeps one number per parameter, `momentum_buffer`, none
+    with momentum=0. A parameter is whole on its rank, so no communication is needed. Raises
+    ConfigError for invalid numbers.
     """
 
     def __init__(
