@@ -694,7 +694,7 @@ class Pipeline:
 
     def load(
         self,
-        path: str | Path | checkpoint.Source,
+        path: str | Path | checkpoint.Verified,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint of any layout, with the options of its groups; return its `extra`.

@@ -7,9 +7,9 @@ Nothing that its files hold is run.
 
 from gpipe_hpc.checkpoint.background import BackgroundSaver
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, has_files, read_facts, read_owner, sync
-from gpipe_hpc.checkpoint.loading import Source, load
+from gpipe_hpc.checkpoint.loading import load
 from gpipe_hpc.checkpoint.manifest import is_manifest_as_written
-from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
+from gpipe_hpc.checkpoint.metadata import fill
 from gpipe_hpc.checkpoint.numbered import latest, save_numbered, step_name
 from gpipe_hpc.checkpoint.saving import save
 from gpipe_hpc.checkpoint.verifying import Verified, verify
@@ -17,8 +17,6 @@ from gpipe_hpc.checkpoint.verifying import Verified, verify
 __all__ = [
     "PARTIAL_SUFFIX",
     "BackgroundSaver",
-    "Source",
-    "StoredTensor",
     "Verified",
     "fill",
     "has_files",

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.checkpoint.apart import Reading, average
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors, other_checkpoint, said
-from gpipe_hpc.checkpoint.manifest import Facts
 from gpipe_hpc.checkpoint.memory import check_room
 from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.checkpoint.options import stored_options
 from gpipe_hpc.checkpoint.states import decode, tensor_names
-from gpipe_hpc.checkpoint.verifying import verify
+from gpipe_hpc.checkpoint.verifying import Verified, verify
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 
@@ -32,34 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpipe_hpc.checkpoint")
 
 _PART_BYTES: Final = 2**30
-
-
-class Source(Protocol):
-    """Where a checkpoint's tensors are, known to be whole.
-
-    `path`: what messages call it. `facts`: what its manifest says. `stored`: its tensors, by name.
-    """
-
-    @property
-    def path(self) -> Path:
-        """Return what messages call it."""
-
-    @property
-    def facts(self) -> Facts:
-        """Return what its manifest says."""
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """Return its tensors, by name."""
-
-    def check(self, name: str) -> None:
-        """Raise OSError or ValueError if a tensor cannot be read."""
-
-    def fetch(self, names: Sequence[str]) -> None:
-        """Make ready to read these on this rank; all ranks call it."""
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read tensors into `targets`, by name; OSError or ValueError if one cannot be read."""
 
 
 class _Cut(NamedTuple):
@@ -92,7 +63,7 @@ class _Plan(NamedTuple):
 
 
 def load(
-    pipe: "Pipeline", checkpoint: Path | Source, optimizer: torch.optim.Optimizer | None
+    pipe: "Pipeline", checkpoint: Path | Verified, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
     """Fill the pipeline's parameters and buffers, and the optimizer; return `extra`.
 
@@ -104,17 +75,14 @@ def load(
     a file that was whole a moment ago cannot be read.
     """
     everybody = pipe.everybody
-    found: Source
-    if isinstance(checkpoint, Path):
-        found = verify(checkpoint, everybody, pipe.world.rank, partial(_note, pipe))
-    else:
-        found = checkpoint
+    found = checkpoint
+    if isinstance(found, Path):
+        found = verify(found, everybody, pipe.world.rank, partial(_note, pipe))
     plan = all_or_none(everybody, lambda: _plan(pipe, found, optimizer))
     check_room(found.path, everybody, pipe.world.device, _needed_bytes(plan, found.stored))
     made = all_or_none(everybody, lambda: _make(plan, found))
     targets = plan.targets | made
     all_or_none(everybody, lambda: _check_readable(found, [*targets, *plan.cuts]))
-    found.fetch([*targets, *plan.cuts])
     # From here on this rank's state changes.
     try:
         for number, part in enumerate(_parts(targets), start=1):
@@ -158,7 +126,7 @@ def _note(pipe: "Pipeline", activity: str) -> None:
     pipe.world.activity = activity
 
 
-def _plan(pipe: "Pipeline", found: Source, optimizer: torch.optim.Optimizer | None) -> _Plan:
+def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | None) -> _Plan:
     """Return what to do, having looked at all that can be wrong; changes nothing."""
     path, facts, stored = found.path, found.facts, found.stored
     _check_model(pipe, path, facts)
@@ -270,7 +238,7 @@ def _check_described(
             )
 
 
-def _say_no_optimizer(pipe: "Pipeline", found: Source) -> None:
+def _say_no_optimizer(pipe: "Pipeline", found: Verified) -> None:
     """Warn that an optimizer starts from nothing, as none was saved."""
     # Copies in memory have no list of groups, nor had the first checkpoints.
     is_listed = found.facts.get("optimizer", True) or not found.facts["parameters"]
@@ -285,7 +253,7 @@ def _say_no_optimizer(pipe: "Pipeline", found: Source) -> None:
     )
 
 
-def _say_unknown(pipe: "Pipeline", found: Source, targets: Mapping[str, Tensor]) -> None:
+def _say_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tensor]) -> None:
     """Warn of what the checkpoint has for layers of this rank, and the model has not."""
     prefixes = tuple(
         f"model.layers.{index}." for stage in pipe.stages.values() for index in stage.layers
@@ -355,7 +323,7 @@ def _is_like(tensor: Tensor, stored: StoredTensor, device: torch.device) -> bool
     return (tensor.shape, tensor.dtype, tensor.device) == (stored.shape, stored.dtype, device)
 
 
-def _extra_states(pipe: "Pipeline", found: Source) -> list[tuple[nn.Module, Any]]:
+def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, Any]]:
     """Return this rank's modules that keep a state of their own, each with what is stored."""
     modules = {n: m for s in pipe.stages.values() for n, m in s.extra_states().items()}
     if found.facts["format"] == 1:
@@ -390,7 +358,7 @@ def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch
     return needed | {cpu: needed.get(cpu, 0) + largest}
 
 
-def _make(plan: _Plan, found: Source) -> dict[str, Tensor]:
+def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
     try:
         return {
             name: torch.empty(found.stored[name].shape, dtype=found.stored[name].dtype, device=d)
@@ -404,7 +372,7 @@ def _make(plan: _Plan, found: Source) -> dict[str, Tensor]:
         ) from error
 
 
-def _cut_out(found: Source, name: str, cut: _Cut) -> Tensor:
+def _cut_out(found: Verified, name: str, cut: _Cut) -> Tensor:
     """Read a tensor and return the elements that this rank keeps of it."""
     stored = found.stored[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)
@@ -412,7 +380,7 @@ def _cut_out(found: Source, name: str, cut: _Cut) -> Tensor:
     return cut.held.part_of(whole).to(cut.device, copy=True)
 
 
-def _check_readable(found: Source, names: Iterable[str]) -> None:
+def _check_readable(found: Verified, names: Iterable[str]) -> None:
     """Refuse tensors that are not where they are said to be, while nothing has changed."""
     for name in names:
         try:

@@ -1,7 +1,6 @@
 """All that one rank needs to go on at a step, as one run of bytes.
 
-The same layout goes on from it as it is. States of all stages, side by side, are what a checkpoint
-holds: see `together`.
+The same layout goes on from it as it is.
 
 The bytes are a header (its length, then JSON that says which tensors follow), the tensors, and a
 digest of all before: the SHA-256 of the SHA-256 of each block. Nothing in them is executed.
@@ -9,7 +8,7 @@ digest of all before: the SHA-256 of the SHA-256 of each block. Nothing in them 
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import nn
 from gpipe_hpc.checkpoint.contents import layout_facts, split_values
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.host_copy import HostBuffer, fill, lay_side_by_side, views
-from gpipe_hpc.checkpoint.manifest import FORMAT, TYPED, Facts
+from gpipe_hpc.checkpoint.manifest import TYPED
 from gpipe_hpc.checkpoint.states import PREFIX, Split, decode, encode, join
 from gpipe_hpc.small_files import parse_json
 
@@ -31,18 +30,8 @@ LENGTH_BYTES: Final = 8
 _BLOCK_BYTES: Final = 16 * 2**20
 _NUM_THREADS: Final = 4
 _MOST_VALUES: Final = 16_000_000
-STAGES_HELD: Final = "stages_held"
-"""The name, in what a state says of itself, of the indices of the stages that are in it."""
-NUM_STAGES: Final = "num_stages"
-"""The name of how many stages there are in all."""
 PARTS: Final = "parts"
 """The name of where the parts of parameters in it begin and end; left out where there is none."""
-ALONE: Final = "is_alone"
-"""The name of whether each copy of a stage has all that there is of it, and all are alike."""
-_OF_MANIFEST: Final = (
-    *("steps_done", "loss_weight", "loss_scale", "partition", "parameters", "extra"),
-    *("ranks", "stages", "replicas", "schedule", "microbatches"),
-)
 _MODEL: Final = "model."
 _OPTIMIZER: Final = "optimizer."
 _DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
@@ -147,22 +136,6 @@ def fits(pipe: "Pipeline", state: StoredState) -> bool:
     return all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in kinds)
 
 
-def together(states: Sequence[StoredState]) -> Facts:
-    """Return what a checkpoint's manifest would say of states that hold all stages between them.
-
-    Of what several have, the first one's counts.
-    """
-    first = states[0].about
-    told = [state.about for state in reversed(states)]
-    return {
-        "format": FORMAT,
-        **{key: first[key] for key in _OF_MANIFEST},
-        "apart": None,
-        "values": {name: value for about in told for name, value in about["values"].items()},
-        "states": {name: state for about in told for name, state in about["states"].items()},
-    }
-
-
 def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredState) -> None:
     """Fill this rank's parameters, buffers and optimizer state, and go on at that step.
 
@@ -254,7 +227,4 @@ def _position(pipe: "Pipeline") -> dict[str, Any]:
         "partition": pipe.partition._asdict(),
         "parameters": {info.name: info.num_elements for info in pipe.all_parameters},
         **layout_facts(pipe),
-        STAGES_HELD: sorted(pipe.stages),
-        NUM_STAGES: pipe.schedule.num_stages,
-        ALONE: not pipe.is_apart and not parts,
     }

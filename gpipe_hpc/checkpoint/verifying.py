@@ -6,7 +6,7 @@ checkpoint. They do not tell who wrote it.
 
 import logging
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -51,9 +51,6 @@ class Verified(NamedTuple):
             self.fill({name: torch.empty(tensor.shape, dtype=tensor.dtype)})
         else:
             check_readable(self.path, tensor)
-
-    def fetch(self, names: Sequence[str]) -> None:
-        """Do nothing: every rank reads the files itself."""
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Read tensors into `targets`, by name; OSError or ValueError if one cannot be read."""

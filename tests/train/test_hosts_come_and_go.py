@@ -37,7 +37,7 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
         "pipeline.partition=uniform",
         "train.steps=9999",
     )
-    copied = ("checkpoint.neighbour_every=2", "checkpoint.neighbour_dir=memory")
+    kept = ("checkpoint.every=5", "checkpoint.neighbour_every=2", "checkpoint.neighbour_dir=memory")
     port, run = free_port(), tmp_path / "run"
     places = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     env = ENVIRON | {"PYTHONPATH": os.pathsep.join(places)}
@@ -46,7 +46,7 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
     flags = [*FLAGS, *place, f"--rdzv-conf={QUICK}", "--local-addr=127.0.0.1"]
 
     def host():
-        return torchrun(flags, *settings, *copied, "model.pause_s=0.05", "run.dir=run", env=env)
+        return torchrun(flags, *settings, *kept, "model.pause_s=0.05", "run.dir=run", env=env)
 
     hosts = [host(), host()]
     until(lambda: has_begun(run, 8), 90, "both train")
@@ -54,7 +54,8 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
     for pid in lost.processes():
         os.kill(pid, signal.SIGKILL)
     until(lambda: "2 ranks before, 1 now: 1 stage on 1 rank; from step" in left.output, 90, "one")
-    assert "resumed from copies in memory" in left.output
+    assert "are of another layout and only serve that one" in left.output
+    assert f"resumed from {run}/checkpoints/step_" in left.output
     reached = newest(run)
     until(lambda: newest(run) > reached + 3, 60, "one trains")
     back = host()

@@ -164,9 +164,19 @@ def test_a_measured_cut_is_made_anew_for_other_ranks_and_not_measured_again(seen
     assert again == whole
 
 
-@pytest.mark.parametrize("is_lost_too", [False, True], ids=["kept", "lost too"])
-def test_what_memory_holds_is_gone_on_from_else_the_checkpoint(seen, caplog, tmp_path, is_lost_too):
-    """Where the neighbour is lost too, the newest checkpoint is taken, and both are said."""
+@pytest.mark.parametrize(
+    ("ranks", "is_lost_too", "told"),
+    [
+        (4, False, "resumed from copies in memory: 6 steps done"),
+        (4, True, "copies of step 6 in memory cannot be used: those of ranks 0, 2 are gone"),
+        (3, False, "copies in memory, of step 6, are of another layout and only serve that one"),
+    ],
+    ids=["kept", "lost too", "another layout"],
+)
+def test_what_memory_holds_is_gone_on_from_else_the_checkpoint(
+    seen, caplog, tmp_path, ranks, is_lost_too, told
+):
+    """If copies are lost or of another layout, one line says so and the checkpoint is read."""
     memory = tmp_path / "memory"
     memory.mkdir()
     layout = ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=2")
@@ -184,12 +194,12 @@ def test_what_memory_holds_is_gone_on_from_else_the_checkpoint(seen, caplog, tmp
         if is_lost_too and path.name.startswith(("rank00000", "rank00002")):  # stage 0
             path.unlink()
     caplog.set_level("INFO", "gpipe_hpc.train")
-    train_here(3, *run)
-    assert "4 ranks before, 3 now" in caplog.text
-    assert ("resumed from copies in memory: 6 steps done" in caplog.text) == (not is_lost_too)
-    told = "copies of step 6 in memory lack stage 0: those of ranks 0, 2 are gone or damaged"
-    assert (told in caplog.text) == is_lost_too
-    assert ("step_00000005: 5 steps done" in caplog.text) == is_lost_too
+    train_here(ranks, *run)
+    assert ("4 ranks before, 3 now" in caplog.text) == (ranks == 3)
+    from_memory = ranks == 4 and not is_lost_too
+    assert told in caplog.text
+    assert ("resumed from copies in memory: 6 steps done" in caplog.text) == from_memory
+    assert ("step_00000005: 5 steps done" in caplog.text) == (not from_memory)
     whole, ours = by_step(tmp_path / "whole"), by_step(tmp_path / "run")
     assert whole.keys() == ours.keys()
     for step, line in whole.items():

@@ -20,7 +20,6 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour import files, open_copies
 from gpipe_hpc.training.neighbour.files import CopyFolder
 from gpipe_hpc.training.neighbour.place import choose_holders, find_place
-from gpipe_hpc.training.neighbour.scattered import _choose, deal_hops
 from gpipe_hpc.training.run.lock import myself
 
 
@@ -95,12 +94,12 @@ def names(root, host):
     return sorted(p.name for p in folder.iterdir() if p.name.startswith("rank"))
 
 
-def save_at(root, *at, **keywords):
+def save_at(root, *at, seed=0, **keywords):
     """Train, and copy after these steps; return the losses of two steps more, by rank."""
 
     def body(world):
         copies = opened(world, root, **keywords)
-        pipe, optimizer = trained(world, 0)
+        pipe, optimizer = trained(world, 0, seed)
         done = 0
         for step in at:
             steps(pipe, optimizer, range(done, step))
@@ -181,7 +180,7 @@ def test_a_damaged_generation_is_passed_over_for_the_one_before(hosts, caplog, d
         for rank in (1, 3):  # all that hold stage 1
             harm(CopyFolder(hosts / host, "the_run").path / f"rank{rank:05d}_step00000004", damage)
     assert go_on(hosts) == [(3, {"position": 3}, losses) for losses in whole]
-    assert "copies of step 4 in memory lack stage 1: those of ranks 1, 3 are gone" in caplog.text
+    assert "copies of step 4 in memory cannot be used: those of ranks 1, 3 are gone" in caplog.text
     assert {name[-1] for name in names(hosts, "two")} <= {"3"}
 
 
@@ -234,91 +233,23 @@ def test_copies_of_another_history_are_not_taken(hosts):
     assert go_on(hosts, about=ABOUT | {"lineage": "b"}) == [None] * SIZE
 
 
-def alone(num_steps):
-    """Return the losses of one process that nothing disturbs."""
-    (losses,) = run_on_threads(1, lambda world: steps(*trained(world, 0, layout=(1, 1)), num_steps))
-    return losses
+def test_copies_of_another_layout_lead_to_the_checkpoint_and_that_is_said_once(hosts, caplog):
+    save_at(hosts, 2, 3)
+    assert go_on(hosts, about=ABOUT | {"layout": "4 stages"}) == [None] * SIZE
+    told = "copies in memory, of step 3, are of another layout and only serve that one"
+    assert len([each for each in caplog.messages if told in each]) == 1
+    assert names(hosts, "one"), "nothing is removed before the run goes on from another state"
 
 
-def save_in(root, at, where, seed=0, **layout):
-    """Train to a step in a layout and copy; `where`: the hosts of its ranks."""
-
-    def body(world):
-        copies = opened(world, root, hosts=where, about=ABOUT | {"layout": str(layout)})
-        pipe, optimizer = trained(world, 0, seed, **layout)
-        steps(pipe, optimizer, range(at))
-        copies.save(pipe, optimizer, {"position": at})
-
-    run_on_threads(len(where), body)
-
-
-def go_on_in(root, num_steps, where, *, saves=False, **layout):
-    """Return (extra, losses) of so many steps more from copies in memory, by rank.
-
-    `saves`: at the end there are copies again.
-    """
-
-    def body(world):
-        copies = opened(world, root, hosts=where, about=ABOUT | {"layout": str(layout)})
-        found = copies.find()
-        if found is None:
-            return None
-        pipe, optimizer = trained(world, 1, seed=7, **layout)
-        extra = copies.restore(found, pipe, optimizer)
-        copies.forget_others()
-        done = pipe.steps_done
-        losses = steps(pipe, optimizer, range(done, done + num_steps))
-        if saves:
-            copies.save(pipe, optimizer, {"position": pipe.steps_done})
-        return extra, losses
-
-    return run_on_threads(len(where), body)
-
-
-LAYOUTS = {
-    "one process": (("two",), {"layout": (1, 1)}),
-    "a replica less": (("two",) * 2, {"layout": (2, 1)}),
-    "more stages": (("two", "two", "three"), {"layout": (3, 1)}),
-    "more replicas": (("two",) * 2 + ("three",) * 2 + ("four",) * 2, {"layout": (3, 2)}),
-    "holes": (("two", "two", "three"), {"stages": 2, "replicas": 2, "microbatches": 2}),
-    "four of each stage": (("two",) * 8, {"layout": (2, 4)}),
-    "divided state": (("two",) * 2, {"layout": (1, 2), "outer": {"shard": "flat"}}),
-}
-
-
-@pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", [(2, 2), (3, 1)], ids=["2 x 2", "3 stages"])
-def test_a_lost_host_and_another_layout_go_on_where_the_copies_were(hosts, before, after):
-    """Copies were for the same layout alone: all went back to the newest checkpoint."""
-    where, layout = LAYOUTS[after]
-    save_in(hosts, 3, ("one", "one", "two", "two")[: before[0] * before[1]], layout=before)
-    shutil.rmtree(hosts / "one")
-    expected = alone(range(6))[3:]
-    for extra, losses in go_on_in(hosts, 3, where, **layout):
-        assert extra == {"position": 3}
-        assert losses == pytest.approx(expected, rel=0, abs=1e-10)
-
-
-def test_a_world_that_shrinks_twice_and_grows_again_goes_on_from_memory(hosts):
-    """Each time from the newest copies, which ranks of three layouts have written."""
-    four = ("one", "two", "three", "four")
-    expected = alone(range(11))
-    save_in(hosts, 3, four, layout=(2, 2))
-    starts = [
-        ("one", four[1:], {"stages": 2, "replicas": 2, "microbatches": 2}),
-        ("two", four[2:], {"layout": (2, 1)}),
-        ("four", four, {"layout": (2, 2)}),
-        ("three", four[:2] + four[3:], {"layout": (3, 1)}),
-    ]
-    done = 3
-    for lost, where, layout in starts:
-        shutil.rmtree(hosts / lost)
-        for host in where:
-            (hosts / host).mkdir(exist_ok=True)
-        for extra, losses in go_on_in(hosts, 2, where, saves=True, **layout):
-            assert extra == {"position": done}
-            assert losses == pytest.approx(expected[done : done + 2], rel=0, abs=1e-10)
-        done += 2
+def test_copies_of_two_starts_are_not_mixed(hosts):
+    """A host that came back with older ones of the same step gave half of another state."""
+    for start, seed, host in (("first", 3, "one"), ("second", 0, "two")):
+        whole = save_at(hosts / start, 3, seed=seed)
+        shutil.copytree(hosts / start / host, hosts / host, dirs_exist_ok=True)
+    for name in names(hosts, "one"):
+        if name.startswith(("rank00001", "rank00003")):
+            (CopyFolder(hosts / "one", "the_run").path / name).unlink()
+    assert go_on(hosts) == [(3, {"position": 3}, losses) for losses in whole]
 
 
 class HostDied(BaseException):
@@ -339,7 +270,7 @@ def test_a_host_that_is_lost_while_copies_are_made(hosts, monkeypatch, moment, m
         done(self, *piece)
 
     def body(world):
-        copies = opened(world, hosts, hosts=where, about=ABOUT | {"layout": "all"})
+        copies = opened(world, hosts)
         pipe, optimizer = trained(world, 0)
         for at in (3, 6):
             steps(pipe, optimizer, range(at - 3, at))
@@ -350,57 +281,12 @@ def test_a_host_that_is_lost_while_copies_are_made(hosts, monkeypatch, moment, m
         with pytest.raises(HostDied):
             run_on_threads(len(where), body)
     shutil.rmtree(hosts / "two")
-    expected = alone(range(8))
-    found = go_on_in(hosts, 2, ("one", "one"), layout=(2, 1))
-    (step,) = {extra["position"] for extra, _ in found}
-    assert step in may_be
-    for _, losses in found:
-        assert losses == pytest.approx(expected[step : step + 2], rel=0, abs=1e-10)
-
-
-@pytest.mark.parametrize("layout", [(2, 2), (2, 1)], ids=["the same layout", "another"])
-def test_copies_of_two_starts_are_not_mixed(hosts, layout):
-    """A host that came back with older ones of the same step gave half of another state."""
-    for start, seed, host in (("first", 3, "one"), ("second", 0, "two")):
-        save_in(hosts / start, 3, ("one", "one", "two", "two"), seed, layout=(2, 2))
-        shutil.copytree(hosts / start / host, hosts / host, dirs_exist_ok=True)
-    for name in names(hosts, "one"):
-        if name.startswith(("rank00001", "rank00003")):  # all that hold stage 1
-            (CopyFolder(hosts / "one", "the_run").path / name).unlink()
-    expected = alone(range(5))[3:]
-    where = ("one", "one", "two", "two") if layout == (2, 2) else ("one", "two")
-    for _, losses in go_on_in(hosts, 2, where, layout=layout):
-        assert losses == pytest.approx(expected, rel=0, abs=1e-10)
-
-
-def test_what_memory_lacks_is_said(hosts, caplog):
-    save_in(hosts, 3, ("one", "one", "two"), layout=(3, 1))
-    for name in names(hosts, "two"):
-        if name.startswith("rank00000"):
-            (CopyFolder(hosts / "two", "the_run").path / name).unlink()
-    shutil.rmtree(hosts / "one")
-    (hosts / "one").mkdir()
-    assert go_on_in(hosts, 1, ("two", "two"), layout=(2, 1)) == [None, None]
-    told = [each for each in caplog.messages if "lack stage 0: those of ranks 0 are gone" in each]
-    assert len(told) == 1, caplog.text
-
-
-def test_a_state_divided_over_replicas_is_for_its_own_layout_and_that_is_said(hosts, caplog):
-    divided = {"layout": (1, 2), "outer": {"shard": "flat"}}
-    save_in(hosts, 3, ("one", "two"), **divided)
-    assert go_on_in(hosts, 1, ("one",), layout=(1, 1)) == [None]
-    assert "of replicas that train apart or share the optimizer's state" in caplog.text
-    assert [extra for extra, _ in go_on_in(hosts, 1, ("one", "two"), **divided)] == [
-        {"position": 3}
-    ] * 2
-
-
-def test_copies_of_a_layout_left_stay_until_there_are_new_ones(hosts):
-    """A second loss, before the next copies, finds them again."""
-    save_in(hosts, 3, ("one", "one", "two"), layout=(3, 1))
-    for _ in range(2):
-        found = go_on_in(hosts, 1, ("one", "two"), layout=(2, 1))
-        assert [extra for extra, _ in found] == [{"position": 3}] * 2
+    expected = run_on_threads(SIZE, lambda world: steps(*trained(world, 0), range(8)))
+    for (step, extra, losses), whole in zip(
+        go_on(hosts, hosts=("one",) * SIZE), expected, strict=True
+    ):
+        assert extra == {"position": step} and step in may_be
+        assert losses == whole[step : step + 2]
 
 
 def test_a_state_of_another_cut_changes_nothing_on_any_rank(hosts):
@@ -608,35 +494,6 @@ class Seen:
     def __eq__(self, other):
         self.num_compared += 1
         return self.name == other.name
-
-
-@pytest.mark.parametrize("num_copies", [1, 2, 5, 64])
-def test_what_many_want_is_passed_on_along_a_tree(num_copies):
-    """A rank that had read a stage sent it to each of its copies."""
-    # Two stages of three and four tensors; ranks 1 and 4 have read them, in a pipeline of two.
-    reader = [1] * 3 + [4] * 4
-    stages = [[range(3)], [range(3, 7)]]
-    wanted = [stages[rank % 2] for rank in range(max(6, 2 * num_copies))]
-    rows = deal_hops(reader, wanted)
-    has = [{n for n, each in enumerate(reader) if each == rank} for rank in range(len(wanted))]
-    took = [sum(len(hop.coming) for hop in row) for row in rows]
-    assert max(took) <= 1
-    assert max(sum(len(hop.going) for hop in row) for row in rows) <= 4
-    # In rounds: who has it gives it on.
-    for _ in range(len(wanted)):
-        for giver, row in enumerate(rows):
-            for hop in row:
-                for taker, runs in hop.going.items():
-                    numbers = {n for run in runs for n in run}
-                    if numbers <= has[giver]:
-                        has[taker] |= numbers
-    for rank, own in enumerate(wanted):
-        assert has[rank] >= {n for run in own for n in run}
-
-
-def test_copies_that_are_all_damaged_are_called_so():
-    """It was `lack stage : those of ranks  are gone or damaged`."""
-    assert _choose(None, [], None, None, set()) == "are all damaged"
 
 
 def test_a_folder_that_another_rank_removes_meanwhile_is_no_failure(tmp_path, monkeypatch):

@@ -2,12 +2,12 @@
 
 A process that is killed, or one host that is lost, then costs the steps since the last copy, not
 those since the last checkpoint. The copies are files in a memory-backed folder, which outlive the
-processes of a job but no restart of the host.
+processes of a job but no restart of the host. They serve the layout that wrote them; another layout
+reads the checkpoint.
 """
 
 from gpipe_hpc.training.neighbour.copies import NeighbourCopies, open_copies
 from gpipe_hpc.training.neighbour.files import DEFAULT_FOLDER
 from gpipe_hpc.training.neighbour.finding import Found, find
-from gpipe_hpc.training.neighbour.scattered import Scattered
 
-__all__ = ["DEFAULT_FOLDER", "Found", "NeighbourCopies", "Scattered", "find", "open_copies"]
+__all__ = ["DEFAULT_FOLDER", "Found", "NeighbourCopies", "find", "open_copies"]

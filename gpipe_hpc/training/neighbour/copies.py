@@ -22,11 +22,10 @@ from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unp
 from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.errors import CheckpointError, ConfigError
+from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour.files import NO_STARTS, START, CopyFolder, CopyWriter
 from gpipe_hpc.training.neighbour.finding import Found, find
 from gpipe_hpc.training.neighbour.place import Place, find_place
-from gpipe_hpc.training.neighbour.scattered import Scattered, find_scattered
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -73,54 +72,21 @@ class NeighbourCopies:
         if world.rank == 0 and place.num_hosts == 1:
             log.warning(_shared(folder) if place.is_shared else _ON_ONE_HOST)
 
-    def find(self) -> Found | Scattered | None:
-        """Return the newest state of this run that copies hold; None, with a line why, if none do.
+    def find(self) -> Found | None:
+        """Return the newest state of this run in this layout that copies hold.
 
-        Of the same layout first: each rank goes on from its own, to the bit.
+        None, with a line why, if none is whole; without a line if there are no copies.
         """
         with together(self._world, "looking for copies in memory"):
-            same = find(self._world, self._folder, self.place.here, self._about)
-            other = self._find_scattered(-1 if same is None else same.step)
-            if isinstance(other, Scattered):
-                return other
-            if other is not None and self._world.rank == 0:
-                then = "no copy is gone on from" if same is None else "an older one is gone on from"
-                log.warning("%s: %s", other, then)
-            return same
-
-    def _find_scattered(self, after: int) -> Scattered | str | None:
-        lineage = self._about["lineage"]
-        return find_scattered(self._world, self._folder, self.place.here, lineage, after)
+            return find(self._world, self._folder, self.place.here, self._about)
 
     def restore(
-        self, found: Found | Scattered, pipe: "Pipeline", optimizer: torch.optim.Optimizer
+        self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
     ) -> dict[str, Any] | None:
         """Take over the state that was found; return what was kept with it.
 
         None, with nothing changed on any rank, if it does not fit the model.
         """
-        if isinstance(found, Found):
-            extra = self._restore_own(found, pipe, optimizer)
-            if extra is not None:
-                return extra
-            # The cut is another one: then each takes what it needs from all.
-            with together(self._world, "looking for copies in memory"):
-                other = self._find_scattered(found.step - 1)
-            if not isinstance(other, Scattered) or other.step != found.step:
-                return None
-            found = other
-        try:
-            extra = pipe.load(found, optimizer)
-        except CheckpointError as error:
-            if self._world.rank == 0:
-                log.warning("copies in memory: %s", error)
-            return None
-        self._whole = [found.step]
-        return extra
-
-    def _restore_own(
-        self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any] | None:
         with together(self._world, "taking over copies in memory"):
             own = self._bring(found)
             try:

@@ -5,8 +5,8 @@ ranks do not, and who has read theirs.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from operator import or_
+from collections.abc import Collection, Mapping, Sequence
+from operator import add, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -67,26 +67,46 @@ def find(
     """Return the newest step of which every rank's state is on some host and whole, or None.
 
     All ranks call it, and get the same step. `here`: the ranks of this host. `expected`: what a
-    copy must say about itself.
+    copy must say about itself; its `lineage` is what it says to be of this run in any layout.
     """
-    held = {
-        (copy.generation, copy.rank): copy
-        for copy in folder.all()
-        if all(copy.about.get(key) == value for key, value in expected.items())
-    }
+    known = [c for c in folder.all() if c.about.get("lineage") == expected.get("lineage")]
+    others = [c for c in known if any(c.about.get(k) != value for k, value in expected.items())]
+    held = {(copy.generation, copy.rank): copy for copy in known if copy not in others}
+    given_up: set[Generation] = set()
+    while generation := _newest(world, held, given_up):
+        found = _found(world, folder, here, held, *generation)
+        if found is None:
+            given_up.add(generation[0])
+        elif isinstance(found, Found):
+            return found
+        else:  # another host may have a whole copy of those that are damaged
+            for first, rank in found:
+                if first == here[0]:
+                    held.pop((generation[0], rank), None)
+    newest = world.everybody.merge_object(max((c.step for c in others), default=-1), max)
+    if newest >= 0 and world.rank == 0:
+        log.warning(
+            "copies in memory, of step %d, are of another layout and only serve that one: the "
+            "newest whole checkpoint is read instead",
+            newest,
+        )
+    return None
+
+
+def _newest(
+    world: World, held: Mapping[tuple[Generation, int], Held], given_up: Collection[Generation]
+) -> tuple[Generation, list[int]] | None:
+    """Return the newest generation that is left, and the ranks that their own hosts lack."""
     rank = world.rank
     own: dict[Generation, tuple[range, ...]] = {
         generation: () if (generation, rank) in held else (range(rank, rank + 1),)
         for generation, _ in held
     }
     missing = world.everybody.merge_object(Missing(rank, rank + 1, own), Missing.then)
-    for generation in sorted(missing.runs, reverse=True):
-        runs = missing.runs[generation]
-        missing_ranks = [rank for run in runs for rank in run]
-        found = _found(world, folder, here, held, generation, missing_ranks)
-        if found is not None:
-            return found
-    return None
+    left = missing.runs.keys() - given_up
+    if not left:
+        return None
+    return max(left), [rank for run in missing.runs[max(left)] for rank in run]
 
 
 def _found(
@@ -96,9 +116,11 @@ def _found(
     held: Mapping[tuple[Generation, int], Held],
     generation: Generation,
     missing: Sequence[int],
-) -> Found | None:
-    """Read what this rank is to read; None on all ranks if something is nowhere, or not whole.
+) -> Found | list[tuple[int, int]] | None:
+    """Read what this rank is to read.
 
+    Returns None on all ranks if the state of some rank is on no host. Returns the copies that
+    turned out to be damaged, if any: the first rank of the host, and whose state it was.
     `missing`: the ranks whose copies their own hosts do not have; ranks of others read them, one
     after the other of the first host that can.
     """
@@ -107,39 +129,39 @@ def _found(
         has = here[0] == world.rank
         offers = {r: here[r % len(here)] for r in missing if has and (generation, r) in held}
         readers = world.everybody.merge_object(offers, lambda ahead, behind: behind | ahead)
-        if len(readers) < len(missing):
+        lacking = [str(rank) for rank in missing if rank not in readers]
+        if lacking:
+            if world.rank == 0:
+                log.warning(
+                    "copies of step %d in memory cannot be used: those of ranks %s are gone or "
+                    "damaged; an older state is used",
+                    generation.step,
+                    ", ".join(lacking),
+                )
             return None
     mine = [r for r, reader in readers.items() if reader == world.rank]
     if world.rank not in readers:
         mine.append(world.rank)
     states: dict[int, torch.Tensor] = {}
-    failures: dict[int, str] = {}
+    damaged: list[tuple[int, int]] = []
     told_about: dict[int, dict[str, Any]] = {}
     for rank in mine:
-        copy = held.get((generation, rank))
+        copy = held[generation, rank]
         try:
             states[rank] = _whole(copy)
         except (OSError, StateError) as error:
-            where = folder.path if copy is None else copy.path
-            failures = {world.rank: f"{where}: {error}"}
-        if rank == 0 and copy is not None:
+            log.warning("rank %d: %s: %s", world.rank, copy.path, error)
+            damaged.append((here[0], rank))
+        if rank == 0:
             told_about[0] = copy.about
-    failures = world.everybody.merge_object(failures, _first)
-    for rank, text in failures.items():
-        log.warning("rank %d: %s", rank, text)
-        log.warning("copies of step %d in memory are damaged; looking for others", generation.step)
-        return None
+    damaged = world.everybody.merge_object(damaged, add)
+    if damaged:
+        return damaged
     about = world.everybody.merge_object(told_about, or_)[0]
     return Found(generation.step, about, readers.get(world.rank, world.rank), states)
 
 
-def _first(ahead: dict[int, str], behind: dict[int, str]) -> dict[int, str]:
-    return ahead or behind
-
-
-def _whole(copy: Held | None) -> torch.Tensor:
-    if copy is None:
-        raise StateError("a copy has gone")
+def _whole(copy: Held) -> torch.Tensor:
     memory = read_copy(copy.path)
     unpack(memory)
     return memory

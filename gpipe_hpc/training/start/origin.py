@@ -16,7 +16,7 @@ from gpipe_hpc.small_files import Number, OrNull, Values, mismatch
 from gpipe_hpc.training.data import Identity
 from gpipe_hpc.training.data.position import IDENTITY, check_data
 from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.neighbour import Found, NeighbourCopies, Scattered
+from gpipe_hpc.training.neighbour import Found, NeighbourCopies
 from gpipe_hpc.training.optimizers.optimizer import own_options
 from gpipe_hpc.training.run.changed_settings import SETTINGS
 from gpipe_hpc.training.run.folder import OWNER, Checkpoints
@@ -83,7 +83,7 @@ class Origin:
         self._config, self._world, self._run = config, world, run
         self._checkpoints, self._copies = checkpoints, copies
         with together(world, "opening the run"):
-            self.in_memory: Found | Scattered | None = None if copies is None else copies.find()
+            self.in_memory: Found | None = None if copies is None else copies.find()
             self.resumed = self._found()
             if self.in_memory is not None and self.resumed is not None:
                 is_newer = self.resumed.steps_done > self.in_memory.step
