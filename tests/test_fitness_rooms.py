@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.rooms import room, sources, upward_imports
-from tests.house.rules import CTYPES, broken, files_with_ctypes
+from tests.house.rules import CTYPES, broken, files_with_ctypes, unusual_imports
 
 # Rooms whose rebuild is done. This list only grows.
 FINISHED_ROOMS: tuple[str, ...] = ()
@@ -23,6 +23,10 @@ def test_no_import_between_rooms_runs_upwards_but_those_listed():
     listed = set(UPWARD.read_text("utf-8").splitlines())
     assert sorted(found - listed) == [], "new imports that run upwards"
     assert sorted(listed - found) == [], "gone: remove these lines from tests/house/upward.txt"
+
+
+def test_no_import_is_relative_or_of_the_face_of_users():
+    assert unusual_imports(FILES) == []
 
 
 def test_each_listed_use_of_ctypes_is_there():
@@ -113,6 +117,14 @@ def test_an_upward_import_is_found_in_any_room():
     assert upward_imports(GOOD) == set()
     bad = GOOD | {"gpipe_hpc/comm/net.py": "def f():\n    from gpipe_hpc.trainer import loop"}
     assert upward_imports(bad) == {("gpipe_hpc/comm/net.py", "gpipe_hpc/trainer/loop.py")}
+
+
+def test_an_unusual_import_is_found():
+    assert unusual_imports(GOOD) == []
+    for line in ("from .step import Step", "def f():\n    from gpipe_hpc import Pipeline"):
+        assert len(unusual_imports({"gpipe_hpc/engine/rng.py": line})) == 1
+    usual = "import gpipe_hpc\nfrom gpipe_hpc import __version__, engine"
+    assert unusual_imports(GOOD | {"gpipe_hpc/engine/rng.py": usual}) == []
 
 
 def test_a_file_without_a_room_is_refused():

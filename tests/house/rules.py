@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Final
 
-from tests.house.rooms import PACKAGE, edges, imports, is_upward, room
+from tests.house.rooms import PACKAGE, edges, imports, is_upward, module_name, room
 
 MOST_NAMES: Final = 25
+VERSION: Final = f"{PACKAGE}.__version__"
 SMALL: Final = 60  # lines
 # A schedule, a model or a callback is what a reader looks for, however short it is.
 LEAVES: Final = ("families", "zoo", "callbacks")
@@ -69,6 +70,20 @@ def upward_imports(files: Files, inside: Files) -> Iterator[str]:
         is_checked = imported in inside and own_face not in (importer, imported)
         if is_checked and is_upward(importer, imported):
             yield f"{importer}:{line}: {room(importer)} imports upwards, {imported}"
+
+
+def unusual_imports(files: Files) -> list[str]:
+    """Return imports that are relative, and those of what the package shows to its users."""
+    modules = set(map(module_name, files))
+    found = []
+    for path, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                is_face = node.module == PACKAGE and not {*names} <= {*modules, VERSION}
+                if node.level or is_face:
+                    found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    return found
 
 
 def cycles(inside: Files) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A device that is played on CPU tensors: all is done at once, and watched as if it were not.
 
-It takes the place of `gpipe_hpc.comm.device.Accelerator`. What it cannot play: kernels choose other
-algorithms; and nothing is ever slow.
+It takes the place of `gpipe_hpc.comm.device.Accelerator`. What it cannot play: kernels choose
+other algorithms; and nothing is ever slow.
 """
 
 from __future__ import annotations

@@ -106,3 +106,11 @@ def test_a_preset_may_name_a_plain_data_set(new_kind, tmp_path):
     (tmp_path / "conf" / "data" / "plain.yaml").write_text(text)
     config = compose_config(["model={_target_:my.build}", "data=plain"])
     assert open_data(config.data).train.num_samples == 7
+
+
+def test_settings_of_an_older_run_name_a_kind_by_its_old_place():
+    """Split, so that no tool that moves modules rewrites it."""
+    old = "gpipe_hpc." + "training.data.synthetic.SyntheticVectorsConfig"
+    words = ("model=mlp", "data=synthetic_vectors")
+    config = compose_config([*words, f"data._target_={old}", "data.width=7"])
+    assert config.data == compose_config([*words, "data.width=7"]).data
