@@ -20,16 +20,20 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.threads import within_step
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.config.keywords import Keywords, Layers, by_keyword, name_of
+from gpipe_hpc.data_parallel import (
+    Factory,
+    NoParameters,
+    OptimizerSharding,
+    OwnedParameter,
+    log_inexact,
+    make_optimizer,
+)
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import BatchSplitter, Pieces, share_of, unwrapped
 from gpipe_hpc.engine.layers.compiling import chosen_backend, compile_layers
 from gpipe_hpc.engine.layers.precision import scaling
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
-from gpipe_hpc.engine.outer.held import Held
-from gpipe_hpc.engine.outer.optimizers import Factory, NoParameters, Sharing, make_optimizer
-from gpipe_hpc.engine.outer.probing import check_separable
-from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.stages.assembly import (
@@ -215,7 +219,7 @@ class Pipeline:
         """
         request, layout, world = self.request, self._own, self.world
         self._build_stages(model)
-        self._check_apart()
+        self._check_local_sgd()
         wiring, tied = self._connect(model)
         part_of = self._measure_parts(request.noise_over) if request.noise_over else ()
         self.num_parts = len(set(part_of))
@@ -234,11 +238,11 @@ class Pipeline:
             request.seed,
             Outsiders(model, {i: m for s in self.stages.values() for i, m in s.layers.items()}),
         )
-        if world.rank == 0 and layout.tables.buckets:
-            say_inexact(request.combining)
-        if world.rank == 0 and self.is_apart:
-            say_apart(request.combining)
         if world.rank == 0:
+            # Of one replica, local SGD has nothing to average.
+            is_combined = bool(layout.tables.buckets) and not request.combining.uses_local_sgd
+            if is_combined or self.uses_local_sgd:
+                log_inexact(request.combining)
             self._warn_of_torch()
         self._outer_due, self._versions_stepped = False, 0
         self.last_outer_step = 0
@@ -293,9 +297,9 @@ class Pipeline:
     def _normalises_together(self) -> bool:
         return self.request.normalise_over_replicas and bool(self.batchnorm.converted)
 
-    def _check_apart(self) -> None:
+    def _check_local_sgd(self) -> None:
         """Refuse what joins replicas in every step where they train apart."""
-        if not self.is_apart:
+        if not self.uses_local_sgd:
             return
         if self._normalises_together:
             raise ConfigError(
@@ -316,7 +320,7 @@ class Pipeline:
             mesh,
             [self.layout.of(replica).schedule for replica in range(mesh.replicas)],
             normalises_together=self._normalises_together,
-            is_apart=self.is_apart,
+            is_apart=self.uses_local_sgd,
         )
         equalise_copies(self.stages, wiring.copies)
         ties = find_ties(model)
@@ -329,7 +333,7 @@ class Pipeline:
             mesh,
             world,
             self.request.combining,
-            is_apart=self.is_apart,
+            uses_local_sgd=self.uses_local_sgd,
         )
         groups = [self.everybody, self._site.pipeline, *wiring.groups(), *(t.group for t in tied)]
         make_first_calls(groups, world.device)
@@ -409,26 +413,23 @@ class Pipeline:
         """
         with together(self.world, "making the optimizer"):
             whole = dict(self.named_parameters())
-            optimizer = make_optimizer(factory, list(whole.values()))
-            if self._steps.sharing is not None:
-                self._steps.sharing.take(optimizer, whole)
-            if self.mesh.stages > 1 or self._steps.sharing is not None:
-                check_separable(optimizer)
+            has_all = self.mesh.stages == 1
+            optimizer = make_optimizer(factory, whole, self._steps.sharding, has_all=has_all)
             self._has_optimizer = True
             return optimizer
 
     @property
     def is_sharded(self) -> bool:
         """Return whether the optimizer's state is divided over the copies of stages."""
-        return self._steps.sharing is not None
+        return self._steps.sharding is not None
 
     def sharers(self, stage: int) -> Group:
         """Return the group that combines gradients of one of this rank's stages."""
         return self._steps.sharers(stage)
 
-    def held_parameters(self) -> dict[str, Held]:
+    def owned_parameters(self) -> dict[str, OwnedParameter]:
         """Return what this rank's optimizer updates, by global name."""
-        return self._steps.held()
+        return self._steps.owned_parameters()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of this rank's parameters by global name.
@@ -449,14 +450,14 @@ class Pipeline:
 
     def await_parameters(self) -> None:
         """Wait until all parameters that other ranks have updated are there."""
-        sharing = self._steps.sharing
-        if sharing is not None and sharing.is_under_way:
-            self._await(sharing)
+        sharding = self._steps.sharding
+        if sharding is not None and sharding.is_gathering:
+            self._await(sharding)
 
-    def _await(self, sharing: Sharing) -> None:
+    def _await(self, sharding: OptimizerSharding) -> None:
         """Wait for what the optimizer's step has started on all ranks; no new call of theirs."""
         with together(self.world, "gathering parameters"):
-            sharing.wait()
+            sharding.wait()
 
     def share(self, num_samples: int) -> slice:
         """Return the slice of a global batch of `num_samples` that is this replica's."""
@@ -494,16 +495,16 @@ class Pipeline:
                     result = self._steps.train(run, tell)
         self.steps_done += 1
         self._whole_model.watch()
-        apart = self._steps.apart
-        if apart is not None:
-            self._outer_due = apart.rounds.is_due(self.steps_done)
+        local_sgd = self._steps.local_sgd
+        if local_sgd is not None:
+            self._outer_due = local_sgd.steps.is_due(self.steps_done)
             self._versions_stepped = self._versions()
         return result
 
     def _refuse_own_optimizer(self) -> None:
         """Raise ConfigError where an optimizer of the user's own would find no gradients."""
         shard = self.request.combining.shard
-        if self._steps.sharing is not None and not self._has_optimizer:
+        if self._steps.sharding is not None and not self._has_optimizer:
             raise ConfigError(
                 f"outer.shard={shard}: expected an optimizer made by pipe.optimizer ahead of the "
                 f"first step, got none; write optimizer = pipe.optimizer(lambda parameters: "
@@ -582,7 +583,7 @@ class Pipeline:
             raise ConfigError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
         with together(self.world, "clipping"):
             norms = self._gather_norms()
-            own = {name: held.parameter for name, held in self._steps.held_gradients().items()}
+            own = {name: each.parameter for name, each in self._steps.owned_gradients().items()}
             return clip_by_norm(own, norms, max_norm)
 
     def grad_square(self) -> float:
@@ -597,17 +598,17 @@ class Pipeline:
 
     def _gather_norms(self) -> Norms:
         """Return the norms of all gradients as they are now; the first ones of a step are kept."""
-        held, sharing = self._steps.held_gradients(), self._steps.sharing
-        in_parts = sharing is not None and sharing.divides_gradients
+        owned, sharding = self._steps.owned_gradients(), self._steps.sharding
+        in_parts = sharding is not None and sharding.shards_gradients
         # Of what is divided each rank counts its part, of all else the first that holds it.
         is_first = not (in_parts and self.replica)
         norms = gather_norms(
-            {name: each.parameter for name, each in held.items()},
+            {name: each.parameter for name, each in owned.items()},
             {
                 info.name
                 for info in self.all_parameters
                 if (is_first and self._counts(info.stage))
-                or (info.name in held and held[info.name].is_view)
+                or (info.name in owned and owned[info.name].is_view)
             },
             [info.name for info in self.all_parameters],
             self.everybody if in_parts else self._site.pipeline,
@@ -726,12 +727,12 @@ class Pipeline:
         Every rank calls it, after each `optimizer.step()`; otherwise the next `step`, `evaluate`,
         `predict` or `save` does it first. Does nothing if replicas sum gradients.
         """
-        apart = self._steps.apart
-        if apart is None or not self._outer_due:
+        local_sgd = self._steps.local_sgd
+        if local_sgd is None or not self._outer_due:
             return False
         self._outer_due = False
         with together(self.world, f"outer step {self.steps_done}"), torch.inference_mode(False):
-            stepped = apart.step(self.steps_done)
+            stepped = local_sgd.step(self.steps_done)
         if stepped:
             self.last_outer_step = self.steps_done
         return stepped
@@ -743,12 +744,12 @@ class Pipeline:
         under way are applied, and each part of the model that was trained since its last outer step
         gets one more at once. Does nothing if replicas are equal already.
         """
-        apart = self._steps.apart
-        if apart is None:
+        local_sgd = self._steps.local_sgd
+        if local_sgd is None:
             return False
         self.outer_step()
         with together(self.world, "uniting the replicas"), torch.inference_mode(False):
-            united = apart.unite(self.steps_done)
+            united = local_sgd.unite(self.steps_done)
         if united:
             self.last_outer_step = self.steps_done
         return united
@@ -762,15 +763,15 @@ class Pipeline:
         return sum(parameter._version for parameter in self.parameters())
 
     @property
-    def is_apart(self) -> bool:
+    def uses_local_sgd(self) -> bool:
         """Return whether replicas train separately and are averaged at outer steps."""
         return self._own.tables.averaging is not None
 
     @property
     def replicas_differ(self) -> bool:
         """Return whether replicas may have different parameters."""
-        apart = self._steps.apart
-        return apart is not None and apart.rounds.replicas_differ
+        local_sgd = self._steps.local_sgd
+        return local_sgd is not None and local_sgd.steps.replicas_differ
 
     def outer_state(self) -> dict[str, torch.Tensor]:
         """Return what this rank keeps between steps for combining copies (residuals), by name."""

@@ -26,7 +26,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("schedule", "comm", "engine", "planning", "checkpoint", "training")
+PACKAGES = ("schedule", "comm", "data_parallel", "engine", "planning", "checkpoint", "training")
 # After those that mirror the file: tests of the whole, in which much of the package takes part.
 WHOLE = ("tests/engine/test_exactness.py", "tests/pipeline", "tests/training/run")
 LIMIT_S = 600

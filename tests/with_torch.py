@@ -24,7 +24,7 @@ SAMPLE = (
     "tests/engine/test_exactness.py",
     "tests/engine/backward",
     "tests/engine/layers/test_kept_casts.py",
-    "tests/engine/outer/test_exactness.py",
+    "tests/data_parallel/test_exactness.py",
     "tests/engine/state",
     "tests/engine/test_processes.py",
     "tests/planning/costs/test_counted.py",

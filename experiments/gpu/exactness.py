@@ -13,14 +13,14 @@ TESTS = (
     "tests/engine/test_exactness.py",
     "tests/engine/test_exactness_models.py",
     "tests/engine/test_exactness_random.py",
-    "tests/engine/outer/test_exactness.py::test_two_replicas_are_one_process_to_the_bit",
-    "tests/engine/outer/test_exactness.py::test_each_way_to_sum_is_one_process",
-    "tests/engine/outer/test_exactness.py::test_two_replicas_are_one_process_in_every_schedule",
-    "tests/engine/outer/test_exactness.py"
+    "tests/data_parallel/test_exactness.py::test_two_replicas_are_one_process_to_the_bit",
+    "tests/data_parallel/test_exactness.py::test_each_way_to_sum_is_one_process",
+    "tests/data_parallel/test_exactness.py::test_two_replicas_are_one_process_in_every_schedule",
+    "tests/data_parallel/test_exactness.py"
     "::test_four_replicas_are_one_process_but_for_the_order_of_the_sum",
-    "tests/engine/outer/test_exactness.py"
+    "tests/data_parallel/test_exactness.py"
     "::test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets",
-    "tests/engine/outer/test_exact_choices.py",
+    "tests/data_parallel/test_exact_choices.py",
 )
 # For the test that runs when time ends.
 MARGIN_S = 25.0

@@ -25,7 +25,7 @@ def named_by(replica: int, name: str) -> str:
 
 def described(pipe: "Pipeline") -> dict[str, Any] | None:
     """Return what the manifest says of replicas that train apart; None if they do not."""
-    if not pipe.is_apart:
+    if not pipe.uses_local_sgd:
         return None
     return {"replicas": pipe.mesh.replicas, "differ": pipe.replicas_differ}
 
@@ -49,9 +49,11 @@ class Reading:
         if apart is None:
             return cls()
         count, differ = int(apart["replicas"]), bool(apart["differ"])
-        if pipe.is_apart and pipe.mesh.replicas == count:
+        if pipe.uses_local_sgd and pipe.mesh.replicas == count:
             return cls(pipe.replica, is_own=differ)
-        return cls(pipe.replica % count if pipe.is_apart else 0, averaged=count if differ else 1)
+        return cls(
+            pipe.replica % count if pipe.uses_local_sgd else 0, averaged=count if differ else 1
+        )
 
     def of_model(self, name: str) -> str:
         """Return under which name a parameter or buffer is read in its place."""

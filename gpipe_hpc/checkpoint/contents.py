@@ -45,7 +45,7 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
     Raises CheckpointError on all ranks for a value that cannot be written.
     """
     others = _others_buffers(pipe)
-    replica = pipe.replica if pipe.is_apart else 0
+    replica = pipe.replica if pipe.uses_local_sgd else 0
     of_model = replica if pipe.replicas_differ else 0
     held = {
         named_by(of_model, name): tensor
@@ -55,7 +55,7 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
-        named = {name: each.parameter for name, each in pipe.held_parameters().items()}
+        named = {name: each.parameter for name, each in pipe.owned_parameters().items()}
         groups = describe_groups(named.items(), optimizer)
         states, parts = _optimizer_state(pipe, optimizer)
         for own_name, value in states.items():
@@ -100,10 +100,10 @@ def _optimizer_state(
     states: dict[str, Any] = {}
     parts: dict[str, Part] = {}
     stage_of = {info.name: info.stage for info in pipe.all_parameters}
-    for name, held in pipe.held_parameters().items():
+    for name, held in pipe.owned_parameters().items():
         for key, value in optimizer.state.get(held.parameter, {}).items():
             full = f"optimizer.{name}.{key}"
-            if not (isinstance(value, Tensor) and held.goes_along(value)):
+            if not (isinstance(value, Tensor) and held.is_elementwise(value)):
                 states[full] = value
             elif held.is_part:
                 parts[full] = Part(stage_of[name], name, held, value)

@@ -22,7 +22,7 @@ from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.checkpoint.options import stored_options
 from gpipe_hpc.checkpoint.states import decode, tensor_names
 from gpipe_hpc.checkpoint.verifying import Verified, verify
-from gpipe_hpc.engine.outer.held import Held
+from gpipe_hpc.data_parallel import OwnedParameter
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _PART_BYTES: Final = 2**30
 class _Cut(NamedTuple):
     """What a rank keeps of a stored tensor: the elements that it holds of a parameter."""
 
-    held: Held
+    held: OwnedParameter
     device: torch.device
 
 
@@ -141,7 +141,7 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     wanted = {other: tensor.device for n, tensor in model.items() for other in reading.others(n)}
     cuts: dict[str, _Cut] = {}
     if optimizer is not None:
-        held = pipe.held_parameters()
+        held = pipe.owned_parameters()
         named = [(name, each.parameter) for name, each in held.items()]
         options = stored_options(named, optimizer, facts.get("optimizer") or [], path)
         states = _stored_states(named, [*stored, *facts["values"]], reading)
@@ -284,7 +284,7 @@ def _places(
     optimizer: torch.optim.Optimizer,
     states: Mapping[nn.Parameter, Mapping[str, str]],
     stored: Mapping[str, StoredTensor],
-    held: Sequence[Held],
+    held: Sequence[OwnedParameter],
 ) -> tuple[dict[str, Tensor], dict[str, torch.device], dict[str, _Cut]]:
     """Return the optimizer's tensors that can be overwritten, and where others are to be made.
 

@@ -17,7 +17,7 @@ from zlib import crc32
 from torch import Tensor
 
 from gpipe_hpc.comm.group import Group, Piece
-from gpipe_hpc.engine.outer.held import Held, Share
+from gpipe_hpc.data_parallel import OwnedParameter, ShardSpan
 from gpipe_hpc.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     stage: int
     parameter: str
-    held: Held
+    held: OwnedParameter
     state: Tensor
 
 
@@ -55,7 +55,7 @@ def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
     """Return the whole tensors of a stage that this rank writes."""
     found: dict[str, Tensor] = {}
     for name, part in sorted(own.items()):
-        shares = part.held.shares
+        shares = part.held.spans
         writer = _writer(name, shares)
         mine, whole = part.state.detach(), part.held.whole
         if group.position == writer.position:
@@ -73,27 +73,33 @@ def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
     return found
 
 
-def _writer(name: str, shares: Sequence[Share]) -> Share:
+def _writer(name: str, shares: Sequence[ShardSpan]) -> ShardSpan:
     """Return one of the largest shares of a state; which one, its name decides."""
     most = max(share.stop - share.start for share in shares)
     largest = [share for share in shares if share.stop - share.start == most]
     return largest[crc32(name.encode()) % len(largest)]
 
 
-def _sides(shares: Sequence[Share], writer: Share) -> tuple[list[Share], list[Share]]:
+def _sides(
+    shares: Sequence[ShardSpan], writer: ShardSpan
+) -> tuple[list[ShardSpan], list[ShardSpan]]:
     """Return both sides of a writer, from itself outwards."""
     at = shares.index(writer)
     return [*shares[at::-1]], [*shares[at:]]
 
 
-def _place(shares: Sequence[Share], writer: Share, position: int) -> tuple[list[Share], int]:
+def _place(
+    shares: Sequence[ShardSpan], writer: ShardSpan, position: int
+) -> tuple[list[ShardSpan], int]:
     """Return the side of a writer on which the copy at a position is, and its place there."""
     ahead, behind = _sides(shares, writer)
     side = ahead if position < writer.position else behind
     return side, abs(position - writer.position)
 
 
-def _hand_on(group: Group, side: Sequence[Share], place: int, row: Tensor, start: int = 0) -> None:
+def _hand_on(
+    group: Group, side: Sequence[ShardSpan], place: int, row: Tensor, start: int = 0
+) -> None:
     """Collect into `row`, which begins at element `start`, what comes from outwards; send it on."""
 
     def elements(first: int, last: int) -> Tensor:
@@ -115,7 +121,7 @@ def _hand_on(group: Group, side: Sequence[Share], place: int, row: Tensor, start
         distance *= 2
 
 
-def _span(side: Sequence[Share], first: int, last: int) -> tuple[int, int]:
+def _span(side: Sequence[ShardSpan], first: int, last: int) -> tuple[int, int]:
     """Return where the elements of some copies of a side begin and end."""
     some = side[first:last]
     return min(share.start for share in some), max(share.stop for share in some)
@@ -137,7 +143,7 @@ class Apart(NamedTuple):
         return Apart((self.number + other.number) % _PRIME)
 
     @classmethod
-    def of(cls, states: str, name: str, shares: Sequence[Share], position: int) -> "Apart":
+    def of(cls, states: str, name: str, shares: Sequence[ShardSpan], position: int) -> "Apart":
         """Return that of the copy at a position, which has these states of a parameter.
 
         It takes what it has times a number that it knows of the copy behind it, less a number that
@@ -164,11 +170,11 @@ def _check_alike(pipe: "Pipeline", own: Mapping[str, Part]) -> None:
         kinds.setdefault(part.parameter, []).append(f"{name} of {part.state.dtype}")
     stage_of = {info.name: info.stage for info in pipe.all_parameters}
     states, apart = {}, Apart()
-    for name, held in pipe.held_parameters().items():
+    for name, held in pipe.owned_parameters().items():
         if held.is_part:
             states[name] = ", ".join(sorted(kinds.get(name, ["none"])))
             position = pipe.sharers(stage_of[name]).position
-            apart = apart.plus(Apart.of(states[name], name, held.shares, position))
+            apart = apart.plus(Apart.of(states[name], name, held.spans, position))
     if pipe.everybody.merge_object(apart, Apart.plus).number:
         told = pipe.everybody.all_gather_object(states)
         raise _apart(zip(pipe.everybody.ranks, told, strict=True))

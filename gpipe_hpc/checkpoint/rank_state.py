@@ -129,7 +129,7 @@ def fits(pipe: "Pipeline", state: StoredState) -> bool:
     if stored.keys() != targets.keys():
         return False
     kinds = ((stored[name], target) for name, target in targets.items())
-    parameters = pipe.held_parameters().keys()
+    parameters = pipe.owned_parameters().keys()
     owners = {_owner(name) for name in [*state.tensors, *state.about["values"]]}
     if not owners - {None} <= parameters or state.about["states"].keys() != _modules(pipe).keys():
         return False
@@ -146,7 +146,7 @@ def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredSta
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(tensors[name])
-    parameters = {name: held.parameter for name, held in pipe.held_parameters().items()}
+    parameters = {name: held.parameter for name, held in pipe.owned_parameters().items()}
     optimizer.state.clear()
     for full, value in {**tensors, **about["values"]}.items():
         name, _, key = full.removeprefix(_OPTIMIZER).rpartition(".")
@@ -181,7 +181,7 @@ def _live(
     tensors: dict[str, torch.Tensor] = dict(model_tensors(pipe))
     values: dict[str, Any] = {}
     states: dict[str, Any] = {}
-    for name, held in pipe.held_parameters().items():
+    for name, held in pipe.owned_parameters().items():
         for key, value in optimizer.state.get(held.parameter, {}).items():
             into = tensors if isinstance(value, torch.Tensor) else values
             into[f"{_OPTIMIZER}{name}.{key}"] = value
@@ -213,7 +213,7 @@ def _owner(name: str) -> str | None:
 
 def _parts(pipe: "Pipeline") -> dict[str, list[int]]:
     """Return where each part of a parameter that this rank updates begins and ends."""
-    held = pipe.held_parameters().items()
+    held = pipe.owned_parameters().items()
     return {name: [each.start, each.stop] for name, each in held if each.is_view}
 
 

@@ -1,14 +1,19 @@
-"""Many tensors broadcast as few: packed side by side into messages of bounded size.
+"""Many small tensors treated as few: broadcast in messages, or worked on by kernels, of many.
 
-A model of a thousand small tensors would else pay a thousand start-ups before its first step.
+A model of a thousand small tensors would otherwise pay a thousand start-ups.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from gpipe_hpc.comm.group import Group, Pending
+
+T = TypeVar("T", bound=torch.Tensor)
+
+PACK: Final = 2**22
+"""Elements of small tensors that one kernel works on, of which copies exist at the same time."""
 
 PACK_BYTES: Final = 32 * 2**20
 _ALIGNED_TO: Final = 16  # bytes of the largest element: views of others need less
@@ -84,3 +89,17 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of any plain tensor as bytes, in one row: a copy if they are not so."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
+
+
+def packs(tensors: Sequence[T], most: int) -> Iterator[list[T]]:
+    """Yield runs of consecutive tensors with at most `most` elements together, or one tensor."""
+    pack: list[T] = []
+    num_elements = 0
+    for tensor in tensors:
+        if num_elements + tensor.numel() > most and pack:
+            yield pack
+            pack, num_elements = [], 0
+        pack.append(tensor)
+        num_elements += tensor.numel()
+    if pack:
+        yield pack

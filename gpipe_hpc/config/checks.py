@@ -10,7 +10,6 @@ from typing import Any, Final
 from gpipe_hpc.comm.failing.timeouts import MAX_TIMEOUT_S
 from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
-from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.portions import portions_of
 from gpipe_hpc.config.ranks import filled, rows_of
 from gpipe_hpc.config.refusal import refuse
@@ -26,7 +25,7 @@ from gpipe_hpc.config.schema import (
 )
 from gpipe_hpc.config.spelling import suggestion
 from gpipe_hpc.config.tracker_names import TRACKERS
-from gpipe_hpc.engine.outer.settings import COMPRESSORS, ORDERS, SHARDS
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
 _INF: Final = math.inf
@@ -109,9 +108,9 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "pipeline.buffers": ("average", "first", "each"),
         "pipeline.layout": ("given", AUTO_LAYOUT),
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
-        "outer.order": ORDERS,
-        "outer.compress": COMPRESSORS,
-        "outer.shard": SHARDS,
+        "outer.order": Outer.CHOICES["order"],
+        "outer.compress": Outer.CHOICES["compress"],
+        "outer.shard": Outer.CHOICES["shard"],
         "train.bind": ("auto", "none"),
         "train.precision": ("float32", "bfloat16", "float16"),
         "checkpoint.data": ("same", "new", "any"),
@@ -551,8 +550,8 @@ def _check_mask(model_size: object, data: TokenDataConfig) -> None:
 
 def _check_outer(config: Config) -> None:
     """Refuse settings that do not go together, and a run that would end between outer steps."""
-    outer, steps = outer_of(config.outer), config.train.steps
-    if config.pipeline.num_replicas == 1 or not outer.is_apart:
+    outer, steps = Outer.of(config.outer), config.train.steps
+    if config.pipeline.num_replicas == 1 or not outer.uses_local_sgd:
         return
     every = outer.every
     if config.pipeline.normalise_over_replicas:
@@ -644,7 +643,7 @@ def _unused_vocabulary(config: Config) -> Iterator[str]:
 
 def _outer_doubts(config: Config) -> Iterator[str]:
     every, validates = getattr(config.outer, "every", 0), config.train.validate_every
-    for each in outer_of(config.outer).unused():
+    for each in Outer.of(config.outer).unused():
         yield f"config: {each}; it does nothing"
     if config.pipeline.num_replicas == 1:
         yield from _idle_outer(config)

@@ -15,8 +15,8 @@ from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.config.spelling import bytes_of_ranks, canonical_precision, num_bytes, suggestion
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.engine.layers.precision import check_precision
-from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, KeywordError

@@ -12,6 +12,7 @@ import torch
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output
 from gpipe_hpc.engine.batch.intake import Intake
@@ -19,7 +20,6 @@ from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
-from gpipe_hpc.engine.outer.departures import Departures
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.run import Run
@@ -137,7 +137,11 @@ class Executor:
             Op.FETCH: self._bind_fetch,
         }
         self._all = frozenset(self._actions)
-        self._departures = Departures(self._actions, stages, self.recorder, self._before_reduction)
+        self._reducer = GradientReducer(
+            [(a.stage, a.bucket) for a in self._actions if a.op is Op.REDUCE_GRAD],
+            {index: stage.gradients for index, stage in stages.items()},
+            self._start_reduction,
+        )
         self._overlaps = overlaps
         self._last_backwards = {a.stage: a for a in self._actions if a.op in ENDS_BACKWARD}
         self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
@@ -154,7 +158,7 @@ class Executor:
         self.recorder.start_step()
         for work in self._works.values():
             work.begin()
-        self._departures.begin()
+        self._reducer.begin()
         self._note_gathering()
         index = 0
         try:
@@ -316,7 +320,7 @@ class Executor:
         last = self._last_backwards[action.stage]
         is_summed = self._wiring.reductions[action.stage].size > 1
         if self._overlaps and is_summed and action.microbatch == last.microbatch:
-            return partial(self._departures.watching, action.stage, is_last=action == last)
+            return partial(self._reducer.overlapping, action.stage, is_last=action == last)
         return nullcontext
 
     def _bind_offload(self, action: Action) -> Call:
@@ -360,13 +364,13 @@ class Executor:
         return lambda run: transport.post(channel, run.lane, microbatch)
 
     def _bind_reduce(self, action: Action) -> Call:
-        return lambda run: self._departures.reach(action)
+        return lambda run: self._reducer.reach(action.stage, action.bucket)
 
     def _bind_gather(self, action: Action) -> Call:
-        stage = self._stages[action.stage]
+        gradients = self._stages[action.stage].gradients
 
         def gather(run: Run) -> None:
-            shards = stage.shards
+            shards = gradients.shards
             if shards is None or self._overlaps:
                 return  # each layer waits for its own
             if action.bucket is None:
@@ -383,15 +387,20 @@ class Executor:
         """
         begin = self.recorder.mark()
         for index, stage in self._stages.items():
-            for number, pending in stage.shards.under_way if stage.shards is not None else ():
+            shards = stage.gradients.shards
+            for number, pending in shards.gathering if shards is not None else ():
                 self.recorder.add_beside(Action(Op.UNSHARD, index, number), begin, pending)
 
-    def _before_reduction(self, stage: int, number: int) -> None:
-        """Do what goes ahead of the reduction of a bucket: it then holds what all copies add."""
+    def _start_reduction(self, stage: int, number: int) -> None:
+        """Start summing a bucket over the copies, and record when it runs."""
         own = self._stages[stage]
         own.statistics.start_reduction(self._wiring.reductions[stage])  # if no forward came here
         if own.squares is not None:
+            # Afterwards the bucket holds what all copies add.
             own.squares.before_reduction(own.gradients.parameters_of(number))
+        start = self.recorder.mark()
+        for pending in own.gradients.start_reduction(number):
+            self.recorder.add_beside(Action(Op.REDUCE_GRAD, stage, number), start, pending)
 
     def _channel(self, transfer: Action) -> PlacedChannel:
         return self._wiring.channels[channel_of(transfer, self._schedule.placement)]

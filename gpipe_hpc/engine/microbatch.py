@@ -300,8 +300,8 @@ class StageWork:
         noted: list[Noted] = []
         losses: list[torch.Tensor] = []
         term: LossTerm | None = None
-        shards = self.stage.shards
-        gathered = shards if shards is not None and shards.is_under_way else None
+        shards = self.stage.gradients.shards
+        gathered = shards if shards is not None and shards.is_gathering else None
         with self._surroundings.around(segment, roll, manner) as inside:
             reports = inside.reports
             for place, layer in enumerate(segment.layers):
@@ -470,7 +470,7 @@ class StageWork:
             moving = [(state, state.buffers.moving()) for state in states]
             with self._surroundings.backward(kept.segment):
                 accumulate_gradients(edges, given)
-            self.stage.gradients.own()
+            self.stage.gradients.unshare()
             for state, buffers in moving:
                 state.tell_of_backward(buffers)
         return [leaf.grad for leaf in kept.leaves]
@@ -481,7 +481,7 @@ class StageWork:
         if deferred is not None:
             with self._surroundings.weight_gradients(self.stage.whole):
                 deferred.run()
-            self.stage.gradients.own()
+            self.stage.gradients.unshare()
             if self.stage.squares is not None:
                 self.stage.squares.note(microbatch, is_last=True)
         return deferred is not None

@@ -10,20 +10,22 @@ from gpipe_hpc.comm.group import Gathering, Group, SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.data_parallel import (
+    Compression,
+    Divisor,
+    MicrobatchSplit,
+    Outer,
+    OwnedParameter,
+    ReduceStrategy,
+    choose_sharding,
+    choose_strategy,
+)
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output, join, square_output
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.batch.same_data import SameData
 from gpipe_hpc.engine.executor import Executor, Outcome
-from gpipe_hpc.engine.outer.apart.apart import Apart
-from gpipe_hpc.engine.outer.compress.compression import Compression
-from gpipe_hpc.engine.outer.flat_sharing import FlatSharing
-from gpipe_hpc.engine.outer.held import Held
-from gpipe_hpc.engine.outer.optimizers import Sharing
-from gpipe_hpc.engine.outer.portions import Portions
-from gpipe_hpc.engine.outer.settings import Outer
-from gpipe_hpc.engine.outer.stage_shards import StageShards
-from gpipe_hpc.engine.outer.ways import Way, choose_way
+from gpipe_hpc.engine.local_sgd import LocalSgd
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
@@ -31,7 +33,6 @@ from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.engine.state.parameters import refuse_different
-from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
@@ -46,7 +47,7 @@ from gpipe_hpc.engine.sums.trained import (
     say_cut_off,
     say_frozen,
 )
-from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.errors import DataError
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -104,7 +105,7 @@ class Steps:
         self,
         site: Site,
         tables: Tables,
-        portions: Portions,
+        portions: MicrobatchSplit,
         stages: dict[int, Stage],
         wiring: Wiring,
         tied: list[TiedParameter],
@@ -117,9 +118,9 @@ class Steps:
         outsiders: Outsiders | None = None,
     ) -> None:
         outer = outer or Outer()
-        is_apart = tables.averaging is not None
+        uses_local_sgd = tables.averaging is not None
         self.compression = Compression(
-            outer, seed, may_skip=loss_scale is not None and not is_apart
+            outer, seed, may_skip=loss_scale is not None and not uses_local_sgd
         )
         self.loss_scale = loss_scale
         self._part_of = part_of
@@ -140,8 +141,17 @@ class Steps:
             )
             for table in (tables.training, tables.evaluation)
         )
-        self._choose_ways(outer, tables)
-        self.sharing = _sharing(outer, stages, wiring.reductions, tables)
+        self._gradients = [
+            *(stage.gradients for _, stage in sorted(stages.items())),
+            *(tie.gradients for tie in tied),
+        ]
+        self._choose_strategies(outer, tables)
+        self.sharding = choose_sharding(
+            outer,
+            {index: stage.gradients for index, stage in stages.items()},
+            wiring.reductions,
+            tables.buckets,
+        )
         self._drifts = {
             index: Drift(
                 stage.layers, wiring.reductions[index], site.world.rank, buffers, stage.device
@@ -165,21 +175,21 @@ class Steps:
             site.everybody,
             site.world.rank,
             site.world.device,
-            site.pipeline if is_apart else None,
+            site.pipeline if uses_local_sgd else None,
         )
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
         self._trained = Trained(held, names, site.everybody)
         self._num_parameters, self._has_trained = len(names), False
         self._has_warned = False  # that all is frozen
         self._idle: StepLoss | None = None  # of the last step, if no step has trained anything
-        self._held: dict[str, Held] | None = None
-        self._held_with: list[StageShards | None] = []
+        self._owned: dict[str, OwnedParameter] | None = None
+        self._was_sharded = False  # when these were found
         self._unjudged: StepLoss | None = None  # of the last step, on a device
-        self.apart = None
+        self.local_sgd = None
         self._shares: torch.Tensor | None = None
-        if is_apart:
+        if uses_local_sgd:
             self._shares = site.world.device.bring(shares(portions.counts))
-            self.apart = Apart(
+            self.local_sgd = LocalSgd(
                 outer,
                 site.world.rank,
                 site.mesh,
@@ -194,19 +204,20 @@ class Steps:
         on = site.world.device.torch
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=on)
 
-    def _choose_ways(self, outer: Outer, tables: Tables) -> None:
+    def _choose_strategies(self, outer: Outer, tables: Tables) -> None:
         """Choose how the gradients of each stage are summed over its copies."""
-        is_apart = tables.averaging is not None
-        ways: dict[Group, Way] = {}
+        uses_local_sgd = tables.averaging is not None
+        strategies: dict[Group, ReduceStrategy | None] = {}
         # In one order on all ranks that share stages.
         for index, stage in sorted(self._stages.items()):
             copies = self._wiring.reductions[index]
-            if copies.size > 1 and copies not in ways:
-                ways[copies] = choose_way(outer, copies)
-            way = ways.get(copies)
-            if way is not None and outer.compress != "none" and not is_apart:
-                way = self.compression.way(stage, copies)
-            stage.gradients.sum_over(way, tables.buckets[index] if way and tables.buckets else ())
+            if copies not in strategies:
+                strategies[copies] = choose_strategy(outer, copies)
+            strategy = strategies[copies]
+            if strategy is not None and outer.compress != "none" and not uses_local_sgd:
+                strategy = self.compression.reduction(index, stage.gradients, copies).start
+            is_bucketed = strategy is not None and bool(tables.buckets)
+            stage.gradients.reduce_by(strategy, tables.buckets[index] if is_bucketed else ())
 
     def sharers(self, stage: int) -> Group:
         """Return the ranks that combine gradients of one of this rank's stages."""
@@ -231,23 +242,23 @@ class Steps:
         seed = backward_seed(self.weight) * scale
         if not self._trained.is_agreed:
             self._agree_on_trained()
+        for gradients in self._gradients:
+            gradients.clear()
         for stage in self._stages.values():
-            stage.gradients.clear()
             stage.statistics.clear()
             if stage.squares is not None:
                 stage.squares.begin()
-        for tied in self._tied:
-            tied.clear()
         self._begin()
-        if self.apart is None:
+        if self.local_sgd is None:
             self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
         for stage in self._stages.values():
             stage.refuse_changes()
-        self._take_in_late()
+        self._collect_late()
         squares = self._squares() if self._part_of else None
-        for tied in self._tied:
-            tied.start_reduction()
+        for tie in self._tied:
+            for number in range(tie.gradients.num_buckets):
+                tie.gradients.start_reduction(number)
         known = self._end(outcome, self._own_flags, tell, self._overflows, squares, run.digests)
         self.same_data.note(run.step, known.digests)
         if Flags.HAS_WRITTEN in known.flags:
@@ -272,14 +283,14 @@ class Steps:
         for index, stage in self._stages.items():
             stage.statistics.finish(is_kept=not is_skipped)
             self._drifts[index].settle(self._flags.buffers(index, known.flags))
-        if self.apart is None:
-            self.compression.settle(is_kept=not is_skipped)
+        if self.local_sgd is None:
+            self.compression.end(is_kept=not is_skipped)
         else:
-            assert self._shares is not None, "replicas that train apart have shares"
-            self.apart.end(outcome.samples)
-            self.apart.note(known.loss.weights_of(self._shares))
+            assert self._shares is not None, "local SGD weighs the shares of replicas"
+            self.local_sgd.end(outcome.samples)
+            self.local_sgd.note(known.loss.weights_of(self._shares))
         if has_changed:
-            self._adopt()
+            self._rebuild_buckets()
         parts = self._parts(known.loss, divisor)
         loss = known.loss
         if self.same_data.is_waiting:
@@ -289,7 +300,7 @@ class Steps:
     def _compare_copies(self) -> None:
         """Refuse a step that made copies of a parameter differ; waits for all ranks."""
         site, stages = self._site, [stage.parameters for stage in self._stages.values()]
-        together = site.everybody if self.apart is None else site.pipeline
+        together = site.everybody if self.local_sgd is None else site.pipeline
         refuse_different(stages, together, site.everybody)
 
     def _look_whether_trained(self, known: Known) -> None:
@@ -312,7 +323,7 @@ class Steps:
             return
         looked_at = self._idle if self._site.world.device.is_accelerator else known.loss
         self._idle = known.loss
-        every = range(self._portions.total) if self.apart is None else own
+        every = range(self._portions.total) if self.local_sgd is None else own
         if looked_at is not None and not looked_at.is_zero(every):
             refuse_nothing_trained(len(names))
 
@@ -342,16 +353,15 @@ class Steps:
     def _own_flags(self) -> set[int]:
         """Return the flags that this rank sets: of parameters it used, and of its buffers."""
         flags: set[int] = set()
-        for index, stage in self._stages.items():
-            gradients = stage.gradients
+        for gradients in self._gradients:
             flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
+        for index, stage in self._stages.items():
             flags |= self._flags.of_buffers(index, self._drifts[index].flags())
             if stage.parameters.written:
                 flags.add(Flags.HAS_WRITTEN)
         if self._trained.has_changed:
             flags.add(Flags.HAS_CHANGED)
-        tied = self._tied
-        return flags | self._flags.of_use([t.name for t in tied], [t.is_used for t in tied])
+        return flags
 
     def _agree_on_trained(self) -> None:
         """Agree with all ranks on what is trained, and make the buckets of it.
@@ -359,20 +369,20 @@ class Steps:
         Raises ModelError, on every rank, for a parameter that not all its holders train.
         """
         self._trained.agree()
-        self._adopt()
+        self._rebuild_buckets()
 
-    def _adopt(self) -> None:
-        for stage in self._stages.values():
-            stage.gradients.adopt()
-        for tied in self._tied:
-            tied.adopt()
+    def _rebuild_buckets(self) -> None:
+        for gradients in self._gradients:
+            gradients.rebuild()
 
-    def _take_in_late(self) -> None:
-        """Look at the gradients of what was unfrozen: they are summed behind the meeting."""
+    def _collect_late(self) -> None:
+        """Look at the gradients of what was unfrozen, which are summed after all ranks agree."""
         for stage in self._stages.values():
-            late = stage.gradients.take_in_late()
+            late = stage.gradients.collect_late()
             if late and stage.squares is not None:
                 stage.squares.before_reduction(late)
+        for tie in self._tied:
+            tie.gradients.collect_late()
 
     def _sum_late(self, overflows: Fetched) -> Fetched:
         """Agree on what is trained and start the sums that waited for it, on all ranks.
@@ -380,10 +390,8 @@ class Steps:
         Returns the overflows of all gradients, of which `overflows` is what is known.
         """
         self._trained.agree()
-        for _, stage in sorted(self._stages.items()):
-            stage.gradients.start_late()
-        for tied in self._tied:
-            tied.start_late()
+        for gradients in self._gradients:
+            gradients.start_late()
         found = self._overflows()
         if found is None:
             return overflows
@@ -397,11 +405,9 @@ class Steps:
         """
         if self.loss_scale is None:
             return None
-        for stage in self._stages.values():
-            stage.gradients.wait()
-        for tied in self._tied:
-            tied.wait()
-        gradients = [held.parameter.grad for held in self.held_gradients().values()]
+        for each in self._gradients:
+            each.wait()
+        gradients = [owned.parameter.grad for owned in self.owned_gradients().values()]
         present = [gradient for gradient in gradients if gradient is not None]
         return count_overflows(present, self._site.world.device)
 
@@ -409,75 +415,73 @@ class Steps:
         for stage in self._stages.values():
             for parameter in stage.named_parameters().values():
                 parameter.grad = None
-            if stage.shards is not None:
-                stage.shards.drop()
+            if stage.gradients.shards is not None:
+                stage.gradients.shards.drop()
 
     def _finish_gradients(self, number: torch.Tensor, used: Collection[int]) -> None:
         """Divide all gradients, and leave None where no rank has used the parameter."""
         divisor = Divisor(number, self._site.world.device)
-        for stage in self._stages.values():
-            names = stage.gradients.trained_names()
-            stage.gradients.finish(divisor, self._flags.used(names, used))
-        for tied in self._tied:
-            (is_used,) = self._flags.used([tied.name], used)
-            tied.finish(divisor, is_used=is_used)
+        for gradients in self._gradients:
+            names = gradients.trained_names()
+            gradients.finish(divisor, self._flags.used(names, used))
 
-    def held(self) -> dict[str, Held]:
+    def owned_parameters(self) -> dict[str, OwnedParameter]:
         """Return what this rank updates of its parameters, by global name."""
-        return self.held_gradients() if self.sharing is None else self.sharing.held()
+        not_owned = frozenset() if self.sharding is None else self.sharding.not_owned
+        return {n: owned for n, owned in self.owned_gradients().items() if n not in not_owned}
 
-    def held_gradients(self) -> dict[str, Held]:
+    def owned_gradients(self) -> dict[str, OwnedParameter]:
         """Return what of its parameters this rank has gradients of, by global name."""
         stages = self._stages.values()
-        shards = [stage.shards for stage in stages]
-        if self._held is None or self._held_with != shards:  # to walk all modules takes long
-            self._held = {n: held for stage in stages for n, held in stage.held().items()}
-            self._held_with = shards
-        return dict(self._held)
+        is_sharded = any(stage.gradients.shards is not None for stage in stages)
+        if self._owned is None or is_sharded != self._was_sharded:
+            self._owned = {n: p for stage in stages for n, p in stage.owned_parameters().items()}
+            self._was_sharded = is_sharded
+        return dict(self._owned)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of this rank's parameters, whole; all ranks call it together."""
         found: dict[str, torch.Tensor | None] = {}
         for _, stage in sorted(self._stages.items()):
             found |= {name: p.grad for name, p in stage.named_parameters().items()}
-            if stage.shards is not None:
-                found |= stage.shards.whole_gradients()
+            if stage.gradients.shards is not None:
+                found |= stage.gradients.shards.gather_gradients()
         return found
 
     def _weight_to_divide_by(self, loss: StepLoss) -> torch.Tensor:
-        """Return the global weight, or that of this replica's share where it trains by itself."""
-        if self.apart is None:
+        """Return the global weight, or with local SGD that of this replica's share."""
+        if self.local_sgd is None:
             return loss.weight
         return loss.weight_of(self._portions.of(self._site.replica))
 
     def outer_state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint keeps of how copies are combined."""
-        apart = {} if self.apart is None else self.apart.state()
-        return {**self.compression.state(), **apart}
+        local_sgd = {} if self.local_sgd is None else self.local_sgd.state()
+        return {**self.compression.state(), **local_sgd}
 
     def outer_wanted(self, stored: Collection[str]) -> list[str]:
         """Return which of the tensors of a checkpoint `restore_outer` needs."""
-        apart = [] if self.apart is None else self.apart.wanted(stored)
-        return [*self.compression.wanted(stored), *apart]
+        local_sgd = [] if self.local_sgd is None else self.local_sgd.wanted(stored)
+        return [*self.compression.wanted(stored), *local_sgd]
 
     def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on with what a checkpoint kept; the parameters are loaded."""
         self.compression.restore(tensors)
-        if self.apart is not None:
-            self.apart.restore(tensors)
+        if self.local_sgd is not None:
+            self.local_sgd.restore(tensors)
 
     @property
     def outer_sent_bytes(self) -> int:
         """Return how much this rank has sent so far to combine copies other than exactly."""
-        apart = 0 if self.apart is None else self.apart.rounds.sent_bytes
-        return self.compression.sent_bytes + apart
+        local_sgd = 0 if self.local_sgd is None else self.local_sgd.steps.sent_bytes
+        return self.compression.sent_bytes + local_sgd
 
     def evaluate(self, run: Run) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
         self._begin()
         with training_modes(self._stages.values(), False):
             outcome = self._evaluate(run)
-        self._end_apart(outcome)
+        self._end_local_sgd(outcome)
         return StepResult(self._end(outcome).loss)
 
     def predict(self, run: Run, where: str) -> Nest:
@@ -490,7 +494,7 @@ class Steps:
         with training_modes(self._stages.values(), False):
             outcome = self._evaluate(run)
         self._note(outcome)
-        self._end_apart(outcome)
+        self._end_local_sgd(outcome)
         everywhere: dict[int, Output] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
@@ -539,22 +543,22 @@ class Steps:
         """Say what is left to be said of the steps so far; waits for the device."""
         for drift in self._drifts.values():
             drift.say_all()
-        if self.apart is not None:
-            self.apart.say_all()
+        if self.local_sgd is not None:
+            self.local_sgd.report_buffers()
 
     def _begin(self) -> None:
         """Begin a run: note what parameters and buffers are like."""
-        may_arrive = self.sharing is not None and self.sharing.is_under_way
+        may_arrive = self.sharding is not None and self.sharding.is_gathering
         for stage in self._stages.values():
             stage.parameters.begin(may_arrive=may_arrive)
         for drift in self._drifts.values():
             drift.begin()
-        if self.apart is not None:
-            self.apart.begin()
+        if self.local_sgd is not None:
+            self.local_sgd.begin()
 
-    def _end_apart(self, outcome: Outcome) -> None:
-        if self.apart is not None:
-            self.apart.end(outcome.samples)
+    def _end_local_sgd(self, outcome: Outcome) -> None:
+        if self.local_sgd is not None:
+            self.local_sgd.end(outcome.samples)
 
     def _note(self, outcome: Outcome) -> None:
         """Note which buffers a run has changed."""
@@ -581,22 +585,3 @@ class Steps:
         told = () if tell is None else tell()
         own = {*flags(), *(Flags.IS_SUM for t in losses.values() if isinstance(t, SumTerm))}
         return self._meeting(Says(losses, noted, own, overflows(), told, squares, digests))
-
-
-def _sharing(
-    outer: Outer, stages: Mapping[int, Stage], copies: Mapping[int, Group], tables: Tables
-) -> Sharing | None:
-    """Return how copies share the state of optimizers; None: each has its own, or is the only."""
-    if outer.shard == "none" or not tables.buckets:
-        return None
-    if outer.shard == "flat":
-        return FlatSharing(stages, copies, tables.buckets)
-    try:
-        from gpipe_hpc.engine.outer.owner_sharing import OwnerSharing  # it takes a second to load
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"outer.shard: expected fairscale for oss, got none ({error}); install it, or use "
-            f"outer.shard=flat"
-        ) from None
-
-    return OwnerSharing(stages, copies)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
+from gpipe_hpc.data_parallel import Buckets, GradientSize, fill_buckets
 from gpipe_hpc.models import Layer, find_ties, sizes_of_layers, stage_layers
 from gpipe_hpc.planning.memory.sharing import Sharing
 from gpipe_hpc.planning.request import Request
@@ -22,7 +22,7 @@ def buckets_of(
         return ()
     tied = {tie.name for tie in find_ties(layers)}
     sizes = [
-        {name: Sized(*size) for name, size in each.items() if name not in tied}
+        {name: GradientSize(*size) for name, size in each.items() if name not in tied}
         for each in sizes_of_layers(layers)
     ]
     return tuple(

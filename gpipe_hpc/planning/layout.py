@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gpipe_hpc.engine.outer.portions import Portions
+from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import (
@@ -47,7 +47,7 @@ class Layout:
     partition: Partition
     tables: Tables
     recomputed: tuple[frozenset[int], ...] | None = None
-    portions: Portions = field(default_factory=Portions)
+    portions: MicrobatchSplit = field(default_factory=MicrobatchSplit)
     searched: str = ""
     budget: str = ""
     others: "tuple[Layout, ...]" = ()
@@ -178,7 +178,7 @@ def _one(request: Request, gauge: Gauge) -> Layout:
             request.offload,
             buckets,
             shard=request.combining.shard,
-            is_apart=request.combining.is_apart and request.replicas > 1,
+            is_apart=request.combining.uses_local_sgd and request.replicas > 1,
         ),
         budget.recomputed if budget else None,
         searched=searched,

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from gpipe_hpc.engine.outer.portions import Portions
-from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.data_parallel import MicrobatchSplit, Outer
 from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.memory.by_rank import FoundPaces
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
@@ -60,9 +59,9 @@ class Request(Settings):
         return self.outer
 
     @property
-    def portions(self) -> Portions:
+    def portions(self) -> MicrobatchSplit:
         """Return how the micro-batches are divided over replicas; ConfigError if they do not."""
-        return Portions.divide(self.microbatches, self.replicas, self.combining.weights)
+        return MicrobatchSplit.divide(self.microbatches, self.replicas, self.combining.weights)
 
     def of_one(self, microbatches: int) -> "Request":
         """Return the same request for replicas that all have so many micro-batches."""

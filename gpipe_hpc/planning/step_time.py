@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import LayerTimes
@@ -215,7 +215,7 @@ def reduced_s(
     Of a flat shard half the sum comes behind the backwards. The other half, which gathers the
     parameters, runs beside the next step's first forwards: those that it delays delay all.
     """
-    if outer.is_apart:
+    if outer.uses_local_sgd:
         return piped.end_s + max(each.time.total_s for each in sums) / outer.every
     late = 0.0
     if outer.shard == "flat":

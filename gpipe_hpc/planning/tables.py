@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpipe_hpc.engine.outer.buckets import Buckets, bucket_counts
+from gpipe_hpc.data_parallel import Buckets
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.schedule import (
@@ -70,7 +70,7 @@ def make_tables(
             f"skips between stages {_pairs(skips)}, got {_pairs(table.skips)}; give the bare table"
         )
     table = dressed(replace(table, skips=skips), recompute, offload)
-    counts = bucket_counts(buckets)
+    counts = {stage: len(each) for stage, each in enumerate(buckets) if each}
     gathered = counts if shard == "flat" else {}
     training = add_gathers(table if table.is_lowered else lower(table, counts), gathered)
     check(training)

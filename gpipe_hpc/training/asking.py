@@ -3,14 +3,14 @@
 from dataclasses import fields, replace
 
 from gpipe_hpc.config import Config
-from gpipe_hpc.config.outer import outer_of
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.planning import Request
 from gpipe_hpc.training.optimizers.optimizer import optimizer_memory
 
 
 def request_of(config: Config) -> Request:
     """Return the request of the settings: those of `pipeline` and `train` that it has, by name."""
-    outer = outer_of(config.outer)
+    outer = Outer.of(config.outer)
     settings = {**vars(config.train), **vars(config.pipeline)}
     named = {each.name: settings[each.name] for each in fields(Request) if each.name in settings}
     return replace(
@@ -19,7 +19,7 @@ def request_of(config: Config) -> Request:
         schedule_options=config.pipeline.options,
         optimizer_states=optimizer_memory(config.optimizer)._replace(
             outer_states=outer.num_residuals,
-            apart_states=outer.num_apart,
+            apart_states=outer.num_local_sgd,
             saves_in_background=config.checkpoint.in_background and config.checkpoint.every > 0,
             copies_to_neighbours=config.checkpoint.neighbour_every > 0,
         ),

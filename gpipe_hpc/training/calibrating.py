@@ -10,7 +10,7 @@ import torch
 from gpipe_hpc import __version__
 from gpipe_hpc.comm.cores.machine import parse_cpus
 from gpipe_hpc.comm.device import maker_name
-from gpipe_hpc.engine.outer.buckets import Sized
+from gpipe_hpc.data_parallel import GradientSize
 from gpipe_hpc.models import sizes_of_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.advice import Known, layer_times
@@ -184,7 +184,7 @@ class _Seen:
             how = "with outer.shard, hierarchy or compress they are none of whole gradients"
             return None, f"sums: not told, as {how}"
         sizes = {
-            name: Sized(*size).num_bytes
+            name: GradientSize(*size).num_bytes
             for each in sizes_of_layers(self.known.layers)
             for name, size in each.items()
         }

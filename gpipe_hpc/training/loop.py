@@ -322,7 +322,7 @@ class _Loop:
         if getattr(outer, "every", 0) or outer.compress != "none":
             scalars["outer_sent_bytes"] = pipe.outer_sent_bytes - self._outer_sent_bytes
             self._outer_sent_bytes = pipe.outer_sent_bytes
-        if pipe.is_apart:
+        if pipe.uses_local_sgd:
             scalars["outer_step"] = int(pipe.last_outer_step == pipe.steps_done)
         if self._session.tally.limit:
             scalars["corrupt_samples"] = self._session.tally.count

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import Nest, map_tensors
-from gpipe_hpc.engine.outer.portions import Portions
+from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.engine.state.sources import own_generators
 from gpipe_hpc.models import (
     GENERATOR_LOCK,
@@ -60,9 +60,9 @@ class Layout:
     counts: tuple[int, ...]
 
     @property
-    def portions(self) -> Portions:
+    def portions(self) -> MicrobatchSplit:
         """Return the micro-batches of each replica."""
-        return Portions.of_counts(schedule.num_microbatches for schedule in self.schedules)
+        return MicrobatchSplit.of_counts(schedule.num_microbatches for schedule in self.schedules)
 
     @property
     def stage_of(self) -> list[int]:

@@ -19,8 +19,8 @@ from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, build_target, check_config
-from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.ranks import filled, ranks_to_come
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.training.horizon import last_step
@@ -99,9 +99,9 @@ def _check_comparable(config: Config) -> None:
             "runs one micro-batch after another and cannot normalise several together; compare "
             "with pipeline.replicas=1"
         )
-    outer = outer_of(config.outer)
+    outer = Outer.of(config.outer)
     chosen = [f"outer.compress={outer.compress}"] if outer.compress != "none" else []
-    chosen += [f"outer.every={outer.every}"] if outer.is_apart else []
+    chosen += [f"outer.every={outer.every}"] if outer.uses_local_sgd else []
     if pipeline.num_replicas > 1 and chosen:
         raise ConfigError(
             f"verify: expected an exact way for replicas to combine their gradients, got "
@@ -240,7 +240,7 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
             for name, module in layer.named_modules():
                 if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                     state[f"extra state of layers.{index}.{name}"] = module.get_extra_state()
-    for name, held in session.pipe.held_parameters().items():
+    for name, held in session.pipe.owned_parameters().items():
         where = f"{name}[{held.start}:{held.stop}]" if held.is_part else name
         for key, value in session.optimizer.state.get(held.parameter, {}).items():
             state[f"optimizer state {key} of {where}"] = _host(value)

@@ -12,7 +12,7 @@ from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.checkpoint.loading import _places
 from gpipe_hpc.checkpoint.manifest import manifest_text
 from gpipe_hpc.checkpoint.metadata import StoredTensor
-from gpipe_hpc.engine.outer.held import Held
+from gpipe_hpc.data_parallel import OwnedParameter
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.optimizers.optimizer import own_options
 from tests.support import mean_square
@@ -203,6 +203,6 @@ def test_state_is_where_the_optimizer_reads_it(fused):
         for key, shape in shapes.items()
     }
     states = {parameter: {key: f"optimizer.w.{key}" for key in shapes}}
-    _, wanted, _ = _places(optimizer, states, stored, [Held.all_of(parameter)])
+    _, wanted, _ = _places(optimizer, states, stored, [OwnedParameter.full(parameter)])
     found = {name.rpartition(".")[2]: device.type for name, device in wanted.items()}
     assert found == {"step": "meta" if fused else "cpu", "row_var": "meta", "exp_avg": "meta"}

@@ -13,9 +13,7 @@ from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
 from gpipe_hpc.config import AdamWConfig
-from gpipe_hpc.engine.outer import division
-from gpipe_hpc.engine.outer.division import Division, pieces_of, starts_of
-from gpipe_hpc.engine.outer.held import Held, Row, Share
+from gpipe_hpc.data_parallel import FlatLayout, ShardSpan, layout
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.support import mean_square
@@ -142,7 +140,7 @@ def test_masters_are_divided_and_go_on(tmp_path):
         steps(pipe, optimizer, first, last, dtype)
         if save is not None:
             pipe.save(save, optimizer)
-        held = pipe.held_parameters()
+        held = pipe.owned_parameters()
         masters = {
             (name, each.start): optimizer.state[each.parameter]["master"].reshape(-1)
             for name, each in held.items()
@@ -254,7 +252,7 @@ def test_a_state_of_parts_that_were_divided_otherwise_does_not_fit(monkeypatch):
 
     states = run_on_threads(2, kept)
     assert run_on_threads(2, lambda w: fits(opened(w, 1, FLAT)[0], states[w.rank])) == [True] * 2
-    monkeypatch.setattr(division, "ALIGNED", 1)
+    monkeypatch.setattr(layout, "ALIGNED", 1)
     assert run_on_threads(2, lambda w: fits(opened(w, 1, FLAT)[0], states[w.rank])) == [False] * 2
     for state in states:
         del state.about["parts"]  # an older version did not tell
@@ -296,20 +294,18 @@ def test_states_that_some_holders_of_a_parameter_lack_are_refused(tmp_path):
 def test_every_copy_knows_what_the_others_hold(start, stop, num_copies):
     """Of a parameter in a row of three, as the buckets themselves divide it."""
     sizes = {"ahead": start, "own": stop - start, "behind": 30 - stop}
-    *starts, length = starts_of(sizes.values())
-    row = Division(length, num_copies)
-    held = Held(None, torch.empty(stop - start), 0, Row(row, starts[1]))
+    row = FlatLayout(sizes, num_copies)
     divided = [
-        Share(position, piece.start, piece.stop)
+        ShardSpan(position, *span)
         for position in range(num_copies)
-        for piece in pieces_of(sizes, row, position)
-        if piece.name == "own"
+        for name, *span in row.slices(position)
+        if name == "own"
     ]
-    assert held.shares == divided
+    assert row.spans_of("own") == divided
 
 
 def test_numbers_of_holders_add_up_to_none_where_all_have_the_same():
-    shares = [Share(position, position, position + 1) for position in range(3, 9)]
+    shares = [ShardSpan(position, position, position + 1) for position in range(3, 9)]
 
     def total(states):
         parts = [Apart.of(s, "w", shares, i) for i, s in enumerate(states, start=3)]

@@ -21,7 +21,7 @@ from experiments.scale.startup.session import Part, measure_session
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.pickling import dumps
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.engine.outer.hierarchical import _in_a_row
+from gpipe_hpc.data_parallel.strategies import join_runs
 from gpipe_hpc.engine.state.drift import _Offer, _united
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.start import choosing
@@ -176,7 +176,7 @@ def test_what_copies_hear_of_hosts_grows_with_the_hosts():
     """Each heard of every other copy on which host it is, in some sixty bytes."""
     for size in SIZES:
         told = [[(f"{i // 8:016x}", 1)] for i in range(size)]
-        assert len(dumps(reduce(_in_a_row, told), "hosts")) < 100 + 40 * size // 8
+        assert len(dumps(reduce(join_runs, told), "hosts")) < 100 + 40 * size // 8
 
 
 def test_what_holders_hear_of_unusual_buffers_stays():

@@ -11,7 +11,7 @@ from gpipe_hpc.comm.levels import Levels, own_levels
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.threads import run_on_threads
-from gpipe_hpc.engine.outer.portions import Portions
+from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.planning import Layout, hand_out
 from gpipe_hpc.planning.cutting.partition import Partition
@@ -23,7 +23,7 @@ from gpipe_hpc.schedule.families.known import FAMILIES
 def layout_of(ranks=4, microbatches=6, replicas=1, name="zb_v"):
     table = build(name, ranks=ranks, microbatches=microbatches)
     partition = Partition((1,) * table.num_stages, (1.0,) * table.num_stages, "layers")
-    portions = Portions(((replicas, microbatches),))
+    portions = MicrobatchSplit(((replicas, microbatches),))
     return Layout(partition, make_tables(table, "always"), portions=portions)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import Counted, Example, Request, lay_out

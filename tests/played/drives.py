@@ -32,12 +32,12 @@ from gpipe_hpc.comm.thread_plans import PutByThread
 from gpipe_hpc.comm.threads import ThreadGroup
 from gpipe_hpc.comm.torch_face import _PendingWork
 from gpipe_hpc.comm.two_sided import TwoSidedGroup
+from gpipe_hpc.data_parallel import ShardSpan
+from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.device_clock import DeviceClock
 from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.offload import HostCopy
-from gpipe_hpc.engine.outer.compress.beside import BesideOnStream, BesideOnThread
-from gpipe_hpc.engine.outer.held import Share
 from gpipe_hpc.engine.recorder import seconds_between, take_mark
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.meeting import _Uniting
@@ -77,10 +77,10 @@ def plans(device: PlayedDevice) -> None:
 
 def jobs(device: PlayedDevice) -> None:
     """Jobs on a stream of their own, which are used, or whose tensors are let go of."""
-    beside = BesideOnStream(device)
+    queue = StreamQueue(device)
     for is_used in (True, False):
         tensor = made(device)
-        pending = beside.start(lambda own=tensor: own.add_(1), [tensor])
+        pending = queue.start(lambda own=tensor: own.add_(1), [tensor])
         if is_used:
             pending.wait()
             assert tensor.tolist() == [3.0] * 6
@@ -178,7 +178,7 @@ def host_jobs(device: PlayedDevice) -> None:
         time.sleep(0.02)
         tensor.add_(1)
 
-    BesideOnThread("jobs").start(job, [tensor]).wait()
+    ThreadQueue("jobs").start(job, [tensor]).wait()
     assert tensor.tolist() == [3.0] * 6
 
 
@@ -411,7 +411,7 @@ def on_two_sides(device: PlayedDevice) -> None:
 
 def handed_on(device: PlayedDevice) -> None:
     """Parts of a state on their way to the rank that writes it."""
-    side = [Share(rank, 2 * rank, 2 * rank + 2) for rank in RANKS]
+    side = [ShardSpan(rank, 2 * rank, 2 * rank + 2) for rank in RANKS]
     with group_over(device, knows_device=True) as (group, backend):
         _hand_on(group, side, 1, torch.full((2,), 7.0), 2)
         row = torch.zeros(4)
@@ -455,7 +455,7 @@ def both_of_torchs(device: PlayedDevice) -> None:
 
 DRIVES: dict[str, Drive] = {
     "comm/collectives/on_stream.py": plans,
-    "engine/outer/compress/beside.py": all_jobs,
+    "data_parallel/compression.py": all_jobs,
     "engine/batch/intake.py": intake,
     "engine/memory/host_room.py": offloads,
     "engine/memory/offload.py": offloads,

@@ -271,7 +271,7 @@ def train(scenario: Scenario, world: Any) -> Given:
         held = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
         given.tensors.append({**held, "norm": norm.clone()})
         optimizer.step()
-        if pipe.is_apart:
+        if pipe.uses_local_sgd:
             pipe.outer_step()
     inputs, targets = data[0]
     part = pipe.share(len(inputs))

@@ -38,7 +38,7 @@ NEAR = {
     "comm/threads.py": ["sums", "flat shards", "normed over replicas"],
     "comm/collectives/on_stream.py": ["in rank order", "by hosts"],
     "comm/mpi/": ["mpi blocks", "mpi pointers blocks", "mpi sums"],
-    "engine/outer/compress/beside.py": ["topk", "powersgd"],
+    "data_parallel/compression.py": ["topk", "powersgd"],
     "engine/memory/": ["one rank", "zb_h1", "nests offloaded"],
     "engine/recorder.py": ["one rank", "uneven"],
     "engine/device_clock.py": ["one rank", "gpipe"],

@@ -33,7 +33,7 @@ ARGUED = {
     "engine/executor.py Executor._bind_gather.gather shards": (
         "layers wait for their own: here all begin when all is there, as outer.overlap=false says"
     ),
-    "engine/outer/flat_sharing.py _finish each": (
+    "data_parallel/sharding.py _finish each": (
         "a process that ends would take its shards along; threads leave theirs in memory of all"
     ),
     "comm/processes.py ProcessWorld.break_groups work": _BROKEN,
@@ -42,8 +42,8 @@ ARGUED = {
 # There are no wide groups here: tests that have such among threads are there, and nobody takes the
 # waits out.
 ELSEWHERE = {
-    "engine/outer/compress/compression.py Compression.rest": (
-        "tests/engine/outer/test_wide_copies.py"
+    "data_parallel/compression.py Compression.wait_until_idle": (
+        "tests/data_parallel/test_wide_copies.py"
     ),
 }
 # The trainings that miss one, the cheapest first.
@@ -54,12 +54,12 @@ NEAR = {
     "comm/transport/outbox.py": ["staged blocks", "direct blocks"],
     "comm/transport/payload.py": ["staged uneven"],
     "engine/microbatch.py": ["one rank", "nests offloaded"],
-    "engine/outer/apart/": ["apart"],
-    "engine/outer/bucket.py": ["sums"],
-    "engine/outer/compress/": ["powersgd"],
-    "engine/outer/": ["shards that are read", "flat shards"],
+    "data_parallel/buckets.py": ["sums", "flat shards", "shards that are read"],
+    "data_parallel/compress": ["powersgd"],
+    "data_parallel/reducer.py": ["float16 of replicas", "flat shards", "shards that are read"],
+    "data_parallel/": ["shards that are read", "flat shards"],
+    "engine/local_sgd.py": ["apart"],
     "engine/steps.py": ["tied in float16", "float16 of replicas"],
-    "engine/sums/gradients.py": ["float16 of replicas"],
     "engine/sums/meeting.py": ["apart"],
     "engine/sums/norms.py": ["sums"],
     "engine/sums/statistics.py": ["normed over replicas"],
@@ -203,7 +203,7 @@ def test_what_is_argued_is_there(repository):
 
 def test_waits_are_found():
     found = {wait.name for wait in WAITS}
-    assert "engine/outer/bucket.py Bucket.wait self._pending" in found
+    assert "data_parallel/buckets.py Bucket.wait self._pending" in found
     assert "comm/works.py Works.wait work" in found
     assert len(found) > 60
 

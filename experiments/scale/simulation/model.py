@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from gpipe_hpc.engine.outer.buckets import Sized, fill_buckets
+from gpipe_hpc.data_parallel import GradientSize, fill_buckets
 from gpipe_hpc.models import build_gpt, sizes_of_layers, stage_layers, token_cross_entropy
 from gpipe_hpc.planning.costs.counted import ModelCount, count_model
 from gpipe_hpc.planning.cutting.minimax import minimax
@@ -54,9 +54,9 @@ class Model:
         )
 
     @cached_property
-    def _sizes(self) -> list[dict[str, Sized]]:
+    def _sizes(self) -> list[dict[str, GradientSize]]:
         return [
-            {name: Sized(*size) for name, size in layer.items()}
+            {name: GradientSize(*size) for name, size in layer.items()}
             for layer in sizes_of_layers(self.layers)
         ]
 

@@ -1,6 +1,6 @@
 """Calls of autograd's engine with gradients that are known to fit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,6 @@ from gpipe_hpc.torch_compat import run_backward
 
 Edges = Sequence[GradientEdge]
 Tensors = Sequence[torch.Tensor]
-
-
-class OwnHook:
-    """A hook of the engine's on a parameter, that may be called for each part of a gradient."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Take note that autograd has added to the gradient."""
-        self._call()
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:

@@ -24,8 +24,8 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from gpipe_hpc.data_parallel import AccumulationHook
 from gpipe_hpc.engine.backward.calls import (
-    OwnHook,
     accumulate_gradients,
     differentiate,
     edge_of,
@@ -255,7 +255,9 @@ def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
 def _has_hooks(parameter: nn.Parameter) -> bool:
     """Say whether the user has put a hook on a parameter, other than on its node."""
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return bool(parameter._backward_hooks) or not all(isinstance(h, OwnHook) for h in hooks)
+    return bool(parameter._backward_hooks) or not all(
+        isinstance(h, AccumulationHook) for h in hooks
+    )
 
 
 def _is_trained(value: Any) -> bool:

@@ -8,17 +8,14 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.data_parallel import GradientBuckets, OwnedParameter
 from gpipe_hpc.engine.layers.compiling import Call
 from gpipe_hpc.engine.layers.segment import PlacedLayer, Segment
-from gpipe_hpc.engine.outer.held import Held
-from gpipe_hpc.engine.outer.stage_shards import StageShards
 from gpipe_hpc.engine.stages.routes import StageRoutes
 from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.parameters import StageParameters
-from gpipe_hpc.engine.sums.gradients import StageGradients
 from gpipe_hpc.engine.sums.loss import LossWatch
 from gpipe_hpc.engine.sums.squares import Squares, squares_of
 from gpipe_hpc.engine.sums.statistics import StageStatistics
@@ -69,10 +66,9 @@ class Stage:
         named = self.named_parameters()
         self.tied = {name: named[name] for name in set(self._aliases.values())}
         own = {name: p for name, p in named.items() if name not in self.tied}
-        self.gradients = StageGradients(own, device)
+        self.gradients = GradientBuckets(own, device, self._layers_of_parameters())
         self.parameters = StageParameters(self.layers, named, device)
         self.squares: Squares | None = None
-        self.shards: StageShards | None = None
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
         self.batchnorm = Conversion.of(converted)
         self.within = Within()
@@ -106,22 +102,17 @@ class Stage:
                     named[self._aliases.get(name, name)] = parameter
         return named
 
-    def divide(self, buckets: Sequence[Sequence[str]], copies: Group) -> None:
-        """Divide the parameters over the copies of the stage; tied ones stay whole."""
-        layers = {
+    def _layers_of_parameters(self) -> dict[str, int]:
+        return {
             name: index
             for index, layer in self.layers.items()
             for name, _ in named_layer_parameters(index, layer)
         }
-        own = {name: p for name, p in self.named_parameters().items() if name not in self.tied}
-        self.shards = StageShards(own, buckets, layers, copies)
-        self.gradients.divide(self.shards)
 
-    def held(self) -> dict[str, Held]:
+    def owned_parameters(self) -> dict[str, OwnedParameter]:
         """Return what this rank updates of the stage's parameters, by global name."""
-        whole = self.named_parameters() if self.shards is None else self.tied
-        held = {name: Held.all_of(parameter) for name, parameter in whole.items()}
-        return held if self.shards is None else self.shards.held | held
+        tied = {name: OwnedParameter.full(parameter) for name, parameter in self.tied.items()}
+        return self.gradients.owned() | tied
 
     def owns(self, name: str) -> bool:
         """Say whether a parameter of the stage has its first place here, or the only one."""
@@ -190,8 +181,9 @@ class Stage:
         With ``outer.shard=flat`` an update reaches only the memory that is divided.
         """
         self.parameters.end(trains=True)
-        if self.shards is not None and self.parameters.has_other_memory:
-            self.shards.refuse_other_memory()
+        shards = self.gradients.shards
+        if shards is not None and self.parameters.has_other_memory:
+            shards.check_memory()
 
     def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, PlacedLayer]:
         homes = {index: homes_of(layer) for index, layer in self.layers.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpipe_hpc.engine.outer.buckets import Buckets
+from gpipe_hpc.data_parallel import Buckets
 from gpipe_hpc.schedule import Schedule
 
 

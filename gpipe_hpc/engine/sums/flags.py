@@ -4,7 +4,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
-from gpipe_hpc.comm.group import Gathering
+import torch
+
+from gpipe_hpc.comm.group import Gathering, Group
 
 
 class Flags:
@@ -60,3 +62,12 @@ class Flags:
 def _widest(ahead: dict[int, int], behind: dict[int, int]) -> dict[int, int]:
     """Return the greater of two widths of each stage."""
     return {s: max(ahead.get(s, 0), behind.get(s, 0)) for s in ahead | behind}
+
+
+def unite_flags(flags: list[bool], group: Group) -> list[bool]:
+    """Return flags that are set on any rank of the group. Host memory only: no device waits."""
+    if group.size == 1 or not flags:
+        return flags
+    counts = torch.tensor(flags, dtype=torch.int32)
+    group.all_reduce(counts)
+    return [count > 0 for count in counts.tolist()]

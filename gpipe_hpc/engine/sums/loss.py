@@ -13,7 +13,6 @@ import torch
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.engine.sums.fetched import Fetched
-from gpipe_hpc.engine.sums.powers import power_near_inverse
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reductions, Reports, add_metric, torch_loss
 
@@ -27,6 +26,9 @@ torch's own losses the reduction is known: whatever it is, the loss is that of t
 """
 
 _LOW: Final = (torch.bfloat16, torch.float16)
+# Of the bits of float64: those of the exponent, and the sum of those of 2 ** n and 2 ** -(n + 1).
+_EXPONENT: Final = 0x7FF << 52
+_MIRROR: Final = (2 * 1023 - 1) << 52
 
 
 class LossTerm(NamedTuple):
@@ -278,6 +280,16 @@ def backward_seed(weight: torch.Tensor) -> torch.Tensor:
     """
     is_weight = (weight > 0) & (weight < 2.0**1022)
     return power_near_inverse(torch.where(is_weight, weight, 1.0))
+
+
+def power_near_inverse(number: torch.Tensor) -> torch.Tensor:
+    """Return the power of two that brings a number to at least 1/2 and below 1, float64.
+
+    Exact on every device, as it is made of the bits of float64: `torch.ldexp` multiplies by
+    `torch.pow(2, n)` in float32, which a device may round. Numbers are float64, positive and
+    finite.
+    """
+    return (_MIRROR - (number.view(torch.int64) & _EXPONENT)).view(torch.float64)
 
 
 def final_divisor(weight: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:

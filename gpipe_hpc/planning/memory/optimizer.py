@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from gpipe_hpc.engine.sums.dividing import PACK
+from gpipe_hpc.comm.packed import PACK
 from gpipe_hpc.planning.costs.trial import Weight
 
 _WIDE: Final = 4  # bytes of a float32

@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gpipe_hpc.engine.outer.buckets import Buckets
-from gpipe_hpc.engine.outer.division import Division, pieces_of, starts_of
-from gpipe_hpc.engine.outer.owners import owners
+from gpipe_hpc.data_parallel import Buckets, FlatLayout, assign_owners
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.trial import Weight
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
@@ -103,12 +101,12 @@ class Sharing(NamedTuple):
             sizes = {name: weight.num_elements for name, weight in trained.items()}
             count = sum(sizes.values())
             if count:
-                division = Division(starts_of(sizes.values())[-1], copies.number)
-                own = min(division.part, count)
+                layout = FlatLayout(sizes, copies.number)
+                own = min(layout.shard_elements, count)
                 if copies.position is not None:
-                    pieces = pieces_of(sizes, division, copies.position)
-                    own = sum(piece.stop - piece.start for piece in pieces)
-                yield _Part(own, _size(list(trained.values())), division.padded - count)
+                    slices = layout.slices(copies.position)
+                    own = sum(stop - start for _, start, stop in slices)
+                yield _Part(own, _size(list(trained.values())), layout.padded_elements - count)
 
     def _by_owner(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
         """Yield the tensors that this copy owns; each size of numbers is divided by itself."""
@@ -116,7 +114,7 @@ class Sharing(NamedTuple):
         own = {n: w for n, w in weights.items() if n in names and w.is_trained and w.num_elements}
         for size in sorted({_size([weight]) for weight in own.values()}):
             counts = {n: w.num_elements for n, w in own.items() if _size([w]) == size}
-            owner = owners(counts, dict.fromkeys(counts, True), copies.number)
+            owner = assign_owners(counts, dict.fromkeys(counts, True), copies.number)
             held: Counter[int] = Counter()
             for name, count in counts.items():
                 held[owner[name]] += count

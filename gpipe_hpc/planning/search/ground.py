@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
-from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
+from gpipe_hpc.data_parallel import Buckets, GradientSize, fill_buckets
 from gpipe_hpc.models import Layer, find_ties, sizes_of_layers
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.costs.counted import ModelCount
@@ -171,9 +171,9 @@ class Ground:
         return self._bucket_sizes[key]
 
     @cached_property
-    def _sizes(self) -> list[dict[str, Sized]]:
+    def _sizes(self) -> list[dict[str, GradientSize]]:
         tied = {tie.name for tie in find_ties(self.layers)}
         return [
-            {name: Sized(*size) for name, size in each.items() if name not in tied}
+            {name: GradientSize(*size) for name, size in each.items() if name not in tied}
             for each in sizes_of_layers(self.layers)
         ]

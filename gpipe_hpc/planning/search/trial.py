@@ -66,7 +66,9 @@ class Choices(NamedTuple):
     def of(cls, base: Request, fixed: frozenset[str], num_hosts: int) -> "Choices":
         """Return them for a request of which some settings are fixed."""
         outer = base.combining
-        is_usual = outer.order == "backend" and outer.compress == "none" and not outer.is_apart
+        is_usual = (
+            outer.order == "backend" and outer.compress == "none" and not outer.uses_local_sgd
+        )
         divides = "shard" not in fixed and is_usual and outer.hierarchy == "none"
         by_host = "hierarchy" not in fixed and is_usual and num_hosts > 1
         buckets = {outer.bucket_bytes} | (set() if "bucket_bytes" in fixed else set(_BUCKETS))

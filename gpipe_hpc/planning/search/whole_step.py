@@ -1,7 +1,6 @@
 """A step of a layout that is decided, on a machine."""
 
-from gpipe_hpc.engine.outer.buckets import Sized
-from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.data_parallel import GradientSize, Outer
 from gpipe_hpc.models import sizes_of_layers
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.layout import Layout
@@ -45,7 +44,7 @@ def step_of(
 def _sums(layout: Layout, gauge: Known, machine: Machine, outer: Outer) -> list[Sum]:
     """Return the sum of each stage's gradients; nothing of a stage without copies."""
     sizes = {
-        name: Sized(*size).num_bytes
+        name: GradientSize(*size).num_bytes
         for each in sizes_of_layers(gauge.layers)
         for name, size in each.items()
     }

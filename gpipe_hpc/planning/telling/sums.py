@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.layout import Layout
@@ -27,7 +27,7 @@ def sums_text(
     buckets, replicas = layout.tables.buckets, layout.replicas
     if not any(buckets):
         return ""
-    if outer.is_apart and replicas > 1:
+    if outer.uses_local_sgd and replicas > 1:
         parts = f", in {outer.parts} parts in turn" if outer.parts > 1 else ""
         return (
             f"parameters are averaged over {replicas} replicas every {outer.every} steps "

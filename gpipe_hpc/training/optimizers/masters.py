@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe_hpc.comm.device import on_host
-from gpipe_hpc.engine.sums.dividing import PACK, packs
+from gpipe_hpc.comm.packed import PACK, packs
 
 MASTER: Final = "master"
 _LOW: Final = (torch.bfloat16, torch.float16)

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.comm.cores.to_come import Share, share_of_bound
 from gpipe_hpc.comm.device import Device, device_to_come, name_here
 from gpipe_hpc.config import Config, bind_loss, build_target
-from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import MEASURED_COSTS
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning import Counted, Example, Gauge, Measured
@@ -258,9 +258,9 @@ def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
             config.outer.weights,
             "leave it out",
         )
-    outer = outer_of(config.outer)
-    if "replicas" not in fixed and (outer.is_apart or _compares_replicas(config)):
-        how = f"outer.every={outer.every}" if outer.is_apart else "lr.noise_over=replicas"
+    outer = Outer.of(config.outer)
+    if "replicas" not in fixed and (outer.uses_local_sgd or _compares_replicas(config)):
+        how = f"outer.every={outer.every}" if outer.uses_local_sgd else "lr.noise_over=replicas"
         raise refuse(
             "pipeline.replicas",
             f"a number on the command line with {how}, which trains otherwise with other replicas",

@@ -5,7 +5,7 @@ from functools import reduce
 from math import gcd
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.engine.outer.portions import Portions
+from gpipe_hpc.data_parallel import MicrobatchSplit
 
 _LEAST_GAIN: Final = 0.1  # of the slowest replica's time, to speak of
 
@@ -21,7 +21,7 @@ class Balance(NamedTuple):
         return {"weights": list(self.weights), "gain": self.gain}
 
 
-def balance(busy_s: Sequence[float], portions: Portions) -> Balance | None:
+def balance(busy_s: Sequence[float], portions: MicrobatchSplit) -> Balance | None:
     """Return what would let all replicas end together; None if it would save little.
 
     `busy_s`: how long each rank computed, by world rank, over any number of steps. A replica is as

@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.data_parallel import Divisor, GradientBuckets
 from gpipe_hpc.engine.sums import ordered
-from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.engine.sums.fetched import Fetched
-from gpipe_hpc.engine.sums.gradients import StageGradients
 from gpipe_hpc.engine.sums.loss import LossTerm
 from gpipe_hpc.engine.sums.loss_scale import count_overflows
 from gpipe_hpc.engine.sums.meeting import Meeting, Says
@@ -204,8 +203,8 @@ def test_clipping_on_a_device_has_the_bits_of_a_cpu_and_waits_for_nothing():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_device_divides_as_a_cpu_does(dtype, monkeypatch):
     """A device rounds a scalar of its own to the 16 bits of what it divides; a CPU does not."""
-    monkeypatch.setattr("gpipe_hpc.engine.sums.dividing._SMALL", 40)
-    monkeypatch.setattr("gpipe_hpc.engine.sums.dividing.PACK", 60)
+    monkeypatch.setattr("gpipe_hpc.data_parallel.buckets._SMALL", 40)
+    monkeypatch.setattr("gpipe_hpc.data_parallel.buckets.PACK", 60)
     generator = torch.Generator().manual_seed(0)
     owns = [torch.randn(n, 3, generator=generator, dtype=dtype) for n in (5, 9, 11, 40, 2)]
     number = torch.tensor(1001 / 1024, dtype=torch.float64)
@@ -245,14 +244,14 @@ def test_gradients_that_come_are_copied_at_once_on_a_device():
                 name: nn.Parameter(device.bring(p.detach()))
                 for name, p in parameters(number).items()
             }
-            gradients = StageGradients(named, device)
-            gradients.adopt()
+            gradients = GradientBuckets(named, device)
+            gradients.rebuild()
             gradients.clear()
             given = {name: torch.full_like(p, 2.0) for name, p in named.items()}
             for name, parameter in named.items():
                 parameter.grad = given[name].detach()  # the memory has two owners
             with Kernels() as kernels:
-                gradients.own()
+                gradients.unshare()
             for name, parameter in named.items():
                 assert parameter.grad.data_ptr() != given[name].data_ptr()
                 assert (device.fetch(parameter.grad) == 2.0).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc.comm.device import device_to_come
-from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.models import normalise_layers, stage_layers
 from gpipe_hpc.planning import Counted, Example, Request, lay_out

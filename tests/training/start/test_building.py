@@ -10,7 +10,7 @@ from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import build_target, compose_config
-from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import OptimizerMemory

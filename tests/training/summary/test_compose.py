@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.engine.outer.portions import Portions
+from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.training.summary import compose
 from gpipe_hpc.training.summary.compose import Ended, Traced, write_summary
 
@@ -42,7 +42,7 @@ def test_a_run_that_was_stopped_spends_little_time_on_advice():
     session = SimpleNamespace(
         config=compose_config([]),
         foreseen=SimpleNamespace(advice=advice),
-        pipe=SimpleNamespace(layout=SimpleNamespace(portions=Portions())),
+        pipe=SimpleNamespace(layout=SimpleNamespace(portions=MicrobatchSplit())),
     )
     for outcome in ("done", "stopped"):
         assert compose._advice(session, Traced(1, 1.0, [None], "file"), Ended(outcome)) == []

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.device import on_host
-from gpipe_hpc.engine.sums.dividing import PACK, packs
+from gpipe_hpc.comm.packed import PACK, packs
 
 
 def in_packs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

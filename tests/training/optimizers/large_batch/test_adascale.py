@@ -10,7 +10,7 @@ from torch import nn
 
 from gpipe_hpc import AdaScale, LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.engine.outer.bucket import Bucket
+from gpipe_hpc.data_parallel.buckets import Bucket
 from gpipe_hpc.engine.sums.squares import MicrobatchSquares
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from tests.support import batches, mean_square, metrics, square_sum, train_here

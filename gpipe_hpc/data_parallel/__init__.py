@@ -1,0 +1,99 @@
+"""Data parallelism: sum gradients over the ranks that hold the same parameters.
+
+It knows parameters and groups of ranks, not stages, layers or schedules. In import order:
+
+- `settings`: what a user chooses, and how micro-batches are divided over replicas.
+- `layout`: arithmetic of flat buffers, buckets and shards, which the planner uses too.
+- `strategies`: how a bucket is summed: all-reduce, in rank order, by hosts, reduce-scatter.
+- `buckets`: the gradients of a bucket: summed, sharded, or of this rank alone.
+- `reducer`: when buckets are summed: `GradientReducer`, as DDP's.
+- `optimizer_checks`, `optimizers`: optimizers over a part of the parameters.
+- `fairscale_oss`, `sharding`: optimizers whose state is sharded (ZeRO).
+- `compressors`, `compression`: sums in fewer bytes, with error feedback.
+
+Names are resolved on first use, so that settings load no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipe_hpc.data_parallel.buckets import Divisor
+    from gpipe_hpc.data_parallel.compression import Compression
+    from gpipe_hpc.data_parallel.layout import (
+        BucketItem,
+        Buckets,
+        FlatLayout,
+        GradientSize,
+        OwnedParameter,
+        ShardSpan,
+        assign_owners,
+        fill_buckets,
+    )
+    from gpipe_hpc.data_parallel.optimizers import (
+        Factory,
+        NoParameters,
+        OptimizerSharding,
+        make_optimizer,
+    )
+    from gpipe_hpc.data_parallel.reducer import AccumulationHook, GradientBuckets, GradientReducer
+    from gpipe_hpc.data_parallel.settings import MicrobatchSplit, Outer, log_inexact
+    from gpipe_hpc.data_parallel.sharding import choose_sharding
+    from gpipe_hpc.data_parallel.strategies import ReduceStrategy, choose_strategy
+
+__all__ = [
+    "AccumulationHook",
+    "BucketItem",
+    "Buckets",
+    "Compression",
+    "Divisor",
+    "Factory",
+    "FlatLayout",
+    "GradientBuckets",
+    "GradientReducer",
+    "GradientSize",
+    "MicrobatchSplit",
+    "NoParameters",
+    "OptimizerSharding",
+    "Outer",
+    "OwnedParameter",
+    "ReduceStrategy",
+    "ShardSpan",
+    "assign_owners",
+    "choose_sharding",
+    "choose_strategy",
+    "fill_buckets",
+    "log_inexact",
+    "make_optimizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    homes = {
+        "AccumulationHook": "reducer",
+        "BucketItem": "layout",
+        "Buckets": "layout",
+        "Compression": "compression",
+        "Divisor": "buckets",
+        "Factory": "optimizers",
+        "FlatLayout": "layout",
+        "GradientBuckets": "reducer",
+        "GradientReducer": "reducer",
+        "GradientSize": "layout",
+        "MicrobatchSplit": "settings",
+        "NoParameters": "optimizers",
+        "OptimizerSharding": "optimizers",
+        "Outer": "settings",
+        "OwnedParameter": "layout",
+        "ReduceStrategy": "strategies",
+        "ShardSpan": "layout",
+        "assign_owners": "layout",
+        "choose_sharding": "sharding",
+        "choose_strategy": "strategies",
+        "fill_buckets": "layout",
+        "log_inexact": "settings",
+        "make_optimizer": "optimizers",
+    }
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{homes[name]}"), name)

@@ -1,0 +1,468 @@
+"""Compressors: sum flat tensors over the copies of a stage in fewer bytes.
+
+    bfloat16, float16, qsgd   codes of fewer bits a number, exchanged by `CodedAllReduce`
+    topk                      the largest numbers and their places
+    powersgd                  low-rank factors of matrices
+
+Every copy gets the same bits, and keeps what its message lost: see `compression`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
+from zlib import crc32
+
+import torch
+
+from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
+from gpipe_hpc.comm.collectives.plan import even_counts
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.transport.wire import as_bytes
+from gpipe_hpc.data_parallel.layout import BucketItem
+from gpipe_hpc.data_parallel.settings import Outer
+from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.models import mix64
+
+
+class CompressionTask(NamedTuple):
+    """What a compressor sums over `group`: the items of a bucket.
+
+    `key`: seed of all randomness, another one for each copy, step and bucket (0 <= key < 2**63).
+    """
+
+    group: Group
+    items: tuple[BucketItem, ...]
+    key: int
+
+
+class Compressor(Protocol):
+    """Sums flat tensors over the copies of a stage in fewer bytes."""
+
+    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
+        """Return about the sum of every copy's `own`, float32[n] or float64[n]: a new tensor.
+
+        All copies get the same bits. Leaves in `own` the compression error of this copy: the errors
+        of all copies and the result together are the exact sum. All copies call it in the same
+        order, perhaps on a thread in parallel with the main one.
+        """
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return what it keeps from step to step, the same on all copies, by parameter."""
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue with what a checkpoint kept."""
+
+
+class Stateless:
+    """A compressor that keeps nothing from step to step."""
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Ignore the state, which is empty."""
+
+
+class Code(Protocol):
+    """Encodes numbers in fewer bits."""
+
+    def num_bytes(self, count: int) -> int:
+        """Return the bytes of the code of `count` numbers; 0 for 0."""
+
+    def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
+        """Return the code of float[n], uint8[num_bytes(n)]; `key` seeds its randomness."""
+
+    def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the decoded numbers, float[count] of `dtype`."""
+
+
+class CodedAllReduce(Stateless):
+    """Exchange encoded shards, add them in float32 or wider, and gather the encoded sums.
+
+    Numbers are encoded twice: on their way to the copy that sums a shard, and as that shard's sum.
+    The sender keeps the error of the first code, the copy that sums that of the second. A rank
+    sends 2 (n-1) shards of 1/n of the numbers, n the number of copies: as many as a ring. If copies
+    are not all connected, codes are forwarded by others.
+    """
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+
+    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
+        """Return the sum of decoded numbers; see `Compressor`."""
+        group, code = task.group, self._code
+        size, position = group.size, group.position
+        counts = even_counts(own.numel(), size)
+        shards = torch.split(own, list(counts))
+        sizes = [code.num_bytes(count) for count in counts]
+        codes = torch.empty(sum(sizes), dtype=torch.uint8, device=own.device)
+        parts = torch.split(codes, sizes)
+        for at in range(size):
+            if at != position:
+                coded = code.encode(shards[at], _mix_key(task.key, at))
+                parts[at].copy_(coded)
+                shards[at].sub_(code.decode(coded, counts[at], own.dtype))
+        received = group.all_to_all(codes, sizes)
+        total = torch.zeros_like(shards[position])
+        for at in range(size):
+            is_own = at == position
+            total += shards[at] if is_own else _decoded(code, received[at], len(total), own.dtype)
+        parts[position].copy_(code.encode(total, _mix_key(task.key, size)))
+        group.all_gather(codes, sizes)
+        numbered = zip(parts, counts, strict=True)
+        result = torch.cat([_decoded(code, part, count, own.dtype) for part, count in numbered])
+        torch.sub(total, torch.split(result, list(counts))[position], out=shards[position])
+        return result
+
+
+def _decoded(code: Code, part: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Decode a part of a message; a copy is aligned, as decoders read whole words."""
+    return code.decode(part.clone(), count, dtype)
+
+
+def _mix_key(key: int, number: int) -> int:
+    return mix64(mix64(key) + number & 2**64 - 1) >> 1
+
+
+class BFloat16Code:
+    """Numbers rounded to bfloat16: half the bytes of float32, its range, 8 bits of precision."""
+
+    def num_bytes(self, count: int) -> int:
+        """Return two bytes per number."""
+        return 2 * count
+
+    def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
+        """Return the numbers rounded to the nearest."""
+        return as_bytes(numbers.to(torch.bfloat16))
+
+    def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rounded numbers."""
+        return code.view(torch.bfloat16).to(dtype)
+
+
+_SCALE_BYTES: Final = 4
+_TOP_EXPONENT: Final = 15  # the largest number is at least 2 ** 14 and below 2 ** 15
+# Powers of two that the numbers' own dtype can hold, as can their inverses.
+_MAX_SHIFT: Final = 120
+_MAX_SHIFT_OF_DOUBLE: Final = 1000
+
+
+class Float16Code:
+    """Numbers rounded to float16: half the bytes of float32, with 11 bits of precision.
+
+    The range of float16 is small: 6e-8 to 65504. So each message is multiplied by a power of two,
+    whose exponent is sent first and brings the largest number near the top: nothing overflows, and
+    what underflows next to the largest remains in the compression error.
+    """
+
+    def num_bytes(self, count: int) -> int:
+        """Return two bytes per number, and four for the exponent."""
+        return 2 * count + _SCALE_BYTES if count else 0
+
+    def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
+        """Return the exponent and the scaled numbers, rounded to the nearest.
+
+        Infinities and NaN arrive as such.
+        """
+        if not numbers.numel():
+            return numbers.new_empty(0, dtype=torch.uint8)
+        largest = numbers.abs().amax()
+        _, exponent = torch.frexp(largest)
+        has_scale = torch.isfinite(largest) & (largest > 0)
+        most = _MAX_SHIFT_OF_DOUBLE if numbers.dtype == torch.float64 else _MAX_SHIFT
+        shift = torch.where(has_scale, (_TOP_EXPONENT - exponent).clamp(-most, most), 0).int()
+        scaled = _times_power_of_two(numbers, shift).to(torch.float16)
+        return torch.cat([as_bytes(shift), as_bytes(scaled)])
+
+    def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rounded numbers, scaled back."""
+        if not count:
+            return code.new_empty(0, dtype=dtype)
+        shift = code[:_SCALE_BYTES].view(torch.int32)
+        return _times_power_of_two(code[_SCALE_BYTES:].view(torch.float16).to(dtype), -shift)
+
+
+def _times_power_of_two(numbers: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    # Not `ldexp`, which takes the power of two in float32, whatever the numbers are.
+    return numbers * _power_of_two(exponent).to(numbers.dtype)
+
+
+_FLOAT64_BIAS: Final = 1023  # of the exponent
+_FLOAT64_FRACTION_BITS: Final = 52
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2 ** exponent, float64, for whole numbers from -1022 to 1023.
+
+    Made of its bits: `torch.ldexp` multiplies by `torch.pow(2, n)` in float32, which a device may
+    round.
+    """
+    bits = (exponent.to(torch.int64) + _FLOAT64_BIAS) << _FLOAT64_FRACTION_BITS
+    return bits.view(torch.float64)
+
+
+QSGD_GROUP: Final = 256
+_MIN_LEVELS: Final = 7
+_MAX_LEVELS: Final = 127
+_EXPONENT_SHIFT: Final = 2048  # more than any exponent of float64
+_MAX_EXPONENT: Final = 1023  # of a power of two that float64 can hold
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+class QsgdCode:
+    """QSGD: numbers rounded at random to one of 2 s + 1 levels (Alistarh et al., arXiv 1610.02132).
+
+    Legend: d numbers of a group, s levels, u uniform in [0, 1).
+
+    A group's numbers x become ``sign(x) floor(|x| / m * s + u)`` of -s to s, and m, the largest
+    magnitude of the group, is sent too. (The paper divides by the group's 2-norm, or by m, which
+    loses less.) The expectation of what arrives is x. One group loses at most ``sqrt(d) / (2 s) -
+    1/2`` of its squared norm: less than 1, so that error feedback stays bounded, for d = 256 from
+    s = 7 on. A level takes 4 bits up to s = 7, else 8.
+
+    m is sent as float32. If m is float64 and float32 cannot hold it, the next power of two is used:
+    its exponent, plus 2048, is sent with a negative sign.
+    """
+
+    def __init__(self, levels: int) -> None:
+        if not _MIN_LEVELS <= levels <= _MAX_LEVELS:
+            raise ConfigError(
+                f"outer.qsgd_levels: expected {_MIN_LEVELS} (4 bits a number) to {_MAX_LEVELS} "
+                f"(8 bits), got {levels}; with fewer the compression error would grow without bound"
+            )
+        self._levels = levels
+        self._per_byte = 2 if levels <= _MIN_LEVELS else 1
+
+    def num_bytes(self, count: int) -> int:
+        """Return 4 or 8 bits per number, in whole groups, and four bytes per group."""
+        num_groups = -(-count // QSGD_GROUP)
+        return num_groups * (QSGD_GROUP // self._per_byte + 4)
+
+    def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
+        """Return the largest number of each group, then the levels."""
+        count, device = numbers.numel(), numbers.device
+        num_groups = -(-count // QSGD_GROUP)
+        padded = numbers.new_zeros(num_groups * QSGD_GROUP)
+        padded[:count] = numbers
+        groups = padded.view(num_groups, QSGD_GROUP)
+        sent = _encode_largest(groups.abs().amax(1, keepdim=True) if count else groups[:, :1])
+        largest = _decode_largest(sent, numbers.dtype)
+        generator = torch.Generator(device).manual_seed(key)
+        chance = torch.rand(groups.shape, generator=generator, device=device)
+        # Below s + 1 also where u is nearly 1; the largest of a group is exact.
+        share = (groups / torch.where(largest > 0, largest, 1)).abs_().mul_(self._levels)
+        level = share.add_(chance).floor_().clamp_(max=self._levels).copysign_(groups)
+        shifted = level.add_(self._levels).to(torch.uint8).view(-1)
+        if self._per_byte == 2:
+            shifted = shifted[0::2] | shifted[1::2] << 4
+        return torch.cat([as_bytes(sent), shifted])
+
+    def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the levels as numbers."""
+        num_groups = -(-count // QSGD_GROUP)
+        largest = _decode_largest(code[: 4 * num_groups].view(torch.float32).view(-1, 1), dtype)
+        shifted = code[4 * num_groups :]
+        if self._per_byte == 2:
+            shifted = torch.stack([shifted & 15, shifted >> 4], 1)
+        level = shifted.view(num_groups, QSGD_GROUP).to(dtype).sub_(self._levels)
+        return level.mul_(largest / self._levels).view(-1)[:count].contiguous()
+
+
+def _encode_largest(largest: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each group as it is sent, float32[groups, 1]."""
+    _, exponent = torch.frexp(largest)
+    exponent = exponent.clamp(max=_MAX_EXPONENT)
+    is_held = (largest == 0) | ((largest >= _TINY) & (largest <= _HUGE))
+    fits = is_held | ~torch.isfinite(largest)
+    shifted = -(exponent + _EXPONENT_SHIFT).to(torch.float32)
+    sent = torch.where(fits, largest.to(torch.float32), shifted)
+    return sent.contiguous()
+
+
+def _decode_largest(sent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the largest magnitude of each group, or the power of two that replaces it."""
+    wide = sent.to(dtype)
+    return torch.where(sent < 0, torch.exp2(-wide - _EXPONENT_SHIFT), wide)
+
+
+_MAX_FRACTION: Final = 0.5  # an index takes as many bytes as a number
+
+
+class TopK(Stateless):
+    """Send a fraction of a bucket's numbers, those of the largest magnitude; all copies sum all.
+
+    A number takes 4 bytes (8 in float64) and its index 4. Each copy receives those of all others.
+    Sources: Aji and Heafield, Sparse communication for distributed gradient descent, 2017; Lin et
+    al., Deep gradient compression, 2018 (without its momentum correction, masks and warm-up).
+    """
+
+    def __init__(self, fraction: float) -> None:
+        if not 0 < fraction <= _MAX_FRACTION:
+            raise ConfigError(
+                f"outer.topk_fraction: expected above 0 and at most {_MAX_FRACTION}, as an index "
+                f"takes as many bytes as a number, got {fraction}; 0.01 is usual"
+            )
+        self._fraction = fraction
+
+    def num_kept(self, count: int) -> int:
+        """Return how many of a bucket's `count` numbers are sent."""
+        return min(count, math.ceil(self._fraction * count))
+
+    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
+        """Return the sum of what was chosen, in the order of ranks; see `Compressor`."""
+        count = own.numel()
+        assert count < 2**31, f"a bucket of {count} numbers needs longer indices"
+        kept = self.num_kept(count)
+        chosen = own.abs().topk(kept, sorted=False).indices.sort().values
+        message = torch.cat([as_bytes(chosen.to(torch.int32)), as_bytes(own[chosen])])
+        total = torch.zeros_like(own)
+        sizes = [message.numel()] * task.group.size
+        gathered = message.repeat(task.group.size)
+        task.group.all_gather(gathered, sizes)
+        for each in torch.split(gathered, sizes):
+            places, values = each[: 4 * kept].clone().view(torch.int32), each[4 * kept :]
+            # A copy names each place once, so nothing depends on the order within.
+            total.index_add_(0, places, values.clone().view(own.dtype))
+        own[chosen] = 0
+        return total
+
+
+class _Matrix(NamedTuple):
+    """A parameter of a bucket as a matrix; `rank`: the columns of its two factors."""
+
+    item: BucketItem
+    rows: int
+    columns: int
+    rank: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the view of it in the bucket's buffer."""
+        return flat[self.item.start : self.item.stop].view(self.rows, self.columns)
+
+
+class PowerSGD:
+    """Sum matrices as products of low rank (Vogels et al., 2019, arXiv 1905.13727).
+
+    Legend: M a gradient as a matrix of n rows (its first dimension) and m columns, r its rank.
+
+    Each copy multiplies its M by Q, m x r, which is the same on all; the products are summed and
+    orthonormalised: P, n x r. The sum of the copies' ``M^T P`` is the next Q, with which the next
+    step starts; ``P Q^T`` is the sum of the projections of the copies' M on the space of P. A copy
+    keeps the rest of its own: ``M - P P^T M``.
+
+    ``r (n + m)`` numbers are summed for a matrix; vectors, and matrices that factors would not
+    shorten, are summed whole. The sums use our own ring, which gives the same bits on all copies; P
+    is computed on each, so copies must be computers of one kind.
+    """
+
+    def __init__(self, rank: int) -> None:
+        if rank < 1:
+            raise ConfigError(
+                f"outer.powersgd_rank: expected 1 or more, got {rank}; 1 to 4 are usual"
+            )
+        self._rank = rank
+        self._starts: dict[str, torch.Tensor] = {}
+
+    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
+        """Return the sum of low rank; see `Compressor`."""
+        group = task.group
+        matrices = [found for item in task.items if (found := self._matrix(item))]
+        taken = {found.item.name for found in matrices}
+        whole = [item for item in task.items if item.name not in taken]
+        starts = [self._start(each, own) for each in matrices]
+        products = [each.of(own) @ start for each, start in zip(matrices, starts, strict=True)]
+        vectors = [own[item.start : item.stop] for item in whole]
+        summed = _ring_sum([*products, *vectors], group)
+        sides = [torch.linalg.qr(each).Q for each in summed[: len(matrices)]]
+        mine = [each.of(own).T @ side for each, side in zip(matrices, sides, strict=True)]
+        others = _ring_sum(mine, group)
+        total = torch.zeros_like(own)
+        for item, vector in zip(whole, summed[len(matrices) :], strict=True):
+            total[item.start : item.stop] = vector
+            own[item.start : item.stop] = 0
+        for each, side, part, both in zip(matrices, sides, mine, others, strict=True):
+            torch.mm(side, both.T, out=each.of(total))
+            each.of(own).sub_(side @ part.T)
+            # The next step cannot start from gradients of zeros, or from an overflow.
+            is_good = torch.isfinite(both).all() & (both != 0).any()
+            self._starts[each.item.name] = torch.where(is_good, both, self._start(each, own))
+        return total
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return Q of each matrix."""
+        return self._starts
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Start from these Q."""
+        self._starts = dict(state)
+
+    def _matrix(self, item: BucketItem) -> _Matrix | None:
+        """Return the parameter as a matrix; None if factors would not be shorter."""
+        if len(item.shape) < 2:
+            return None
+        rows, columns = item.shape[0], item.shape[1:].numel()
+        rank = min(self._rank, rows, columns)
+        if rank * (rows + columns) >= rows * columns:
+            return None
+        return _Matrix(item, rows, columns, rank)
+
+    def _start(self, each: _Matrix, like: torch.Tensor) -> torch.Tensor:
+        """Return the Q to start from: the last one, or the same random one on all copies."""
+        name, shape = each.item.name, (each.columns, each.rank)
+        kept = self._starts.get(name)
+        if kept is None or kept.shape != shape:
+            generator = torch.Generator().manual_seed(crc32(name.encode()))
+            kept = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return kept.to(like)
+
+
+def _ring_sum(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """Return the sums of tensors over the group, in their shapes."""
+    if not parts:
+        return []
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    start_ring_all_reduce(group, flat).wait()
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part.numel())
+    return [
+        flat[start:stop].view(part.shape)
+        for part, (start, stop) in zip(parts, pairwise(ends), strict=True)
+    ]
+
+
+_MAKERS: Final[Mapping[str, Callable[[Outer], Compressor]]] = MappingProxyType(
+    {
+        "bfloat16": lambda outer: CodedAllReduce(BFloat16Code()),
+        "float16": lambda outer: CodedAllReduce(Float16Code()),
+        "powersgd": lambda outer: PowerSGD(outer.powersgd_rank),
+        "topk": lambda outer: TopK(outer.topk_fraction),
+        "qsgd": lambda outer: CodedAllReduce(QsgdCode(outer.qsgd_levels)),
+    }
+)
+
+
+def make_compressor(outer: Outer) -> Compressor:
+    """Return the compressor of ``outer.compress``."""
+    return _MAKERS[outer.compress](outer)
+
+
+def check_fits(compress: str, name: str, dtype: torch.dtype) -> None:
+    """Raise ModelError for a parameter of a dtype that the compressor does not support."""
+    if compress == "none":
+        return
+    kind = str(dtype).removeprefix("torch.")
+    if not dtype.is_floating_point:
+        raise ModelError(
+            f"outer.compress: {compress} is for real numbers, expected {name} to be of float32, "
+            f"got {kind}; use outer.compress=none"
+        )
+    if compress in ("bfloat16", "float16") and dtype.itemsize <= 2:
+        raise ModelError(
+            f"outer.compress: {compress} makes 16 bits of 32, expected {name} to be of float32 or "
+            f"float64, got {kind}, of which nothing would be saved; use outer.compress=none, qsgd, "
+            f"powersgd or topk"
+        )

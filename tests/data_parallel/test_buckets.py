@@ -1,0 +1,45 @@
+"""Into which buckets a stage's gradients are gathered."""
+
+import torch
+
+from gpipe_hpc.data_parallel import GradientSize, fill_buckets
+
+SINGLE, DOUBLE = torch.float32, torch.float64
+
+
+def named(*sizes, dtype=SINGLE):
+    return {str(i): GradientSize(size, dtype) for i, size in enumerate(sizes)}
+
+
+def test_buckets_are_filled_from_behind_up_to_their_size():
+    """A backward makes the gradients of the last layers first."""
+    assert fill_buckets(named(2, 2, 2, 2), 16) == (("3", "2"), ("1", "0"))
+    assert fill_buckets(named(2, 2, 2, 2), 15) == (("3",), ("2",), ("1",), ("0",))
+
+
+def test_a_larger_parameter_has_a_bucket_of_its_own():
+    assert fill_buckets(named(1, 100, 1), 16) == (("2",), ("1",), ("0",))
+
+
+def test_each_parameter_is_in_one_bucket_and_no_bucket_is_too_large():
+    sizes = named(*range(1, 60))
+    for limit in (1, 40, 400, 1e9):
+        buckets = fill_buckets(sizes, limit)
+        assert sorted(name for names in buckets for name in names) == sorted(sizes)
+        for names in buckets:
+            assert len(names) == 1 or sum(sizes[name].num_bytes for name in names) <= limit
+
+
+def test_a_bucket_has_one_dtype_and_is_numbered_by_when_it_is_complete():
+    """Those of the other dtype lie among them: the bucket that ends last comes last."""
+    sizes = {
+        "a": GradientSize(1, SINGLE),
+        "b": GradientSize(1, DOUBLE),
+        "c": GradientSize(1, DOUBLE),
+    }
+    sizes["d"] = GradientSize(1, SINGLE)
+    assert fill_buckets(sizes, 1e9) == (("c", "b"), ("d", "a"))
+
+
+def test_a_stage_without_parameters_has_no_buckets():
+    assert fill_buckets({}, 10) == ()

@@ -1,0 +1,335 @@
+"""Gradients summed in buckets over replicas are those of one process, whenever buckets leave."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_hpc import run_on_threads
+from gpipe_hpc.errors import ActionError, ConfigError, ModelError, PeerError
+from gpipe_hpc.schedule import Action, Op, schedule_names
+from tests.data_parallel.replicas import (
+    MICROBATCHES,
+    WIDTH,
+    blocks,
+    make,
+    make_block,
+    one_process,
+    sgd,
+)
+from tests.support import batches
+
+ROWS = 16
+QUICK = ("one_f_one_b", "zb_v", "chimera")  # one way backwards, split, mirrored
+SCHEDULES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.product)
+    for name in sorted({*schedule_names()} - {"file", "auto"})
+]
+
+
+def train(plain, layers, ranks, stages, **options):
+    data = batches(3, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(layers, world, stages, **options)
+        return plain.train_rank(pipe, data, optimizer=sgd, max_norm=0.5)
+
+    return plain.unite(plain.on_threads(ranks, body), stages)
+
+
+def expected(plain, layers, replicas):
+    return one_process(plain, layers, ROWS, replicas=replicas, microbatches=MICROBATCHES)
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.product)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap):
+    layers = blocks(plain, 8)
+    outer = {"bucket_bytes": 300, "overlap": overlap}
+    ours = train(plain, layers, 4, 2, schedule=schedule, outer=outer)
+    assert ours.distance(expected(plain, layers, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize("bucket_bytes", [8, 1000, "25MB"])
+def test_two_replicas_are_one_process_to_the_bit(plain, bucket_bytes, recompute):
+    layers = blocks(plain)
+    outer = {"bucket_bytes": bucket_bytes}
+    ours = train(plain, layers, 4, 2, schedule="one_f_one_b", recompute=recompute, outer=outer)
+    assert not ours.differences(expected(plain, layers, 2))
+
+
+def test_four_replicas_are_one_process_but_for_the_order_of_the_sum(plain):
+    layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(2)]
+    ours = train(plain, layers, 4, 1, outer={"bucket_bytes": 300})
+    assert ours.distance(expected(plain, layers, 4)) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_buckets_leave_within_the_last_backward(plain, schedule):
+    """From the second step on; in the table's order, on all replicas the same."""
+
+    def body(world):
+        layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(4)]
+        pipe = make(layers, world, 2, schedule=schedule, outer={"bucket_bytes": 8})
+        left = []
+
+        def noted(strategy, flat, items):
+            left.append((world.activity, flat.numel()))
+            return strategy(flat, items)
+
+        for stage in pipe.stages.values():
+            stage.gradients._strategy = partial(noted, stage.gradients._strategy)
+        for inputs, targets in batches(3, ROWS, WIDTH):
+            part = pipe.share(ROWS)
+            pipe.step(inputs[part], targets[part])
+        return left
+
+    for stage_rank in range(2):
+        first, other = (run for run in run_on_threads(4, body)[stage_rank::2])
+        assert [size for _, size in first] == [size for _, size in other]
+        per_step = len(first) // 3
+        later = [action for action, _ in first[per_step:]]
+        assert {action.op for action in later} <= {Op.B, Op.W}, "they wait for their action"
+        assert all(isinstance(action, Action) for action in later)
+
+
+class Twice(nn.Module):
+    """Its weight gets a gradient from a backward within the backward; as often as it is told."""
+
+    times = 1
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x):
+        for _ in range(Twice.times):
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+def test_a_layer_with_backwards_within_its_backward_is_waited_for(plain, monkeypatch):
+    monkeypatch.setattr(Twice, "times", 3)
+    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(Twice, (WIDTH,))]
+    ours = train(plain, layers, 2, 1, recompute="never", outer={"bucket_bytes": 8})
+    assert ours.distance(expected(plain, layers, 2)) < 1e-12
+
+
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monkeypatch):
+    """Twice as many backwards as in the steps before: without a word it would be lost."""
+    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(Twice, (WIDTH,))]
+
+    def body(world):
+        pipe = make(layers, world, 1, recompute="never", outer={"bucket_bytes": 8})
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        for _ in range(2):
+            pipe.step(inputs[part], targets[part])
+        world.everybody.all_reduce(torch.zeros(1))
+        if world.rank == 0:
+            Twice.times = 2
+        world.everybody.all_reduce(torch.zeros(1))
+        pipe.step(inputs[part], targets[part])
+
+    monkeypatch.setattr(Twice, "times", 1)
+    with pytest.raises(
+        ActionError, match=r"layers\.1\.inner.*after its bucket was sent.*outer\.overlap=false"
+    ):
+        run_on_threads(2, body)
+
+
+class Meddling(torch.autograd.Function):
+    """Leaves the gradient alone and, on its way, changes that of another layer's parameter."""
+
+    @staticmethod
+    def forward(ctx, x, meddle):
+        ctx.meddle = meddle
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.meddle()
+        return gradient, None
+
+
+class Meddler(nn.Module):
+    meddle = staticmethod(lambda: None)
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x):
+        return Meddling.apply(self.inner(x), lambda: Meddler.meddle())
+
+
+def add_in_place(parameter):
+    parameter.grad += 1
+
+
+def put_another(parameter):
+    parameter.grad = parameter.grad + 1
+
+
+@pytest.mark.parametrize("change", [add_in_place, put_another])
+def test_whatever_changes_a_gradient_after_its_bucket_has_left_is_refused(
+    plain, monkeypatch, change
+):
+    """Not autograd alone: kernels that add into `.grad` themselves are seen, too."""
+    layers = [plain.Recipe(Meddler, (WIDTH,)), plain.Recipe(make_block, (WIDTH, True))]
+
+    def body(world):
+        pipe = make(layers, world, 1, recompute="never", outer={"bucket_bytes": 8})
+        named = dict(pipe.named_parameters())
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        for _ in range(2):
+            pipe.step(inputs[part], targets[part])
+        world.everybody.all_reduce(torch.zeros(1))
+        if world.rank == 0:
+            Meddler.meddle = lambda: change(named["layers.1.scale"])
+        world.everybody.all_reduce(torch.zeros(1))
+        pipe.step(inputs[part], targets[part])
+
+    monkeypatch.setattr(Meddler, "meddle", Meddler.meddle)
+    with pytest.raises(
+        ActionError, match=r"layers\.1\.scale.*after its bucket was sent.*outer\.overlap=false"
+    ):
+        run_on_threads(2, body)
+
+
+WAYS = [
+    {"hierarchy": 2},
+    {"hierarchy": "host"},
+    {"order": "rank"},
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [(4, 2), (4, 1), pytest.param(6, 2, marks=pytest.mark.product)],
+)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
+    layers = blocks(plain)
+    replicas = ranks // stages
+    if way.get("hierarchy") == 2 and replicas % 2:
+        way = {"hierarchy": 3}
+    outer = {**way, "bucket_bytes": 300}
+    ours = train(plain, layers, ranks, stages, schedule="one_f_one_b", outer=outer)
+    whole = expected(plain, layers, replicas)
+    assert ours.distance(whole) < 1e-10
+    if replicas == 2 or way.get("order") == "rank":
+        assert not ours.differences(whole)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "chimera",
+        *(pytest.param(n, marks=pytest.mark.product) for n in ("dualpipe_v", "gems", "zb_v")),
+    ],
+)
+def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, schedule):
+    """Mirrored stages have twice as many copies, in each replica those of one stage."""
+    layers = blocks(plain, 8)
+    trainings = [
+        train(
+            plain,
+            layers,
+            6,
+            2,
+            schedule=schedule,
+            outer={"order": "rank", "bucket_bytes": size, "overlap": overlap},
+        )
+        for size, overlap in ((8, True), (1000, False), (1e9, True))
+    ]
+    assert not trainings[0].differences(trainings[1])
+    assert not trainings[0].differences(trainings[2])
+    assert trainings[0].distance(expected(plain, layers, 3)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        ({"bucket_bytes": 0}, r"outer\.bucket_bytes: expected bytes above 0"),
+        ({"bucket_bytes": "many"}, r"outer\.bucket_bytes"),
+        ({"bucket_bytes": None}, r"outer\.bucket_bytes: expected a number, got None"),
+        ({"overlap": "maybe"}, r"outer\.overlap: expected true or false, got 'maybe'"),
+        ({"powersgd_rank": 1.5}, r"outer\.powersgd_rank: expected a whole number, got 1\.5"),
+        ({"topk_fraction": "x"}, r"outer\.topk_fraction: expected a number, got 'x'"),
+        ({"every": True}, r"outer\.every: expected a whole number, got True"),
+        ("none", "outer: expected an Outer or a dict of its settings, got 'none'"),
+        (None, "outer: expected an Outer or a dict of its settings, got None"),
+        ({"buckets": 3}, "outer: unknown setting buckets.*bucket_bytes"),
+        ({"order": "rnak"}, r"outer\.order: expected backend, rank, got 'rnak'"),
+        ({"algorithm": "ring"}, r"outer\.algorithm is no setting any more.*order=rank"),
+        ({"hierarchy": "rack"}, r"outer\.hierarchy: expected none, host or a number of copies"),
+        ({"hierarchy": 0}, r"outer\.hierarchy: expected none, host or a number"),
+        ({"hierarchy": 3}, r"outer\.hierarchy: expected a divisor of the 2 copies.*1, 2, or host"),
+        ({"order": "rank", "hierarchy": 2}, "expected one way to sum, got.*and"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(plain, outer, message):
+    layers = [plain.Recipe(make_block, (WIDTH, True))]
+
+    def body(world):
+        # What rank 0 finds as it lays out, the others hear from it.
+        with pytest.raises((ConfigError, PeerError), match=message):
+            make(layers, world, 1, outer=outer)
+
+    run_on_threads(2, body)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_hook_that_takes_a_gradient_away_leaves_none(plain, overlap):
+    """With replicas `.grad` was a sum of contributions that the hook had taken away before."""
+
+    def taken(parameter):
+        parameter.grad = None
+
+    def body(world):
+        layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(2)]
+        pipe = make(layers, world, 1, outer={"bucket_bytes": 300, "overlap": overlap})
+        named = dict(pipe.named_parameters())
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        named["layers.0.first.weight"].register_post_accumulate_grad_hook(taken)
+        if pipe.replica == 1:  # its contribution is missing in the sum
+            named["layers.1.scale"].register_post_accumulate_grad_hook(taken)
+        for _ in range(2):
+            pipe.step(inputs[part], targets[part])
+        return {name: parameter.grad for name, parameter in named.items()}
+
+    first, second = run_on_threads(2, body)
+    assert [name for name, grad in first.items() if grad is None] == ["layers.0.first.weight"]
+    assert first.keys() == second.keys()
+    assert torch.equal(first["layers.1.scale"], second["layers.1.scale"])
+
+    def alone(world):
+        layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(2)]
+        pipe = make(layers, world, 1)
+        inputs, targets = batches(1, ROWS, WIDTH)[0]
+        half = ROWS // 2
+        for _ in range(2):
+            pipe.step(inputs[:half], targets[:half])
+        return {name: p.grad.clone() for name, p in pipe.named_parameters()}
+
+    (own,) = run_on_threads(1, alone)
+    # The second replica's samples count, and its gradient is missing.
+    assert torch.allclose(first["layers.1.scale"], own["layers.1.scale"] / 2, atol=1e-12)
+
+
+def test_a_parameter_that_one_replica_freezes_is_refused_on_all_by_name(plain):
+    """Of equal size, another one's gradient would be summed with it without a word."""
+    layers = [plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64)) for _ in range(2)]
+
+    def body(world):
+        pipe = make(layers, world, 1)
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        frozen = "layers.1.bias" if world.rank else "layers.0.bias"
+        dict(pipe.named_parameters())[frozen].requires_grad_(False)
+        with pytest.raises(ModelError, match=r"layers\.0\.bias: expected .* trained on all ranks"):
+            pipe.step(inputs[part], targets[part])
+
+    run_on_threads(2, body)

@@ -1,0 +1,248 @@
+"""Replicas with unequal numbers of equal micro-batches train as one process does."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.data_parallel import MicrobatchSplit, Outer
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.schedule import build, schedule_names
+from tests.data_parallel.replicas import (
+    WIDTH,
+    blocks,
+    make_block,
+    one_process,
+    sgd,
+    specs_of,
+)
+from tests.support import batches, buffers_of, product, square_sum
+
+ROWS = 25  # rows do not divide: micro-batches have 3 or 4
+# Of its table a replica with another number of micro-batches has what every size has, which
+# families/test_families.py tries; sums see whether backwards are split and who holds a stage.
+QUICK = ("one_f_one_b", "interleaved", "zb_v", "chimera", "auto")
+SCHEDULES = [
+    name if name in QUICK else product(name) for name in sorted({*schedule_names()} - {"file"})
+]
+
+
+def make(specs, world, stages, weights, microbatches, **options):
+    return Pipeline(
+        specs,
+        square_sum,
+        stages=stages,
+        replicas=len(weights),
+        microbatches=microbatches,
+        seed=5,
+        world=world,
+        **{"partition": "uniform", "outer": {"weights": weights, "bucket_bytes": 300}} | options,
+    )
+
+
+def train(plain, layers, stages, weights, microbatches, **options):
+    specs = specs_of(layers)
+
+    def body(world):
+        pipe = make(specs, world, stages, weights, microbatches, **options)
+        assert pipe.num_global_microbatches == microbatches * len(weights)
+        return plain.train_rank(pipe, batches(3, ROWS, WIDTH), optimizer=sgd, max_norm=0.5)
+
+    return plain.unite(run_on_threads(stages * len(weights), body), stages)
+
+
+def expected(plain, layers, shares):
+    return one_process(plain, layers, ROWS, shares=shares)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_unequal_replicas_are_one_process_in_every_schedule(plain, schedule):
+    layers = blocks(plain, 8)
+    ours = train(plain, layers, 2, [3, 1], 4, schedule=schedule)
+    assert ours.distance(expected(plain, layers, [6, 2])) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize(("weights", "shares"), [([3, 1], [6, 2]), ([2, 6], [2, 6])])
+def test_two_replicas_are_one_process_to_the_bit(plain, recompute, weights, shares):
+    """Summed in the same order: each replica's, then both."""
+    layers = blocks(plain, 4)
+    ours = train(plain, layers, 2, weights, 4, schedule="one_f_one_b", recompute=recompute)
+    assert not ours.differences(expected(plain, layers, shares))
+
+
+def test_three_replicas_are_one_process_but_for_the_order_of_the_sum(plain):
+    layers = blocks(plain, 4)
+    ours = train(plain, layers, 2, [2, 1, 1], 4)
+    assert ours.distance(expected(plain, layers, [6, 3, 3])) < 1e-10
+    even = train(plain, layers, 2, [1, 1, 1], 4)
+    assert ours.distance(even) < 1e-10, "another share of the work, not other work"
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe", "hanayo"])
+def test_ranks_with_several_stages_sum_each_over_its_own_group(plain, schedule):
+    """Replicas run different tables, so they may come to their reductions in other orders."""
+    layers = [*blocks(plain, 4), plain.Recipe(normal, (WIDTH,)), *blocks(plain, 3)]
+    specs = specs_of(layers)
+
+    def body(world):
+        pipe = make(specs, world, 2, [3, 1], 4, schedule=schedule)
+        for inputs, targets in batches(3, ROWS, WIDTH):
+            part = pipe.share(ROWS)
+            loss = pipe.step(inputs[part], targets[part]).loss
+        return loss, {name: buffer.clone() for name, buffer in buffers_of(pipe).items()}
+
+    ranks = run_on_threads(4, body)
+    assert len({loss for loss, _ in ranks}) == 1
+    named = {}
+    for _, buffers in ranks:
+        for name, buffer in buffers.items():
+            assert torch.equal(named.setdefault(name, buffer), buffer), name
+    assert named
+
+
+def normal(width):
+    return nn.BatchNorm1d(width).double()
+
+
+def test_tied_parameters_are_summed_over_all_places(plain):
+    def specs():
+        first = LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64)
+        last = LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64).tied({"weight": "both"})
+        return [first.tied({"weight": "both"}), *[LayerSpec(make_block, WIDTH, True)] * 2, last]
+
+    def run(weights, microbatches):
+        def body(world):
+            pipe = make(specs(), world, 2, weights, microbatches)
+            return plain.train_rank(pipe, batches(3, ROWS, WIDTH), optimizer=sgd)
+
+        ranks = run_on_threads(2 * len(weights), body)
+        return ranks[0]
+
+    assert run([3, 1], 4).distance(run([1], 8)) < 1e-12
+
+
+def test_outputs_and_losses_of_an_evaluation_are_those_of_the_whole_batch(plain):
+    layers = blocks(plain, 4)
+    specs = specs_of(layers)
+    (inputs, targets) = batches(1, ROWS, WIDTH)[0]
+
+    def body(world, weights):
+        pipe = make(specs, world, 2, weights, 8 // len(weights))
+        part = pipe.share(ROWS)
+        loss = pipe.evaluate(inputs[part], targets[part]).loss
+        return loss, pipe.predict(inputs[part]), len(inputs[part])
+
+    ours = run_on_threads(4, lambda world: body(world, [3, 1]))
+    one = run_on_threads(2, lambda world: body(world, [1]))
+    assert [rows for *_, rows in ours] == [19, 19, 6, 6]
+    assert torch.equal(torch.cat([ours[0][1], ours[2][1]]), one[0][1])
+    assert abs(ours[0][0] - one[0][0]) < 1e-12
+
+
+def test_a_checkpoint_goes_on_with_other_weights(plain, tmp_path):
+    layers = blocks(plain, 4)
+    specs = specs_of(layers)
+    data = batches(4, ROWS, WIDTH)
+
+    def body(world, weights, steps, loads=False, saves=False):
+        pipe = make(specs, world, 2, weights, 8 // len(weights))
+        optimizer = sgd(pipe.parameters())
+        if loads:
+            pipe.load(tmp_path / "kept", optimizer)
+        for inputs, targets in data[pipe.steps_done : pipe.steps_done + steps]:
+            part = pipe.share(ROWS)
+            pipe.step(inputs[part], targets[part])
+            optimizer.step()
+        if saves:
+            pipe.save(tmp_path / "kept", optimizer)
+        return {name: p.detach().clone() for name, p in pipe.named_parameters()}
+
+    run_on_threads(4, lambda world: body(world, [3, 1], 2, saves=True))
+    resumed = run_on_threads(4, lambda world: body(world, [1, 3], 2, loads=True))
+    through = run_on_threads(2, lambda world: body(world, [1], 4))
+    for mine, theirs in zip(resumed, [*through, *through], strict=True):
+        for name, weight in mine.items():
+            assert torch.allclose(weight, theirs[name], rtol=0, atol=1e-12), name
+
+
+def test_parts_of_gradients_are_measured_where_they_are(plain):
+    """AdaScale compares micro-batches, or what unequal replicas add."""
+    layers = blocks(plain, 4)
+    specs = specs_of(layers)
+    (inputs, targets) = batches(1, ROWS, WIDTH)[0]
+
+    def body(world, weights, parts):
+        pipe = make(specs, world, 2, weights, 8 // len(weights), noise_over=parts)
+        part = pipe.share(ROWS)
+        return pipe.step(inputs[part], targets[part]).parts
+
+    ours = run_on_threads(4, lambda world: body(world, [3, 1], "microbatches"))[0]
+    one = run_on_threads(2, lambda world: body(world, [1], "microbatches"))[0]
+    assert torch.allclose(ours.squares, one.squares, rtol=1e-10)
+    over_replicas = run_on_threads(4, lambda world: body(world, [3, 1], "replicas"))[0]
+    assert over_replicas.part_of == (0,) * 6 + (6,) * 2
+    assert [m for m, square in enumerate(over_replicas.squares.tolist()) if square > 0] == [0, 6]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 24))
+def test_portions_are_all_micro_batches_once(weights, microbatches):
+    try:
+        portions = MicrobatchSplit.divide(microbatches, len(weights), weights)
+    except ConfigError as error:
+        near = str(error).partition("; use ")[2].partition(" micro-batches")[0].split(" or ")
+        for number in map(int, near):
+            assert MicrobatchSplit.divide(number, len(weights), weights).total == number * len(
+                weights
+            )
+        return
+    assert portions.total == microbatches * len(weights)
+    owned = [portions.owner(m) for m in range(portions.total)]
+    assert owned == [(r, m) for r, count in enumerate(portions.counts) for m in range(count)]
+    assert [m for r in range(len(weights)) for m in portions.of(r)] == list(range(portions.total))
+    for count, weight in zip(portions.counts, weights, strict=True):
+        assert count * sum(weights) == weight * portions.total
+
+
+@pytest.mark.parametrize("bad", [[], [3, 0], [3, -1], [1.5, 2], "31", [True, 1], 4])
+def test_weights_that_are_none_are_refused(bad):
+    with pytest.raises(ConfigError, match=r"outer\.weights: expected a whole number above 0"):
+        Outer(weights=bad)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "kind", "text"),
+    [
+        ([3, 1, 1], {"replicas": 2}, ConfigError, r"a weight for each of 2 replica\(s\), got 3"),
+        ([3, 1], {"microbatches": 3}, ConfigError, r"2 x 3 = 6; use 2 or 4 micro-batches"),
+        ([5, 1], {"microbatches": 1}, ConfigError, r"use 3 micro-batches"),
+        ([3, 1], {"normalise_over_replicas": True}, ConfigError, r"BatchNorm normalises"),
+        (
+            [3, 1],
+            {"schedule": build("gpipe", ranks=1, microbatches=3), "microbatches": 2},
+            ConfigError,
+            r"outer\.weights: expected a table of 1 micro-batch.*got: schedule 'gpipe'",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_on_every_rank(weights, options, kind, text):
+    def body(world):
+        given = {"replicas": len(weights), "microbatches": 4, "stages": 1} | options
+        try:
+            Pipeline(
+                [LayerSpec(nn.Linear, WIDTH, WIDTH)],
+                square_sum,
+                world=world,
+                outer={"weights": weights},
+                **given,
+            )
+        except Exception as error:
+            return error
+
+    errors = run_on_threads(2, body)
+    assert any(isinstance(error, kind) for error in errors)
+    for error in errors:
+        with pytest.raises(type(error), match=text):
+            raise error

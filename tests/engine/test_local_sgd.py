@@ -1,0 +1,466 @@
+"""Replicas that train apart: every step the same as together, and every H as the papers say."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.data_parallel import Outer
+from gpipe_hpc.engine.local_sgd import OuterSteps
+from gpipe_hpc.errors import ConfigError, PeerError
+from gpipe_hpc.schedule import Op
+from tests.support import batches, largest, product, square_sum
+
+WIDTH, ROWS, RATE = 4, 16, 0.05
+TOGETHER = {"every": 1, "lr": 1.0, "momentum": 0.0}
+
+
+def linears(num_layers=4):
+    return [LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64) for _ in range(num_layers)]
+
+
+def make(world, outer, stages=2, *, layers=None, **options):
+    return Pipeline(
+        layers or linears(),
+        options.pop("loss_fn", square_sum),
+        stages=stages,
+        replicas=world.size // stages,
+        microbatches=options.pop("microbatches", 2),
+        world=world,
+        partition="uniform",
+        seed=3,
+        outer={"bucket_bytes": 300, **outer},
+        **options,
+    )
+
+
+def sgd(pipe):
+    groups = pipe.parameters() or [{"params": []}]
+    return torch.optim.SGD(groups, lr=RATE)
+
+
+def train(pipe, optimizer, data, *, calls=True):
+    """Train; return the losses, and behind which steps parameters were averaged."""
+    losses, stepped = [], []
+    for inputs, targets in data:
+        part = pipe.share(len(inputs))
+        losses.append(pipe.step(inputs[part], targets[part]).loss)
+        optimizer.step()
+        if calls and pipe.outer_step():
+            stepped.append(pipe.steps_done)
+    return losses, stepped
+
+
+def weights(pipe):
+    return {name: p.detach().clone() for name, p in pipe.named_parameters()}
+
+
+def run(ranks, outer, data, stages=2, optimizer=sgd, **options):
+    """Return each rank's losses and weights."""
+
+    def body(world):
+        pipe = make(world, outer, stages, **dict(options))
+        losses, stepped = train(pipe, optimizer(pipe), data)
+        pipe.outer_state()  # waits for what is under way
+        return losses, weights(pipe), stepped
+
+    return run_on_threads(ranks, body)
+
+
+def assert_near(mine, theirs, distance=1e-10):
+    for (losses, named, _), (other_losses, others, _) in zip(mine, theirs, strict=True):
+        assert largest(abs(a - b) for a, b in zip(losses, other_losses, strict=True)) < distance
+        assert named.keys() == others.keys()
+        for name in named:
+            torch.testing.assert_close(named[name], others[name], rtol=0, atol=distance)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "schedule"),
+    [
+        (2, 1, "gpipe"),
+        (4, 1, "gpipe"),
+        (4, 2, "one_f_one_b"),
+        (4, 2, "interleaved"),
+        (4, 2, "zb_h1"),
+        (4, 2, "chimera"),
+        (6, 2, "gems"),
+    ],
+)
+def test_every_step_without_momentum_is_the_synchronous_step(ranks, stages, schedule):
+    """In float64 to 1e-10; with mirrored stages, too, whose copies within a replica are summed."""
+    data = batches(5, ROWS, WIDTH)
+    apart = run(ranks, TOGETHER, data, stages, schedule=schedule)
+    assert_near(apart, run(ranks, {}, data, stages, schedule=schedule))
+    assert all(stepped == [1, 2, 3, 4, 5] for _, _, stepped in apart)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 13])
+def test_unequal_shares_count_by_what_they_have_seen(rows):
+    """Fewer samples than replicas among them: who has seen nothing counts nothing."""
+    data = batches(4, rows, WIDTH)
+    assert_near(run(4, TOGETHER, data, 1), run(4, {}, data, 1))
+
+
+def test_ties_and_frozen_parameters_and_clipping_by_each_replica():
+    tied = LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.float64)
+    tied = tied.tied({"weight": "shared"})
+    layers = [tied, *linears(2), tied]
+    data = batches(3, ROWS, WIDTH)
+    assert_near(run(4, TOGETHER, data, layers=layers), run(4, {}, data, layers=layers))
+
+
+def reference(data, *, every, lr, momentum, nesterov, replicas=2):
+    """Train as DiLoCo's algorithm 1 says, in plain torch; return the weights of each replica."""
+    template = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)]
+    named = run_on_threads(1, lambda world: weights(make(world, {}, 1)))[0]
+    models = []
+    for _ in range(replicas):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in template))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(named[f"layers.{name}"])
+        models.append(model)
+    inner = [torch.optim.AdamW(m.parameters(), lr=RATE) for m in models]
+    anchors = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
+    outer = torch.optim.SGD(anchors, lr=lr, momentum=momentum, nesterov=nesterov)
+    for step, (inputs, targets) in enumerate(data, start=1):
+        for replica, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            x = inputs.tensor_split(replicas)[replica]
+            t = targets.tensor_split(replicas)[replica]
+            optimizer.zero_grad()
+            (square_sum(model(x), t)[0] / len(x)).backward()
+            optimizer.step()
+        if step % every == 0:
+            for i, anchor in enumerate(anchors):
+                own = [list(model.parameters())[i].detach() for model in models]
+                anchor.grad = sum(anchor.detach() - each for each in own) / replicas
+            outer.step()
+            with torch.no_grad():
+                for model in models:
+                    for p, anchor in zip(model.parameters(), anchors, strict=True):
+                        p.copy_(anchor)
+    return [{f"layers.{n}": p.detach() for n, p in model.named_parameters()} for model in models]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("steps", [9, 10])
+@pytest.mark.parametrize(
+    ("lr", "momentum", "nesterov"), [(1.0, 0.0, False), (0.7, 0.9, True), (0.5, 0.5, False)]
+)
+def test_outer_steps_are_those_of_the_paper(lr, momentum, nesterov, steps, stages):
+    """AdamW within, SGD without; between outer steps each replica has weights of its own."""
+    data = batches(steps, ROWS, WIDTH)
+    outer = {"every": 3, "lr": lr, "momentum": momentum, "nesterov": nesterov}
+
+    def adamw(pipe):
+        return torch.optim.AdamW(pipe.parameters(), lr=RATE)
+
+    ours = run(2 * stages, outer, data, stages, optimizer=adamw)
+    expected = reference(data, every=3, lr=lr, momentum=momentum, nesterov=nesterov)
+    for rank, (_, named, stepped) in enumerate(ours):
+        assert stepped == [3, 6, 9]
+        for name, weight in named.items():
+            torch.testing.assert_close(weight, expected[rank // stages][name], rtol=0, atol=1e-10)
+    first, other = ours[0][1], ours[stages][1]
+    is_equal = all(torch.equal(first[name], other[name]) for name in first)
+    assert is_equal == (steps == 9)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_outer_step_that_was_not_called_for_is_done_at_the_next_step(every):
+    data = batches(7, ROWS, WIDTH)
+    outer = {"every": every, "lr": 0.7, "momentum": 0.9}
+
+    def body(calls):
+        def on(world):
+            pipe = make(world, outer)
+            optimizer = sgd(pipe)
+            train(pipe, optimizer, data, calls=calls)
+            inputs, targets = data[0]
+            part = pipe.share(ROWS)
+            loss = pipe.evaluate(inputs[part], targets[part]).loss
+            return [loss], weights(pipe), []
+
+        return run_on_threads(4, on)
+
+    assert_near(body(calls=True), body(calls=False), 1e-15)
+
+
+def test_an_outer_step_waits_for_the_optimizer_s():
+    """Evaluation ahead of optimizer.step(): what was not stepped is not averaged."""
+
+    def body(world):
+        pipe = make(world, {"every": 1}, 1)
+        inputs, targets = batches(1, ROWS, WIDTH)[0]
+        part = pipe.share(ROWS)
+        pipe.step(inputs[part], targets[part])
+        pipe.evaluate(inputs[part], targets[part])
+        sgd(pipe).step()
+        return pipe.outer_step(), pipe.outer_step()
+
+    assert run_on_threads(2, body) == [(True, False)] * 2
+
+
+def test_the_table_says_what_is_summed_and_what_is_averaged():
+    def body(world):
+        apart = make(world, {"every": 2}, schedule="one_f_one_b").layout.tables
+        mirrored = make(world, {"every": 2}, schedule="chimera", microbatches=2).layout.tables
+        return apart, mirrored
+
+    (apart, mirrored), *_ = run_on_threads(4, body)
+
+    def ops(table):
+        return [a.op for row in table.ranks for a in row if a.op in (Op.REDUCE_GRAD, Op.AVERAGE)]
+
+    assert ops(apart.training) == []
+    assert set(ops(apart.averaging)) == {Op.AVERAGE}
+    assert len(ops(apart.averaging)) == sum(map(len, apart.buckets)) > 2
+    assert set(ops(mirrored.training)) == {Op.REDUCE_GRAD}, "within each replica"
+    assert set(ops(mirrored.averaging)) == {Op.REDUCE_GRAD, Op.AVERAGE}
+    for table in (apart, mirrored):
+        for row in table.averaging.ranks:
+            first = next(i for i, a in enumerate(row) if a.op is Op.AVERAGE)
+            assert {a.op for a in row[first:]} == {Op.AVERAGE}, "behind all else"
+
+
+@pytest.mark.parametrize("outer", [{}, {"compress": "bfloat16"}, {"parts": 2}])
+def test_bytes_are_sent_at_outer_steps_alone(outer):
+    def body(world):
+        pipe = make(world, {"every": 4, **outer}, 1, layers=linears(2))
+        sent, optimizer = [], sgd(pipe)
+        for batch in batches(8, ROWS, WIDTH):
+            before = pipe.outer_sent_bytes
+            train(pipe, optimizer, [batch])
+            sent.append(pipe.outer_sent_bytes - before)
+        return sent
+
+    numbers = 2 * (WIDTH * WIDTH + WIDTH)
+    per_number = 2 if outer.get("compress") else 8
+    for sent in run_on_threads(2, body):
+        assert sum(sent[:4]) == sum(sent[4:]) == numbers * per_number
+        assert sum(count > 0 for count in sent) == 2 * outer.get("parts", 1)
+
+
+class Counting(nn.Module):
+    """Keeps a mean of what it sees in a buffer, besides BatchNorm's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen.lerp_(x.detach().mean(0), 0.5)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_buffers_are_averaged_at_outer_steps(stages):
+    layers = [*linears(1), LayerSpec(Counting), *linears(1), LayerSpec(Counting)]
+
+    def body(world):
+        pipe = make(world, {"every": 2}, stages, layers=layers)
+        found, optimizer = [], sgd(pipe)
+        for batch in batches(4, ROWS, WIDTH):
+            train(pipe, optimizer, [batch])
+            named = {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
+            found.append({name: b.clone() for name, b in named.items()})
+        return found
+
+    ranks = run_on_threads(2 * stages, body)
+    for first, other in zip(ranks[:stages], ranks[stages:], strict=True):
+        for step, (mine, theirs) in enumerate(zip(first, other, strict=True)):
+            for name in mine:
+                is_equal = torch.equal(mine[name], theirs[name])
+                counts = name.endswith("num_batches_tracked")
+                assert is_equal == (step % 2 == 1 or counts), (step, name)
+
+
+@pytest.mark.parametrize(
+    ("behind", "compress"), [(0, "qsgd"), (1, "none"), product(0, "none"), product(1, "qsgd")]
+)
+def test_parts_in_turn_come_to_one_another(behind, compress):
+    """DiLoCo's streaming form: each bucket every 4 steps, two parts, maybe a step behind."""
+    outer = {"every": 4, "parts": 2, "behind": behind, "lr": 0.7, "momentum": 0.9}
+    outer |= {"nesterov": True, "compress": compress}
+    generator = torch.Generator().manual_seed(8)
+    truth = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    data = [(inputs, inputs @ truth)] * 240
+    ours = run(2, outer, data, 1, layers=linears(2))
+    alone = run(1, {}, data, 1, layers=linears(2))
+    assert ours[0][0][-1] < 2 * alone[0][0][-1] + 1e-3
+    assert ours[0][2][:4] == [2 + behind, 4 + behind, 6 + behind, 8 + behind]
+    assert len(ours[0][0]) == 240 and ours[0][0][-1] < 0.01 * ours[0][0][0]
+
+
+ENDS = [
+    {"every": 4, "parts": 2},
+    {"every": 4, "parts": 2, "behind": 1},
+    {"every": 4, "behind": 2},
+    {"every": 4, "parts": 2, "compress": "qsgd", "lr": 0.7, "momentum": 0.9},
+    {"every": 4},
+]
+
+
+@pytest.mark.parametrize("steps", [7, 8, 9, 10])
+@pytest.mark.parametrize("outer", ENDS, ids=str)
+def test_replicas_hold_the_same_once_they_are_united(outer, steps):
+    """Wherever training ends; the streaming form left each with parts of its own."""
+    data = batches(steps, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(world, outer)
+        train(pipe, sgd(pipe), data, calls=False)
+        united = pipe.unite_replicas()
+        assert pipe.last_outer_step == steps, "by that, or by the step's own"
+        assert not pipe.replicas_differ and not pipe.unite_replicas()
+        return weights(pipe), united
+
+    ranks = run_on_threads(4, body)
+    assert len({united for _, united in ranks}) == 1
+    for (mine, united), (theirs, _) in zip(ranks[:2], ranks[2:], strict=True):
+        assert united == (steps != 8 or len(outer) > 1)
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("outer", [{"every": 8}, {"every": 6, "parts": 3}])
+def test_united_replicas_hold_the_mean_of_what_each_had(outer):
+    """With rate 1 and without momentum; a replica counts by the samples that it has seen."""
+    data = batches(3, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(world, {**outer, "weights": [3, 1]}, 1)
+        train(pipe, sgd(pipe), data[:2])
+        before = weights(pipe)
+        return before, pipe.unite_replicas(), weights(pipe), pipe.outer_step()
+
+    (mine, united, after, stepped), (theirs, *_) = run_on_threads(2, body)
+    assert united and not stepped
+    if "parts" not in outer:
+        for name, weight in after.items():
+            mean = 0.75 * mine[name] + 0.25 * theirs[name]
+            torch.testing.assert_close(weight, mean, rtol=0, atol=1e-12)
+
+
+def test_replicas_that_sum_gradients_have_nothing_to_unite():
+    def body(world):
+        pipe = make(world, {}, 1)
+        train(pipe, sgd(pipe), batches(1, ROWS, WIDTH))
+        return pipe.unite_replicas()
+
+    assert run_on_threads(2, body) == [False, False]
+
+
+def test_training_goes_on_from_united_replicas():
+    """Anchors are what was united, and averages leave and arrive as ever."""
+    data = batches(12, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(world, {"every": 4, "parts": 2, "behind": 1})
+        optimizer, found = sgd(pipe), []
+        for start in (0, 6):
+            train(pipe, optimizer, data[start : start + 6])
+            pipe.unite_replicas()
+            found.append(weights(pipe))
+        return found
+
+    ranks = run_on_threads(4, body)
+    for mine, theirs in zip(ranks[:2], ranks[2:], strict=True):
+        for first, other in zip(mine, theirs, strict=True):
+            assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_an_average_that_is_behind_goes_on_from_the_anchor():
+    """With mix 0 what was trained meanwhile is dropped, so both replicas hold the anchor."""
+    data = batches(5, ROWS, WIDTH)
+    late = run(2, {"every": 4, "behind": 1, "mix": 0.0}, data, 1)
+    prompt = run(2, {"every": 4}, data[:4], 1)
+    for (_, mine, stepped), (_, theirs, _) in zip(late, prompt, strict=True):
+        assert stepped == [5]
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-12)
+
+
+def test_a_float16_overflow_on_one_replica_skips_the_step_on_all():
+    def body(world):
+        layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+        pipe = make(world, {"every": 2}, 1, layers=layers, precision="float16")
+        skipped = []
+        for step, (inputs, targets) in enumerate(batches(6, ROWS, WIDTH, dtype=torch.float32)):
+            if step == 4:
+                inputs[0] = 6e4
+            part = pipe.share(ROWS)
+            skipped.append(pipe.step(inputs[part], targets[part]).is_skipped)
+            sgd(pipe).step()
+            pipe.outer_step()
+        return skipped, weights(pipe)
+
+    (skipped, mine), (other, theirs) = run_on_threads(2, body)
+    assert skipped == other and skipped[3:] == [False, True, False]
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"every": -1}, r"outer\.every"),
+        ({"lr": 0.7}, r"outer\.lr: is for replicas that train apart.*every=64"),
+        ({"every": 4, "parts": 5}, r"outer\.parts: expected 1 to outer\.every=4"),
+        ({"every": 64, "parts": 40}, r"outer\.parts: expected at most the 4 buckets"),
+        ({"every": 4, "behind": 4}, r"outer\.behind"),
+        ({"every": 4, "nesterov": True}, r"outer\.nesterov"),
+        ({"every": 4, "momentum": 1.0}, r"momentum"),
+        ({"evry": 4}, r"unknown setting evry.*every"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_on_every_rank(outer, told):
+    def body(world):
+        with pytest.raises((ConfigError, PeerError), match=told):
+            make(world, outer)
+        return "refused"
+
+    assert run_on_threads(4, body) == ["refused"] * 4
+
+
+def test_one_replica_trains_as_ever():
+    data = batches(3, ROWS, WIDTH)
+    assert_near(run(2, {"every": 2, "lr": 0.5}, data), run(2, {}, data), 1e-15)
+
+
+def test_normalising_over_replicas_is_refused():
+    layers = [LayerSpec(nn.BatchNorm1d, WIDTH, dtype=torch.float64), *linears(1)]
+
+    def body(world):
+        with pytest.raises((ConfigError, PeerError), match="normalise_over_replicas=False"):
+            make(world, {"every": 2}, 1, layers=layers, normalise_over_replicas=True)
+        return "refused"
+
+    assert run_on_threads(2, body) == ["refused"] * 2
+
+
+def test_replicas_with_unequal_numbers_of_micro_batches_count_by_them():
+    data = batches(4, ROWS, WIDTH)
+    unequal = {"weights": [3, 1]}
+    assert_near(run(2, TOGETHER | unequal, data, 1), run(2, unequal, data, 1))
+
+
+@pytest.mark.parametrize("how", [{"hierarchy": 2}, {"order": "rank"}])
+def test_parameters_are_averaged_by_every_way_to_sum(how):
+    data = batches(3, ROWS, WIDTH)
+    assert_near(run(4, TOGETHER | how, data, 1), run(4, {}, data, 1))
+
+
+def test_a_rank_without_anything_of_a_part_knows_that_it_has_left():
+    """Before, such a rank went on summing up, and its buffers were averaged by weights of old."""
+    steps = OuterSteps(Outer(every=2, parts=2), [], 0, 2, HostDevice())
+    met = []
+    for step, seen in enumerate((1.0, 2.0, 4.0, 8.0), 1):
+        steps.note(torch.tensor([seen, 1.0], dtype=torch.float64), {})
+        met.append(steps.step(step)[1])
+    assert met == [None, 3.0, None, 12.0]
+    steps.step(5)
+    assert not steps.replicas_differ and steps.unite() == (False, None)
