@@ -53,8 +53,8 @@ def export_run(config: Config) -> Path:
     )
     if checkpoint is None:
         raise ConfigError(
-            f"export: {folder} has no checkpoint, expected one in its checkpoints/, got none; set "
-            f"checkpoint.resume to the path of one"
+            f"export: {folder} has no checkpoint in its checkpoints/; set checkpoint.resume to "
+            "the path of one"
         )
     layers = normalise_layers(build_target("model", model))
     target = folder / "exported" / checkpoint.path.name
@@ -85,7 +85,7 @@ def _stored_model(settings: Path, trusts: bool) -> dict[str, Any]:
             raise ValueError(f"model is a {type(model).__name__}")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"export: {settings.parent} is no run, expected its config.yaml, got "
+            f"export: {settings.parent} is not a run folder; its config.yaml cannot be used: "
             f"{type(error).__name__}: {error}; {os_remedy(error) or 'correct run.dir'}"
         ) from error
     if not trusts:

@@ -109,7 +109,7 @@ def _kept(index: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in module.state_dict().items():
         if name.rpartition(".")[2] == "_extra_state":
             log.warning(
-                "export: %s is left out: files of safetensors hold tensors alone",
+                "export: %s is left out, because safetensors files contain only tensors",
                 global_name(index, name),
             )
         else:
@@ -135,7 +135,7 @@ def _read(source: Verified, index: int, wanted: Mapping[str, _Stored]) -> Shard:
         fill(source.path, source.stored, targets)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"export: expected to read layer {index} from {source.path}, got {error}; look at the "
-            f"disk, or export another checkpoint"
+            f"export: cannot read layer {index} from {source.path}: {error}; check the disk, or "
+            "export another checkpoint"
         ) from error
     return {name: targets[key] for name, (key, _) in wanted.items()}

@@ -73,8 +73,7 @@ class ExportFolder:
         """Make the place where files are written; CheckpointError if the folder exists."""
         if os.path.lexists(self.path):
             raise CheckpointError(
-                f"export: expected a new folder, got {self.path}, which exists; remove it or name "
-                f"another"
+                f"export: {self.path} exists already; remove it or name another folder"
             )
         shutil.rmtree(self.partial, ignore_errors=True)
         try:
@@ -168,7 +167,6 @@ def refuse_parts(num_own: int, num_layers: int) -> None:
 
 def _unwritten(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"export: {path} cannot be written, expected a folder with room, got "
-        f"{type(error).__name__}: {error}; "
+        f"export: {path} cannot be written: {type(error).__name__}: {error}; "
         f"{os_remedy(error) or 'look at the disk, or use another folder'}"
     )

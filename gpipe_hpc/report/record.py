@@ -136,12 +136,12 @@ def read_record(folder: Path) -> Record:
 
 def _no_run(folder: Path, doubts: Sequence[str], happened: Sequence[Happening]) -> ConfigError:
     said = next((e.text for e in reversed(happened) if e.level in ("ERROR", "CRITICAL")), "")
-    got = "; ".join(doubts) or "neither"
+    got = "; ".join(doubts) or f"it has no {METRICS_FILE} and no {SUMMARY_FILE}"
     if said:
         got += f"; its log says: {said:.300}"
     return ConfigError(
-        f"report: {folder} is no run that has done a step, expected its {METRICS_FILE} or "
-        f"{SUMMARY_FILE}, got {got}; correct run.dir, or wait for the first step"
+        f"report: {folder} is not a run with a finished step: {got}; correct run.dir, or wait for "
+        f"the first step"
     )
 
 

@@ -129,10 +129,7 @@ def foresee(
         return Foresight(ranks, flops, known, shares)
     except Exception as error:
         if isinstance(error, ModelError) and is_shape_mistake(error.__cause__):
-            raise ModelError(
-                f"model and data do not fit, expected layers that take what the data give, got: "
-                f"{error}"
-            ) from error
-        log.info("memory was not planned, as layers could not be counted: %s", error)
+            raise ModelError(f"model and data do not fit together: {error}") from error
+        log.info("memory was not planned because layers could not be counted: %s", error)
         log.debug("where it happened", exc_info=True)
         return None

@@ -90,7 +90,7 @@ def rank_log(
 
     def tell_lost(words: str) -> None:
         log.warning(
-            "%s; the run goes on without it: see %s and %s",
+            "%s; the run continues without it: see %s and %s",
             *(words, run_dir / METRICS_FILE, path),
         )
 

@@ -402,11 +402,14 @@ class _Loop:
             return
         rank = self._pipe.world.rank
         if found.is_over:
-            log.warning("rank %d computes as fast as before since step %d", rank, found.first_step)
+            log.warning(
+                "rank %d has computed as fast as before again since step %d", rank, found.first_step
+            )
         else:
             log.warning(
-                "straggler: rank %d computes %.2f times as long as before since step %d, and the "
-                "other ranks do not; look at what else its host does, its clock and its heat",
+                "straggler: rank %d has computed %.2f times as long as before since step %d, and "
+                "the other ranks have not; check its host for other load, clock speed and "
+                "temperature",
                 rank,
                 found.factor,
                 found.first_step,
@@ -473,7 +476,8 @@ class _Loop:
         if foreseen is not None:
             fullest = max(foreseen.ranks, key=lambda rank: rank.total_bytes)
             log.info(
-                "planned memory: %s on the fullest rank (stage rank %d), of it %s activations",
+                "planned memory: %s on the fullest rank (stage rank %d), including %s of "
+                "activations",
                 bytes_text(fullest.total_bytes),
                 foreseen.ranks.index(fullest),
                 bytes_text(fullest.activation_bytes),
@@ -481,7 +485,7 @@ class _Loop:
             self._warn_of_memory(foreseen)
         baseline = self._session.baseline
         if baseline is not None:
-            log.info("loss of always guessing from frequencies: %.4f nats", baseline)
+            log.info("loss of predicting by token frequencies alone: %.4f nats", baseline)
 
     def _say_nothing_was_trained(self) -> None:
         """Say so at the end, below whatever else the start has said."""
@@ -511,12 +515,12 @@ class _Loop:
             can_cut=self._session.batch_size > self._pipe.num_global_microbatches,
         )
         if lacking:
-            log.warning("memory: %s; the run goes on all the same", lacking)
+            log.warning("memory: %s; the run continues", lacking)
 
     def _say_corrupt(self) -> None:
         tally = self._session.tally
         if tally.count and self._leads:
-            log.warning("%d corrupt samples were found and passed over", tally.count)
+            log.warning("skipped %d corrupt samples", tally.count)
 
     def _leave(self) -> int:
         if not self._is_stopped:

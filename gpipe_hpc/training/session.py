@@ -166,7 +166,7 @@ class Session:
         seconds = time.perf_counter() - began_s
         wrote_s = self.saver.seconds
         log.info(
-            "saved %s, written in the background in %.3f s; at its end all waited %.3f s",
+            "saved %s, written in the background in %.3f s; all ranks waited %.3f s at its end",
             path,
             wrote_s,
             seconds,

@@ -114,8 +114,8 @@ def _refuse_other(path: Path) -> None:
     except (OSError, ValueError) as error:
         remedy = os_remedy(error) or "remove it"
         raise RunFolderError(
-            f"run.dir {path.parent}: expected the lines of an earlier start in {path.name}, got "
-            f"{error}; {remedy}, or choose another run.dir"
+            f"run.dir {path.parent}: cannot read {path.name} of an earlier start: {error}; "
+            f"{remedy}, or choose another run.dir"
         ) from error
 
 

@@ -41,7 +41,7 @@ def test_a_full_disk_behind_both_streams_ends_no_training(start, tiny, tmp_path,
     assert len(losses(tmp_path / "run")) == 4
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
     for stream in ("standard output", "standard error"):
-        words = f"{stream} cannot be written (No space left on device); the run goes on"
+        words = f"{stream} cannot be written (No space left on device); the run continues"
         assert log(tmp_path / "run").count(words) == 1
 
 
@@ -65,7 +65,7 @@ def test_streams_that_are_closed_are_given_to_no_file(tiny, tmp_path, environ):
     line = f"{sys.executable} {TRAIN} {shlex.join(words)} <&- >&- 2>&-"
     assert shell(line, tmp_path, environ) == (0, "", "")
     for stream in ("standard output", "standard error"):
-        assert f"{stream} is closed; the run goes on" in log(tmp_path / "run")
+        assert f"{stream} is closed; the run continues" in log(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_what_settings_refer_to_is_not_looked_up(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["", "[", "model: 3", "a: &a [*a]", "!!python/object:x.Y {}"])
 def test_settings_that_are_none_are_refused(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"is no run, expected its config\.yaml, got"):
+    with pytest.raises(ConfigError, match=r"is not a run folder; its config\.yaml cannot be used"):
         _stored_model(tmp_path / "config.yaml", True)
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_newest_one_is_passed_over_with_a_warning(run, caplog):
     newest = pipe.save(folder / "checkpoints" / "step_00000001")
     (newest / ".metadata").write_bytes(b"")
     assert export(folder).name == "step_00000000"
-    assert f"damaged, so going on from {folder}/checkpoints/step_00000000" in caplog.text
+    assert f"damaged checkpoint, resuming from {folder}/checkpoints/step_00000000" in caplog.text
 
 
 class Keeping(nn.Linear):

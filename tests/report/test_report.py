@@ -532,7 +532,7 @@ def test_a_run_that_ended_before_its_first_step_is_an_error_with_what_its_log_sa
     (tmp_path / "logs" / "rank0.log").write_text(
         "2026-01-01 10:00:00,001 ERROR rank 0 stage 0 gpipe_hpc.train: a disk is full\n"
     )
-    said = "no run that has done a step.*got neither; its log says: a disk is full"
+    said = "not a run with a finished step: it has no metrics.*its log says: a disk is full"
     with pytest.raises(ConfigError, match=said):
         read_record(tmp_path)
     (tmp_path / "metrics.jsonl").mkdir()
@@ -551,7 +551,7 @@ def test_a_run_that_validated_and_took_no_step_has_a_report(tmp_path):
     [
         ([], "run.dir"),
         (["run.dir=nowhere"], "not there"),
-        (["run.dir=."], "no run that has done a step"),
+        (["run.dir=."], "not a run with a finished step"),
         (["run.dir=a", "report.runs=[b]"], "report.runs"),
         (["run.dir=a", "report.format=pdf"], "report.format"),
     ],

@@ -188,7 +188,7 @@ def test_a_report_that_fails_changes_no_failure(start, tiny, tmp_path):
 def test_a_report_that_cannot_be_written_ends_no_run(train, tiny, tmp_path):
     (tmp_path / "run" / "summary.json").mkdir(parents=True)
     output = train(1, *tiny, "train.steps=4", "train.validate_every=2", "run.dir=run")
-    assert output.count("summary: expected to write it into the run folder") == 3
+    assert output.count("summary: cannot be written to the run folder") == 3
     assert "Traceback" not in output and "done after step 4 of 4" in output
 
 

@@ -147,9 +147,9 @@ def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
     except OSError as error:
         with nullcontext() if world is None else telling(world, "writing metrics"):
             raise RunFolderError(
-                f"metrics: expected to write a line for each step in {folder}, got {error}; "
+                f"metrics: cannot write to {folder}: {error}; "
                 f"{os_remedy(error) or 'look at the folder'}, and start again: a run goes on from "
-                f"its newest checkpoint"
+                "its newest checkpoint"
             ) from error
 
 
@@ -166,6 +166,5 @@ def _number(name: str, value: SupportsFloat | None) -> float | int | None:
         return int(value) if isinstance(value, Integral) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"metrics: {name} is no number, expected one for each step, got {value!r:.80}; leave "
-            f"it out, or write a mean of it"
+            f"metrics: {name} is not a number: {value!r:.80}; leave it out, or write its mean"
         ) from error

@@ -169,7 +169,7 @@ class Guarded:
         except Exception as error:  # whatever a library raises, a training run shall not end by it
             self._is_lost = True
             log.warning(
-                "%s takes no more of this run's figures (%s: %s); metrics.jsonl has them all",
+                "%s stopped accepting metrics of this run (%s: %s); metrics.jsonl has them all",
                 self._name,
                 type(error).__name__,
                 str(error)[:300],
@@ -191,8 +191,8 @@ def refuse_missing(names: Sequence[str]) -> None:
             )
         if name in _FOREIGN and not _is_installed(name):
             raise ConfigError(
-                f"metrics: expected {name} installed, as metrics.to asks for it, got no such "
-                f"package; pip install {name}, or leave it out of metrics.to"
+                f"metrics.to: {name} is not installed; pip install {name}, or remove it from "
+                "metrics.to"
             )
 
 

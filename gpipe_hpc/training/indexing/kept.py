@@ -83,7 +83,7 @@ def load(place: Place, is_fresh: Callable[[Part], bool] = lambda _: True) -> Par
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError) as error:
-            log.warning("data: the index %s is damaged (%s): made anew", path, error)
+            log.warning("data: the index %s is damaged (%s) and is made again", path, error)
             continue
         log.info("index of the data: %s", path)
         return part
@@ -110,8 +110,8 @@ def save(place: Place, part: Part) -> Path | None:
         log.info("index of the data: kept as %s", path)
         return path
     log.warning(
-        "data: the index cannot be kept, expected a folder that can be written, got %s; set "
-        "data.index_dir, or each rank that reads and each run looks through the data anew",
+        "data: the index cannot be saved (%s); set data.index_dir, otherwise each rank and each "
+        "run indexes the data again",
         "; ".join(refusals),
     )
     return None

@@ -66,9 +66,8 @@ def companions(
         failed += filter(None, [other.why_ended() for other in others])
         if failed:
             log.warning(
-                "partition: layers were timed beside fewer processes than the %d that compute as "
-                "other ranks of this host will, expected all of them, got %s; times may be some "
-                "10 %% too short",
+                "partition: layers were timed while fewer than %d other processes of this host "
+                "computed (%s); times may be about 10 %% too short",
                 min(_MOST, share.num_others),
                 failed[0],
             )

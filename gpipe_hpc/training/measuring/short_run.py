@@ -95,8 +95,8 @@ def prices_of_short_run(config: Config, world: World, mesh: Mesh, folder: Path) 
 def _prices(path: Path) -> Prices:
     if not path.exists():
         raise DataError(
-            f"{path}: expected what a short run has measured, got no such file; look at the "
-            f"warnings above, and at the room that its file system has left"
+            f"{path}: the short run did not write this file; see the warnings above, and check "
+            "the free space of its file system"
         )
     return read_calibration(path).prices
 

@@ -135,7 +135,9 @@ class NeighbourCopies:
             self._whole.append(step)
         elif self._world.rank == 0:
             log.warning(
-                "the copies of step %d in memory are not whole, as on rank %d: %s", step, *first
+                "copies in memory of step %d are incomplete, for example on rank %d: %s",
+                step,
+                *first,
             )
         return time.perf_counter() - began_s
 

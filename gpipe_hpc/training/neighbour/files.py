@@ -202,11 +202,11 @@ class CopyFolder:
                 age_s = time.time() - max(path.stat().st_mtime for path in [folder, *paths])
                 if age_s > FORGOTTEN_S:
                     _remove(folder, paths)
-                    log.info("removed %s, copies that a dead run left in memory", folder)
+                    log.info("removed %s: copies in memory of a dead run", folder)
                 else:
                     log.warning(
-                        "%s holds copies of a run that is dead for %.0f s: it may be started "
-                        "again; if not, remove that folder, or let a run do so after %.0f s",
+                        "%s contains copies of a run that ended %.0f s ago and may be restarted; "
+                        "otherwise remove the folder (runs remove it after %.0f s)",
                         folder,
                         age_s,
                         FORGOTTEN_S,

@@ -72,9 +72,8 @@ def find_place(world: World, folder: CopyFolder, start: str) -> Place:
         folder.open(start, rank)
     else:
         raise ConfigError(
-            f"config: bad checkpoint.neighbour_dir, expected a folder that stays, got one that "
-            f"goes, {folder.path} was removed {_TRIES} times as it was opened; look what removes "
-            f"it, or choose another"
+            f"config: bad checkpoint.neighbour_dir: {folder.path} was removed {_TRIES} times "
+            "while it was opened; find out what removes it, or choose another folder"
         )
     if hosts.num_hosts == 1:
         return Place(here, 1, rank, (), is_shared=not hosts.machine)

@@ -110,4 +110,4 @@ def look_before_run(
     if world.rank == 0:
         for told in [*found.lacking(), skew_text(found.attendance)]:
             if told is not None:
-                log.warning("%s; python -m gpipe_hpc.preflight looks closer", told)
+                log.warning("%s; run python -m gpipe_hpc.preflight for details", told)

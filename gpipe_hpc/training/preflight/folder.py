@@ -101,8 +101,8 @@ def _await(holds: Callable[[], bool], limit_s: float) -> bool:
 def _unwritable(folder: Path, rank: int, error: OSError) -> ConfigError:
     remedy = os_remedy(error) or "look at the folder"
     return ConfigError(
-        f"run.dir: rank {rank} on {socket.gethostname()} cannot write in {folder}, expected a "
-        f"folder in which all ranks may, got {error.strerror}; {remedy}; or set run.dir to another"
+        f"run.dir: rank {rank} on {socket.gethostname()} cannot write to {folder} "
+        f"({error.strerror}), and all ranks must be able to; {remedy}; or set run.dir to another"
     )
 
 

@@ -151,9 +151,9 @@ class Checkpoints:
                 continue
             if path.is_symlink() or not path.is_dir() or not _could_be_of(name, path):
                 raise ConfigError(
-                    f"config: {path} is not of the run in {self._run_folder}, expected nothing "
-                    f"else where this start, after step {first}, will save; set "
-                    f"checkpoint.resume={path} if that is what to go on from, else move it away"
+                    f"config: {path} does not belong to the run in {self._run_folder}, and this "
+                    f"start, after step {first}, will save there; to resume from it set "
+                    f"checkpoint.resume={path}, otherwise move it away"
                 )
             stale.append(path)
         self._refuse_partials(first, name)
@@ -166,8 +166,8 @@ class Checkpoints:
                 continue
             if _step(path.with_name(path.name.removesuffix(PARTIAL_SUFFIX))) >= first:
                 raise ConfigError(
-                    f"config: {path} is of another run than {self._run_folder}, expected nothing "
-                    f"else where this start, after step {first}, will save; move it away"
+                    f"config: {path} belongs to another run than {self._run_folder}, and this "
+                    f"start, after step {first}, will save there; move it away"
                 )
 
     def candidates(self, resume: str, is_restart: bool = False) -> list[Path]:
@@ -296,4 +296,4 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("checkpoint %s: expected to remove it, got %s; look at it", path, error)
+        log.warning("checkpoint %s: cannot be removed: %s", path, error)

@@ -106,8 +106,8 @@ class RunLock:
             self._lost = self._new_owner()
         if self._lost is not None:
             raise RunFolderError(
-                f"run.dir {self.folder}: expected to hold it still, got {self._lost}; nothing "
-                f"more is written here: look who writes there now, and start again"
+                f"run.dir {self.folder}: the lock was lost ({self._lost}), so nothing more is "
+                "written here; find out who writes there now, and start again"
             )
 
     def give_back(self) -> None:
@@ -159,7 +159,7 @@ class RunLock:
     def _refusal(self, owner: Owner, silent_s: float | None) -> RunFolderError:
         heard = "" if silent_s is None else f", which gave a sign of life {silent_s:.0f} s ago"
         return RunFolderError(
-            f"run.dir {self.folder}: expected no other run in this folder, got one of "
+            f"run.dir {self.folder}: the folder is used by another run: "
             f"{owner.named()}{heard}; end that run, or choose another run.dir"
         )
 
@@ -327,8 +327,8 @@ def _read(place: Path) -> Owner | None:
     try:
         if not stat.S_ISREG(place.lstat().st_mode):
             raise RunFolderError(
-                f"run.dir {place.parent}: expected a lock of a run or none, got {place.name}, "
-                f"which is no regular file; remove it, or choose another run.dir"
+                f"run.dir {place.parent}: {place.name} is not a regular file; remove it, or "
+                "choose another run.dir"
             )
         return read_owner(place)
     except FileNotFoundError:

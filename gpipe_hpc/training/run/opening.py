@@ -264,10 +264,10 @@ def _refuse_changes(
     if refused:
         lines = "".join(f"\n  {change}" for change in refused)
         raise ConfigError(
-            f"config: {folder} holds a run with other settings, expected the same for "
-            f"checkpoint.resume=auto to go on with it, got:{lines}\n"
-            f"choose another run.dir for a new run, checkpoint.resume={folder} to go on with the "
-            f"settings changed, or checkpoint.resume=never to start over here"
+            f"config: {folder} holds a run with other settings, so checkpoint.resume=auto cannot "
+            f"continue it:{lines}\nchoose another run.dir for a new run, "
+            f"checkpoint.resume={folder} to continue with the changed settings, or "
+            "checkpoint.resume=never to start over here"
         )
 
 
@@ -286,9 +286,8 @@ def _refuse_non_finite(folder: Path, config: Config) -> None:
     said, _, asked = before.rpartition("\n")
     if asked == _asked(config):
         raise NonFiniteError(
-            f"run: these settings came to a loss or gradient that is NaN or infinite in {folder}, "
-            f"expected changed settings, got the same ones; change what it names, or remove {mark} "
-            f"to try them once more; it said: {said}"
+            f"run: these settings reached a loss or gradient that is NaN or infinite in {folder}; "
+            f"change a setting, or remove {mark} to try them again; the run reported: {said}"
         )
 
 
@@ -300,8 +299,8 @@ def _keep_settings(folder: Path, text: str) -> None:
             before = read_bytes(path)
         except ValueError as error:
             raise RunFolderError(
-                f"run.dir {folder}: expected the settings of an earlier start in {CONFIG_FILE}, "
-                f"got {error}; move it away, or choose another run.dir"
+                f"run.dir {folder}: cannot read the settings of an earlier start in "
+                f"{CONFIG_FILE}: {error}; move it away, or choose another run.dir"
             ) from error
         if before == text.encode():
             return

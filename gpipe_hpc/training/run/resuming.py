@@ -38,14 +38,14 @@ def newest_whole(
             refusals.append(error)
             continue
         for refusal in refusals if leads else ():
-            log.warning("damaged, so going on from %s: %s", path, refusal)
+            log.warning("damaged checkpoint, resuming from %s instead: %s", path, refusal)
         return found
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:
         raise CheckpointError(
-            f"{refusals[0]}; of the {len(refusals)} checkpoints there none is whole: to begin anew "
-            f"set checkpoint.resume=never"
+            f"{refusals[0]}; none of the {len(refusals)} checkpoints is intact; to start over, "
+            "set checkpoint.resume=never"
         )
     return None
 

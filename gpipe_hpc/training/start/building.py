@@ -29,9 +29,9 @@ def loss_of(config: Config, facts: DataFacts, layers: Sequence[Layer]) -> LossFu
         return bind_loss(config.loss)
     if facts.loss is None:
         raise ConfigError(
-            "config: no loss is known to fit these data, expected targets that are one tensor of "
-            "numbers or of classes as whole numbers, got others (truth values, texts, nests); give "
-            "classes numbers (with data=arrays data.targets_dtype=int64), or name a loss, as "
+            "config: no loss fits these targets: they are neither one tensor of floating-point "
+            "numbers nor one of integer classes (but truth values, texts, nests); convert them "
+            "(with data=arrays data.targets_dtype=int64), or name a loss, as "
             "loss._target_=my.module.loss_fn"
         )
     is_causal = facts.loss != "causal_lm" or looks_back(normalise_layers(layers))

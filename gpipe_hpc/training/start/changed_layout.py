@@ -37,9 +37,9 @@ def say_change(before: Mapping[str, Any], pipe: Pipeline, position: int, source:
     was, now = before["microbatches"] * replicas, pipe.num_global_microbatches
     if was != now:
         log.warning(
-            "each batch was cut into %d micro-batches, and is into %d now: what layers draw at "
-            "random and what BatchNorm sees at once are not as they would have been; they are with "
-            "pipeline.replicas x pipeline.microbatches (x train.accumulation) as it was",
+            "each batch was cut into %d micro-batches and is now cut into %d: random numbers of "
+            "layers and the batches of BatchNorm differ from those of the earlier start; to keep "
+            "them, keep pipeline.replicas x pipeline.microbatches (x train.accumulation)",
             was,
             now,
         )

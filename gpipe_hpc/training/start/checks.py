@@ -56,15 +56,14 @@ def check_labels(config: Config, source: DataSource | None, loss_fn: LossFunctio
         shift = SHIFTED if is_next else None
     if shift == SHIFTED and function is causal_lm:
         raise ConfigError(
-            f"config: bad loss._target_, expected one that takes position i to predict label i for "
-            f"labels that are shifted already, got {name}, which would shift them again; set "
-            f"loss._target_=gpipe_hpc.models.token_cross_entropy, or leave it out"
+            f"config: bad loss._target_: {name} would shift labels that are already shifted; set "
+            "loss._target_=gpipe_hpc.models.token_cross_entropy, or leave it out"
         )
     if shift == UNSHIFTED and function is token_cross_entropy:
         log.warning(
-            "the labels of the first samples are their input tokens, and with the loss %s position "
-            "i is to predict label i: a model that sees its own position learns to copy; for a "
-            "language model set loss._target_=gpipe_hpc.models.causal_lm",
+            "the labels of the first samples are their input tokens, and with the loss %s "
+            "position i predicts label i: a model that sees its own position learns to copy; for "
+            "a language model set loss._target_=gpipe_hpc.models.causal_lm",
             name,
         )
 
@@ -86,10 +85,9 @@ def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:
     """Raise ConfigError where the model would be asked for tokens that it is given."""
     if data.objective == "next_token" and sees_ahead(layers):
         raise ConfigError(
-            "config: bad data.objective, expected masked for a model whose positions see those "
-            "behind them, got next_token: it would copy the token that it is to tell, and its loss "
-            "fall to nothing; set data.objective=masked (BERT's training), or take a model that "
-            "looks back alone, as gpt"
+            "config: bad data.objective: with next_token, a model whose positions see later ones "
+            "would copy the token that it should predict, and its loss would fall to 0; set "
+            "data.objective=masked (BERT's training), or use a causal model, such as gpt"
         )
 
 

@@ -185,7 +185,7 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
     shown = min(_SHOWN, config.plan.shown)
     answer = compared_on(replace(config, plan=replace(config.plan, shown=shown)), words, came)
     if answer.chosen is None:
-        raise ConfigError(f"pipeline.layout: auto found none\n{answer.text}")
+        raise ConfigError(f"pipeline.layout: auto found no layout\n{answer.text}")
     candidate, combining = answer.chosen.candidate.written, answer.chosen.combining
     paces = answer.chosen.request.paces
     layout: _Layout = {

@@ -134,9 +134,8 @@ def _refuse_frozen(world: World, pipe: Pipeline) -> None:
         own = any(parameter.requires_grad for _, parameter in pipe.named_parameters())
         if not world.everybody.merge_object(own, or_):
             raise ModelError(
-                f"model: expected a parameter that requires a gradient, got "
-                f"{len(pipe.all_parameters)} parameters and none that does; unfreeze some with "
-                f"requires_grad_(True)"
+                f"model: none of its {len(pipe.all_parameters)} parameters requires a gradient; "
+                "unfreeze some with requires_grad_(True)"
             )
 
 
@@ -164,6 +163,6 @@ def _restore(adascale: AdaScale, extra: Mapping[str, Any], steps_done: int) -> N
     adascale.progress = float(steps_done)
     log.warning(
         "the checkpoint is of a run without lr.scaling=adascale: its %d steps count as steps of "
-        "the base batch, and the noise is measured anew",
+        "the base batch, and the noise is measured from the beginning",
         steps_done,
     )

@@ -113,7 +113,9 @@ class Origin:
         if last <= done:
             return
         for path in self._checkpoints.set_aside(found):
-            log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
+            log.warning(
+                "starting from step %d: what an earlier run saved was moved to %s", done, path
+            )
 
     def take_over(
         self, pipe: Pipeline, optimizer: torch.optim.Optimizer, identity: Identity
@@ -126,7 +128,7 @@ class Origin:
                 self._say_change(self.in_memory.about, pipe, extra, "copies in memory")
                 return extra
             log.warning(
-                "copies in memory do not fit the model: the newest whole checkpoint is read"
+                "copies in memory do not fit the model; the newest intact checkpoint is used"
             )
             self._fall_back(identity)
         if self.resumed is None:
@@ -181,7 +183,7 @@ class Origin:
         wrong = mismatch(found.facts["extra"], _EXTRA, "extra")
         if wrong:
             raise CheckpointError(
-                f"checkpoint {found.path}: expected one that a run of gpipe_hpc.train wrote, got "
-                f"{wrong}; set checkpoint.resume to another, or load this one by pipe.load"
+                f"checkpoint {found.path}: not written by a run of gpipe_hpc.train: {wrong}; set "
+                "checkpoint.resume to another, or load this one by pipe.load"
             )
         return Resumed(found.path, found.facts, found)

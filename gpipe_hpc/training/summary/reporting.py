@@ -46,9 +46,9 @@ def _telling(failed: str = "summary: it could not be made") -> Iterator[None]:
         yield
     except OSError as error:
         remedy = os_remedy(error) or "look at the folder"
-        log.warning("summary: expected to write it into the run folder, got %s; %s", error, remedy)
+        log.warning("summary: cannot be written to the run folder: %s; %s", error, remedy)
     except Exception:
-        log.warning("%s; the run itself is whole", failed, exc_info=True)
+        log.warning("%s; the run itself is complete", failed, exc_info=True)
 
 
 class Reporter:

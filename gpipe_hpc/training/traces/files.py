@@ -130,7 +130,7 @@ def read_step(path: Path) -> ReadStep:
         return ReadStep(content.get("step"), replicas, around)
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise DataError(
-            f"trace {path}: expected a timeline written by gpipe_hpc, got {error}; "
+            f"trace {path}: cannot be read as a timeline of gpipe_hpc: {error}; "
             f"{os_remedy(error) or 'run with trace.steps=1'}"
         ) from error
 
@@ -148,8 +148,7 @@ def typical_trace(run_folder: Path) -> Path:
     found = sorted((run_folder / FOLDER).glob(_STEPS))
     if not found:
         raise DataError(
-            f"run {run_folder}: expected a measured timeline under {FOLDER}/, got none; "
-            f"{_why_untraced(run_folder)}"
+            f"run {run_folder}: no measured timeline under {FOLDER}/: {_why_untraced(run_folder)}"
         )
     return next((path for path in reversed(found) if _is_median(path)), found[-1])
 

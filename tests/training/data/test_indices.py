@@ -188,7 +188,7 @@ def test_index_that_nobody_can_keep_is_told(files, tmp_path, made, caplog):
     (tmp_path / "file").write_text("")
     config.index_dir = str(tmp_path / "file" / "indices")
     assert open_data(config).train.num_samples
-    assert "the index cannot be kept" in caplog.text and "data.index_dir" in caplog.text
+    assert "the index cannot be saved" in caplog.text and "data.index_dir" in caplog.text
 
 
 def test_index_of_read_only_data_is_kept_in_the_run(files, tmp_path, made):

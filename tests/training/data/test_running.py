@@ -313,7 +313,7 @@ def test_corrupt_images_are_replaced_alike_on_every_layout(damaged, tmp_path, ca
         assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5), name
         counts = [x["corrupt_samples"] for x in lines(tmp_path / name) if "loss" in x]
         assert counts[0] <= counts[1] <= counts[2] == counts[-1] == 3
-    assert "3 corrupt samples were found and passed over" in caplog.text
+    assert "skipped 3 corrupt samples" in caplog.text
     assert "corrupt sample 3 of at most 100: data: " in caplog.text
 
 

@@ -77,7 +77,7 @@ def test_a_full_disk_is_told_with_its_folder_and_a_remedy(tmp_path):
     full.close()
     full._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     refusing = [Refusing(), Refusing()]
-    told = rf"metrics: .* in {tmp_path}, got .*No space left on device.*make room there"
+    told = rf"metrics: cannot write to {tmp_path}: .*No space left on device.*make room there"
     with (
         pytest.raises(RunFolderError, match=told),
         Metrics(*refusing, full, folder=tmp_path) as metrics,
@@ -106,7 +106,7 @@ def test_other_ranks_are_told_of_a_full_disk(tmp_path):
         return None
 
     _, heard = run_on_threads(2, body)
-    assert re.match(r"rank 0( on \S+)?: metrics: expected to write .*No space left", heard)
+    assert re.match(r"rank 0( on \S+)?: metrics: cannot write to .*No space left", heard)
 
 
 def test_a_line_is_whole_where_the_system_takes_it_in_parts(tmp_path, monkeypatch):

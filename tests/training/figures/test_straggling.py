@@ -76,12 +76,12 @@ def test_a_run_tells_a_straggler_in_its_log_and_in_its_metrics(tiny, tmp_path, m
     monkeypatch.setattr(Watched, "__init__", new)
     monkeypatch.setattr(Watched, "add", add)
     train_here(2, *tiny, "pipeline.stages=2", "train.steps=32", f"run.dir={tmp_path}")
-    said = [r.getMessage() for r in caplog.records if "computes" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "computed" in r.getMessage()]
     assert len(said) == 2
     assert re.match(
-        r"straggler: rank [01] computes 1.50 times as long as before since step 12", said[0]
+        r"straggler: rank [01] has computed 1.50 times as long as before since step 12", said[0]
     )
-    assert re.match(r"rank [01] computes as fast as before since step 25", said[1])
+    assert re.match(r"rank [01] has computed as fast as before again since step 25", said[1])
     told = {line["step"]: line for line in metrics(tmp_path) if "straggles" in line}
     # A rank tells the others at the edge of the step after.
     assert sorted(told) == list(range(17, 30))

@@ -48,7 +48,7 @@ def test_a_rank_that_sees_nothing_of_it_is_named(tmp_path, monkeypatch):
 
 def test_what_is_no_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.dir: rank 0 on \S+ cannot write in .*file/run"):
+    with pytest.raises(ConfigError, match=r"run\.dir: rank 0 on \S+ cannot write to .*file/run"):
         look(tmp_path / "file" / "run")
 
 

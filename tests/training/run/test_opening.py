@@ -57,7 +57,9 @@ def test_a_run_that_came_to_nan_is_not_started_again_as_it_was(tmp_path, monkeyp
     run = tmp_path / "run"
     with pytest.raises(NonFiniteError):
         start(run, error=NonFiniteError("step 7: got nan"))
-    refused = pytest.raises(NonFiniteError, match=r"remove .*/NON_FINITE to .* said: step 7: got")
+    refused = pytest.raises(
+        NonFiniteError, match=r"remove .*/NON_FINITE to .* reported: step 7: got"
+    )
     for _ in range(2):
         with refused:
             start(run)
@@ -65,7 +67,7 @@ def test_a_run_that_came_to_nan_is_not_started_again_as_it_was(tmp_path, monkeyp
     with pytest.raises(NonFiniteError):  # the mark is gone
         start(run, "checkpoint.resume=never", error=NonFiniteError("step 8: got inf"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(NonFiniteError, match="said: step 8: got inf"):
+    with pytest.raises(NonFiniteError, match="reported: step 8: got inf"):
         start(run, "checkpoint.resume=never")
 
 

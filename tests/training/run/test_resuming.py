@@ -60,7 +60,9 @@ def test_a_damaged_newest_one_is_passed_over_with_a_warning(
     assert start(tmp_path, num_ranks=num_ranks) == 2
     told = [r.getMessage() for r in caplog.records if r.name == "gpipe_hpc.train"]
     assert len(told) == 1, "one warning, of one rank"
-    assert told[0].startswith(f"damaged, so going on from {steps[1]}: checkpoint {steps[2]}: ")
+    assert told[0].startswith(
+        f"damaged checkpoint, resuming from {steps[1]} instead: checkpoint {steps[2]}: "
+    )
     assert name in told[0]
 
 
@@ -94,7 +96,7 @@ def test_where_none_is_whole_a_run_does_not_begin_anew_in_silence(steps, tmp_pat
         flip(path, "gpipe_hpc.json")
     text = start(tmp_path)
     assert f"checkpoint {steps[2]}: " in text
-    assert "of the 3 checkpoints there none is whole: to begin anew set checkpoint.res" in text
+    assert "none of the 3 checkpoints is intact; to start over, set checkpoint.res" in text
     shutil.rmtree(steps[0])
     shutil.rmtree(steps[1])
     assert f"checkpoint {steps[2]}: " in start(tmp_path)
@@ -149,7 +151,7 @@ def test_a_run_goes_on_from_the_newest_whole_one(train, tiny, tmp_path, same_end
     newest = run / "checkpoints" / "step_00000004"
     flip(newest, "__1_0.distcp")
     said = train(2, *settings, "run.dir=run")
-    assert f"damaged, so going on from {run}/checkpoints/step_00000002" in said
+    assert f"damaged checkpoint, resuming from {run}/checkpoints/step_00000002" in said
     assert "__1_0.distcp as it was written, got another content in bytes" in said
     assert "abandoned_step_00000004" in said, "kept for whoever looks for the reason"
     same_end(whole, run)

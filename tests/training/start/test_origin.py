@@ -76,6 +76,6 @@ def test_copies_of_another_cut_and_a_damaged_checkpoint_lead_to_the_one_before(b
         path.write_bytes(data)
     assert opened(begun) == [(2, 16)] * 2
     assert "copies in memory do not fit the model" in caplog.text
-    assert "damaged, so going on from" in caplog.text
+    assert "damaged checkpoint, resuming from" in caplog.text
     names = sorted(path.name for path in Path(begun / "checkpoints").iterdir())
     assert names == ["abandoned_step_00000004", "step_00000002"], "its name is free for the new one"

@@ -46,8 +46,8 @@ class AdaScale:
     def __init__(self, pipe: Pipeline, scale: float, *, smoothing: float | None = None) -> None:
         if pipe.request.noise_over is None:
             raise ConfigError(
-                "AdaScale: expected a pipeline that measures its gradients' noise, got "
-                "noise_over=None; make it with Pipeline(..., noise_over='microbatches')"
+                "AdaScale: the pipeline does not measure gradient noise (noise_over=None); "
+                "create it with Pipeline(..., noise_over='microbatches')"
             )
         if smoothing is None:
             smoothing = max(0.0, 1.0 - pipe.num_parts / 1000)
