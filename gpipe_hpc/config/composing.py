@@ -15,7 +15,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from gpipe_hpc.config.complaints import complaint, misfit, no_group, of_composing, taken_away
 from gpipe_hpc.config.data import DataConfig
 from gpipe_hpc.config.kinds import data_config
-from gpipe_hpc.config.presets import as_written, conf_dir, preset, presets
+from gpipe_hpc.config.presets import as_written, conf_dir, current_target, preset, presets
 from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.config.schema import Config
 from gpipe_hpc.config.schemas import SCHEMAS
@@ -139,7 +139,7 @@ def _forget_replaced(composed: DictConfig, told: Told) -> None:
     for section in ("model", "data"):
         chosen = preset(section, told.choices.get(section))
         now = as_written(composed[section])
-        if now.get("_target_") == chosen.get("_target_"):
+        if current_target(str(now.get("_target_"))) == str(chosen.get("_target_")):
             continue
         given = _given(section, told.words)
         for key, value in chosen.items():

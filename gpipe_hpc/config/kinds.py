@@ -10,12 +10,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_hpc.config.complaints import unknown_setting, wrong_type
 from gpipe_hpc.config.data import DataConfig
-from gpipe_hpc.config.presets import targets
+from gpipe_hpc.config.presets import current_target, targets
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.targets import locate
 
-# Where kinds of data are defined in settings of older runs, and where they are now.
-_MOVED: Final = ("gpipe_hpc." + "training.data.", "gpipe_hpc." + "data.")
 _OWN: Final = "gpipe_hpc.training.data.own.OwnDataConfig"
 
 
@@ -30,8 +28,7 @@ def data_config(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> DataC
     if not isinstance(target, str):
         remedy = "choose a data=... of conf/data, or data=own data._target_=my.module.dataset"
         raise refuse("data", "a _target_", target, remedy)
-    if target.startswith(_MOVED[0]) and target not in targets("data"):
-        target = target.replace(*_MOVED)
+    target = current_target(target)
     given = {name: value for name, value in settings.items() if name != "_target_"}
     if target == chosen.get("_target_") or target in targets("data"):
         named = locate("data", target)

@@ -51,6 +51,17 @@ def targets(group: str) -> set[str]:
     return {each["_target_"] for each in presets(group).values() if each.get("_target_")}
 
 
+# Where kinds of data are defined in settings of older runs, and where they are now.
+_MOVED: Final = ("gpipe_hpc." + "training.data.", "gpipe_hpc." + "data.")
+
+
+def current_target(target: str) -> str:
+    """Return the name that a kind of data has now; any other target as it is."""
+    if target.startswith(_MOVED[0]) and target not in targets("data"):
+        return target.replace(*_MOVED)
+    return target
+
+
 def presets_with(group: str, setting: str) -> list[str]:
     """Return the names of the presets that have a setting."""
     return [name for name, each in presets(group).items() if setting in each]

@@ -1,22 +1,24 @@
-"""Data: what a run reads, and in which order."""
+"""Data: what a run reads, and in which order.
 
-from collections.abc import Iterable
-from pathlib import Path
+Names are loaded when they are first asked for: processes that list files need no torch.
+"""
 
-from gpipe_hpc.config import DataConfig, TokenDataConfig
-from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
-from gpipe_hpc.training.data.dataset import (
-    CorruptSampleError,
-    DataFacts,
-    Dataset,
-    DataSource,
-    reads_in_processes,
-)
-from gpipe_hpc.training.data.identity import Identity, differences, identify
-from gpipe_hpc.training.data.masking import hide_tokens
-from gpipe_hpc.training.data.processes import ProcessReaders
-from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, ReadRequest
-from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
+    from gpipe_hpc.training.data.dataset import (
+        CorruptSampleError,
+        DataFacts,
+        Dataset,
+        DataSource,
+    )
+    from gpipe_hpc.training.data.identity import Identity, differences, identify
+    from gpipe_hpc.training.data.opening import open_data, open_readers
+    from gpipe_hpc.training.data.processes import ProcessReaders
+    from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, ReadRequest
+    from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
 
 __all__ = [
     "BatchReader",
@@ -40,33 +42,19 @@ __all__ = [
     "validation_batches",
 ]
 
-
-def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> DataSource:
-    """Return the training and validation sets that the settings describe.
-
-    Looks at names, sizes, headers, and what an index needs; the first read opens the rest. `seed`
-    is that of the run: images are varied by it, and tokens hidden. `spare`: a folder for indices of
-    data whose own is read-only. Raises DataError where there is nothing to train on, or more is
-    corrupt than the settings bear.
-    """
-    source: DataSource = config.open(seed, spare)
-    if isinstance(config, TokenDataConfig) and config.objective == "masked":
-        return hide_tokens(source, config, seed)
-    return source
+_HOMES = (
+    ("corruption", ("CorruptTally", "tolerance")),
+    ("dataset", ("CorruptSampleError", "DataFacts", "DataSource", "Dataset")),
+    ("identity", ("Identity", "differences", "identify")),
+    ("opening", ("open_data", "open_readers")),
+    ("processes", ("ProcessReaders",)),
+    ("reading", ("BatchReader", "ReadRequest", "Readers", "Reading")),
+    ("sampler", ("PlannedBatch", "ShuffledSampler", "validation_batches")),
+)
 
 
-def open_readers(
-    reader: BatchReader,
-    requests: Iterable[ReadRequest],
-    num_workers: int,
-    prefetch: int,
-    timeout_s: float,
-) -> Readers | ProcessReaders:
-    """Return the readings of requests, in order: read when needed, or ahead by `num_workers`.
-
-    Threads read what lets the interpreter go (files, decoding, arrays), processes the code of a
-    user. Where threads would read targets alone, none does: they are quickly read.
-    """
-    if num_workers and reads_in_processes(reader.dataset):
-        return ProcessReaders(reader, requests, num_workers, prefetch, timeout_s)
-    return Readers(reader, requests, num_workers if reader.inputs else 0, prefetch, timeout_s)
+def __getattr__(name: str) -> object:
+    for module, names in _HOMES:
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
