@@ -11,27 +11,14 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from gpipe_hpc.checkpoint.manifest import METADATA
 from gpipe_hpc.small_files import open_regular, read_bytes
-from gpipe_hpc.torch_compat import storage_info
 
 _MOST_BYTES: Final = 2**30
 _MOST_PARTS: Final = 1000
@@ -39,9 +26,11 @@ _OF_METADATA: Final = "torch.distributed.checkpoint.metadata"
 # What torch writes; the path of the folder at saving was stored by format 1.
 _KNOWN: Final = frozenset(
     {
-        *((_OF_METADATA, kind.__name__) for kind in (Metadata, MetadataIndex)),
-        *((_OF_METADATA, kind.__name__) for kind in (TensorStorageMetadata, TensorProperties)),
-        (_OF_METADATA, ChunkStorageMetadata.__name__),
+        (_OF_METADATA, "Metadata"),
+        (_OF_METADATA, "MetadataIndex"),
+        (_OF_METADATA, "TensorStorageMetadata"),
+        (_OF_METADATA, "TensorProperties"),
+        (_OF_METADATA, "ChunkStorageMetadata"),
         (_OF_METADATA, "BytesStorageMetadata"),
         (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
         (_OF_METADATA, "StorageMeta"),
@@ -88,35 +77,14 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"a list that torch would not write ({error})") from error
 
 
-def write_metadata(path: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Write ``.metadata`` for tensors that are in files of the folder `path`, as torch does.
-
-    It is on the disk when this returns.
-    """
-    metadata = _metadata(stored)
-    # As torch's planner does for names that no nest of dictionaries has given.
-    metadata.planner_data = {name: (name,) for name in stored}
-    places = metadata.storage_data
-    results = [WriteResult(index, place.length, place) for index, place in places.items()]
-    _Writer(path).finish(metadata, [results])
-
-
 def fill(path: Path, stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
     """Read tensors of the checkpoint at `path` into `targets`, by name.
 
-    Raises OSError or ValueError if one cannot be read; those ahead of it are filled by then.
+    Raises OSError or ValueError if one cannot be read; those before it are filled by then.
     """
-    reader, planner = FileSystemReader(path), DefaultLoadPlanner()
-    metadata = _metadata({name: stored[name] for name in targets})
-    try:
-        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-    except OSError:
-        raise
-    except Exception as error:  # torch's reader raises what it likes
-        what = str(error) or "a file ends too early"
-        raise ValueError(f"{type(error).__name__}: {what}") from error
+    from gpipe_hpc.checkpoint.dcp import read_tensors
+
+    read_tensors(path, stored, targets)
 
 
 def check_readable(path: Path, stored: StoredTensor) -> None:
@@ -257,14 +225,14 @@ def _stored_tensors(root: Any) -> dict[str, StoredTensor]:
 
 def _stored_tensor(name: Any, entry: Any, place: Any) -> StoredTensor:
     _expect(isinstance(name, str), "a name that is no text")
-    names = [each.name for each in fields(TensorStorageMetadata)]
-    properties, size, pieces = _state(entry, TensorStorageMetadata.__name__, *names)
+    names = ("properties", "size", "chunks")
+    properties, size, pieces = _state(entry, "TensorStorageMetadata", *names)
     shape = _size(size)
     _expect(isinstance(pieces, list) and len(pieces) == 1, f"{name} in pieces")
-    kind = ChunkStorageMetadata.__name__
-    start, length = map(_size, _state(pieces[0], kind, "offsets", "sizes"))
+    chunk = _state(pieces[0], "ChunkStorageMetadata", "offsets", "sizes")
+    start, length = map(_size, chunk)
     _expect(length == shape and not any(start), f"a piece of {name} alone")
-    _expect(type(properties).__name__ == TensorProperties.__name__, f"no properties of {name}")
+    _expect(type(properties).__name__ == "TensorProperties", f"no properties of {name}")
     dtype = properties.state[0]
     _expect(isinstance(dtype, torch.dtype), f"no dtype of {name}")
     file, offset, num_bytes = _state(place, "_StorageInfo", "relative_path", "offset", "length")
@@ -290,24 +258,3 @@ def _size(record: Any) -> torch.Size:
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
         raise ValueError(otherwise)
-
-
-class _Writer(FileSystemWriter):
-    """Torch's writer of files, which does not note where on this machine the folder is."""
-
-    def storage_meta(self) -> StorageMeta:
-        """Return what tells this writing from others."""
-        return StorageMeta(save_id=self.save_id)
-
-
-def _metadata(stored: Mapping[str, StoredTensor]) -> Metadata:
-    entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-    for name, tensor in stored.items():
-        start = torch.Size([0] * len(tensor.shape))
-        piece = ChunkStorageMetadata(start, tensor.shape)
-        properties = TensorProperties(dtype=tensor.dtype)
-        entries[name] = TensorStorageMetadata(properties, tensor.shape, [piece])
-        index = MetadataIndex(name, start, 0)
-        places[index] = storage_info()(tensor.file, tensor.offset, tensor.length)
-    return Metadata(entries, storage_data=places)

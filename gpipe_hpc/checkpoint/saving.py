@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import BLOCK_BYTES, blocks_of, digests
 from gpipe_hpc.checkpoint.contents import Contents, collect
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, room_at, said, sync
 from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, TYPED, Facts, manifest_text
-from gpipe_hpc.checkpoint.metadata import StoredTensor, listed, write_metadata
-from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.checkpoint.metadata import StoredTensor, listed
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
 if TYPE_CHECKING:
@@ -38,7 +35,6 @@ log = logging.getLogger("gpipe_hpc.checkpoint")
 
 
 _MOST_EXTRA: Final = 64 * 2**20
-_COPIED_AHEAD: Final = 10_000_000  # bytes, of tensors on a device: as torch does
 
 
 class Written(NamedTuple):
@@ -174,22 +170,9 @@ def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Writt
     """
     if not tensors:
         return Written({}, {})
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    plan = planner.create_local_plan()
-    # Where there is a GPU torch copies ahead on its stream, and waits for all that this has to do.
-    is_here = all(map(on_host, tensors.values()))
-    ahead = 0 if is_here else _COPIED_AHEAD
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=ahead)
-    # Torch names files by the place of a plan among those of all ranks.
-    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
-    stored: dict[str, StoredTensor] = {}
-    for result in writer.write_data(plan, planner).wait():
-        name, place = result.index.fqn, result.storage_data
-        kind = tensors[name]
-        stored[name] = StoredTensor(
-            kind.shape, kind.dtype, place.relative_path, place.offset, place.length
-        )
+    from gpipe_hpc.checkpoint.dcp import write_tensors
+
+    stored = write_tensors(tensors, folder, rank)
     files = {tensor.file for tensor in stored.values()}
     return Written(stored, {name: _entry(folder / name) for name in sorted(files)})
 
@@ -212,6 +195,8 @@ def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[Writte
     try:
         tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
         _check_here(partial, parts)
+        from gpipe_hpc.checkpoint.dcp import write_metadata
+
         write_metadata(partial, tensors)
         facts = dict(contents.facts)
         facts["tensors"] = {name: listed(tensor) for name, tensor in sorted(tensors.items())}

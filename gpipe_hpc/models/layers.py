@@ -173,6 +173,13 @@ def normalise_layers(model: nn.Sequential | nn.ModuleList | Sequence[Layer]) -> 
 def _elements(model: object) -> list[object]:
     if isinstance(model, nn.Sequential | nn.ModuleList):
         return list(model)
+    if isinstance(model, nn.Module) and type(model).__module__.startswith("transformers."):
+        raise ModelError(
+            f"model: a {type(model).__name__} of transformers is one module, expected a sequence "
+            f"of layers; save it by model.save_pretrained(folder), then give "
+            f"gpipe_hpc.models.huggingface.huggingface_layers(folder), or on the command line "
+            f"model=huggingface model.path=folder"
+        )
     if isinstance(model, nn.Module):
         raise ModelError(
             f"model: cannot be cut into stages, expected nn.Sequential or a sequence of layers, "

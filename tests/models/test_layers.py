@@ -78,12 +78,19 @@ def test_normalise_accepts_sequences():
     assert normalise_layers(nn.ModuleList([linear])) == [linear]
 
 
+class Pretrained(nn.Module):
+    """As a model of transformers looks: one module, of a module of that library."""
+
+    __module__ = "transformers.models.gpt2.modeling_gpt2"
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         ([], r"has no layers.*add a layer"),
         (nn.Sequential(), r"has no layers"),
         (nn.Linear(2, 2), r"one Linear; give its parts as nn.Sequential"),
+        (Pretrained(), r"a Pretrained of transformers .*save_pretrained\(folder\).*model\.path="),
         ("gpt", r"not a sequence.*got str"),
         (iter([nn.ReLU()]), r"not a sequence.*put the layers into a list"),
         ([nn.ReLU(), nn.ReLU], r"layers\.1: .*the class ReLU; write LayerSpec\(ReLU"),

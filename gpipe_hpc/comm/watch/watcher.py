@@ -176,7 +176,8 @@ class Watcher:
     def _leave(self) -> None:
         """The rank ends its part in good order, or after a failure that all know."""
         self._told.has_left = True
-        self._near.tell({"kind": "left"})
+        # With its last action: the latest beat may be older than that.
+        self._near.tell(self._beat_message() | {"kind": "left"})
         self._near.drop_strangers()
         if self._news.failed_s is None or not self._told.ends:
             # The others hang up when they have heard it.
@@ -342,11 +343,11 @@ class Watcher:
 
     def _listen_to(self, link: Link, message: Message) -> None:
         match message.get("kind"):
-            case "beat":
+            case "beat" | "left":
                 link.doing = str(message.get("doing"))[:MAX_DOING]
                 link.helper = str(message.get("helper", ""))[:MAX_DOING]
-            case "left":
-                self._near.part(link)
+                if message["kind"] == "left":
+                    self._near.part(link)
             case "call":
                 if self._spread(message, again_s=3.0, source=link):
                     self._answer(message)

@@ -22,7 +22,6 @@ _EXTRAS: Final = (
     "output_attentions",
     "output_router_logits",
     "add_cross_attention",
-    "is_encoder_decoder",
     "quantization_config",
 )
 
@@ -108,6 +107,12 @@ def empty_model(config: Any, attention: str | None, dtype: str) -> Any:
         raise ConfigError(
             f"huggingface: bad dtype, expected one of {', '.join(_DTYPES)}, got {dtype!r}; train "
             f"in 16 bits by train.precision, with weights in float32"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"huggingface: {config.model_type} is an encoder with a decoder, which cannot be cut "
+            f"into one sequence of layers: both feed every layer of the decoder; take a causal "
+            f"language model or an image classifier"
         )
     extras = [name for name in _EXTRAS if getattr(config, name, None)]
     if extras:

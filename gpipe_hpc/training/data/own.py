@@ -188,7 +188,7 @@ class OwnDataset:
                 got = f"{len(batch)} of them"
             elif isinstance(batch, Mapping) and len(batch) > 1:
                 got = f"a {got} of {', '.join(map(str, batch))}"
-                pair = "({}, {})".format(*(f"item[{name!r}]" for name in list(batch)[:2]))
+                pair = "({}, {})".format(*(f"item[{name!r}]" for name in _pair_of(batch)))
             raise DataError(
                 f"data: a batch of {self.name} is no pair, expected (inputs, targets), got {got}; "
                 f"let __getitem__ return a pair, as {pair}, or make pairs in data.collate"
@@ -257,6 +257,16 @@ def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> O
             f"{type(made).__name__}; {remedy}"
         )
     return OwnDataset(made, collate, seed, config.target)
+
+
+_TARGETS: Final = ("labels", "label", "targets", "target", "y")  # as data sets call them
+
+
+def _pair_of(batch: Mapping[Any, Any]) -> tuple[Any, Any]:
+    """Return the likely names of inputs and targets: labels by their name, else the last one."""
+    names = list(batch)
+    target = next((name for name in _TARGETS if name in batch), names[-1])
+    return next(name for name in names if name != target), target
 
 
 _MOST_NUMBERS: Final = 6  # in a message

@@ -40,6 +40,12 @@ def open_data_first(
         counts = f"{source.train.num_samples:,} samples to train on, "
         counts += f"{source.validation.num_samples:,} held back"
         log.info("data: %s", source.about or counts)
+        # Nothing held back is a choice only if the user made it.
+        if not source.validation.num_samples and getattr(config.data, "validation_fraction", 1):
+            log.warning(
+                "data: no sample is held back, so there will be no validation loss; give more "
+                "data, raise data.validation_fraction, or set it to 0 if that is intended"
+            )
         identity = identify(source, config.data, config.train)
         check(identity)
         return Opened(source, facts, identity, source.baseline())

@@ -228,6 +228,7 @@ def test_ranks_that_are_suspended_together_take_nobody_for_lost(until):
 @pytest.mark.slow
 def test_a_rank_that_leaves_is_not_missed(until):
     with watched(3, until) as ranks:
+        ranks[0].line.send({"kind": "doing", "count": 2, "text": "step 4"} | DOING)
         ranks[0].line.send({"kind": "left"})
         until(lambda: not ranks[0].thread.is_alive(), 5, "its watcher has ended")
         ranks[0].process.kill()
@@ -236,7 +237,7 @@ def test_a_rank_that_leaves_is_not_missed(until):
         ranks[1].line.send({"kind": "call"})
         until(lambda: ranks[1].find("fact"), 3, "whoever asks is told")
         assert "rank 0" in ranks[1].find("fact")["text"]
-        assert "has left the run" in ranks[1].find("fact")["text"]
+        assert "has left the run; its last action: step 4" in ranks[1].find("fact")["text"]
 
 
 def test_a_report_reaches_all_also_who_comes_later(until):

@@ -96,7 +96,8 @@ def test_other_inputs_are_refused(configs: Any, batch_of: Any):
 
 
 REFUSED = {
-    "encoder_decoder": ({"model_type": "bart"}, "is_encoder_decoder"),
+    "encoder_decoder": ({"model_type": "bart"}, "bart is an encoder with a decoder.*causal"),
+    "t5": ({"model_type": "t5"}, "t5 is an encoder with a decoder.*causal"),
     "no_blocks": ({"model_type": "resnet"}, "cannot be cut into layers"),
     "unknown": ({"model_type": "nonesuch"}, "unknown model_type.*'nonesuch'"),
     "other_task": (

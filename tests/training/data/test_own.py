@@ -58,6 +58,11 @@ def dicts(size=4):
     return items
 
 
+def texts(size=4):
+    """As Hugging Face data sets give them."""
+    return [{"input_ids": [1], "attention_mask": [1], "labels": [1]} for _ in range(size)]
+
+
 def pairs_of_dicts(items):
     whole = torch.utils.data.default_collate(items)
     return {"x": whole["x"]}, whole["y"]
@@ -203,6 +208,7 @@ def test_items_that_are_no_pairs_need_a_collate(mine):
         ("Stream", DataError, r"got Stream; .* items are drawn in an order"),
         ("arrays", DataError, r"returned two arrays, .*TensorDataset\(inputs, targets\)"),
         ("dicts", DataError, r"got a dict of x, y; .*as \(item\['x'\], item\['y'\]\)"),
+        ("texts", DataError, r"as \(item\['input_ids'\], item\['labels'\]\)"),
         ("triples", DataError, r"no pair, .*got 3 of them"),
         ("pictures", DataError, r"TypeError: .*Picture.*let items be tensors"),
         ("fails", ConfigError, r"data\._target_=users_items\.fails.*ValueError: no such folder"),
