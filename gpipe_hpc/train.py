@@ -1,11 +1,16 @@
 """`python -m gpipe_hpc.train`: train a model, in one process or under a launcher."""
 
+import os
+
 from gpipe_hpc.comm.saying import keep_streams
 from gpipe_hpc.training.signals import StopRequest
 
 
 def main() -> None:
     """Compose the settings from Hydra's command line, train, and exit with the run's code."""
+    # Torch's C++ logs a lost connection as a warning with 20 stack frames, ahead of our message
+    # with the cause. It reads the level once, when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     keep_streams()
     # First of all: torch takes seconds to load, and a signal may come meanwhile.
     stop = StopRequest()

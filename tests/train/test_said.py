@@ -1,7 +1,10 @@
 """What a run says of itself: at its start, and where there is nothing to do."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -110,3 +113,44 @@ def test_a_vocabulary_that_the_data_do_not_use_is_told():
     assert "model.vocab_size=50257 is far more than the 256 tokens" in doubt
     assert "set model.vocab_size=256" in doubt
     assert check_config(compose_config([*words, "model.vocab_size=512"]), 1) == []
+
+
+LOST_STORE = """
+import datetime, subprocess, sys, types
+from gpipe_hpc import train
+
+SERVE = '''
+import torch.distributed as dist, time
+store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(1)
+'''
+
+def lose(stop):
+    import torch.distributed as dist
+
+    server = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
+    port = int(server.stdout.readline())
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=datetime.timedelta(seconds=9))
+    try:
+        store.get("never set")
+    except dist.DistError:
+        print("lost")
+
+# In its place, as importing the real one would import torch before the level is chosen.
+command = sys.modules["gpipe_hpc.training.command"] = types.ModuleType("command")
+command.run_command = lose
+train.main()
+"""
+
+
+@pytest.mark.parametrize("level", [None, "WARNING"])
+def test_a_lost_store_prints_no_stack_of_cpp_unless_asked(level):
+    """Twenty frames of libtorch came before the message that says which rank has ended."""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
+    if level:
+        environment["TORCH_CPP_LOG_LEVEL"] = level
+    command = [sys.executable, "-c", LOST_STORE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "lost" in done.stdout, done.stderr
+    assert ("frame #" in done.stderr) == (level is not None)
