@@ -229,8 +229,8 @@ def _stored_tensor(name: Any, entry: Any, place: Any) -> StoredTensor:
     properties, size, pieces = _state(entry, "TensorStorageMetadata", *names)
     shape = _size(size)
     _expect(isinstance(pieces, list) and len(pieces) == 1, f"{name} in pieces")
-    chunk = _state(pieces[0], "ChunkStorageMetadata", "offsets", "sizes")
-    start, length = map(_size, chunk)
+    piece = _state(pieces[0], "ChunkStorageMetadata", "offsets", "sizes")
+    start, length = map(_size, piece)
     _expect(length == shape and not any(start), f"a piece of {name} alone")
     _expect(type(properties).__name__ == "TensorProperties", f"no properties of {name}")
     dtype = properties.state[0]
