@@ -153,9 +153,8 @@ def loads(data: bytes | memoryview, what: str) -> Any:
         ) from None
     except Exception as error:  # a forged message may raise anything
         raise DataError(
-            f"{what}: expected a message of another rank, got damaged bytes "
-            f"({type(error).__name__}: {error}); something else sends to this port, or the "
-            f"ranks run unequal versions"
+            f"{what}: the bytes are no message of another rank ({type(error).__name__}: {error}); "
+            "something else sends to this port, or the ranks run unequal versions"
         ) from error
 
 

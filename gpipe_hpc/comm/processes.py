@@ -293,7 +293,8 @@ class ProcessWorld:
             # Both ends of a channel learn of it by the empty text, so both turn to torch.
             log.warning(
                 "rank %d: no memory is shared with other processes (%s); boundaries go over "
-                "torch.distributed, which copies more; comm.shared_memory=false says it was meant",
+                "torch.distributed, which copies more; set comm.shared_memory=false if that is "
+                "intended",
                 *(self.rank, refusal),
             )
         # The path of a socket has to mean the same to both.

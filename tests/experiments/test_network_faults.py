@@ -139,7 +139,7 @@ def test_a_cut_link_ends_all_ranks_and_each_names_the_other_host(begin, trains):
         if rank > 1:
             others, host, address = ((0, 1), "host1", "10.77.0.1")
         for other in others:
-            assert f"rank {other} on {host} ({address}): silent" in words, words
+            assert f"rank {other} on {host} ({address}) gave no sign of life" in words, words
         assert "its link is cut" in words
 
 

@@ -40,12 +40,12 @@ END_S = 7.0  # in which a thread that learned of a failure, or that never did, h
 FAILED_EXIT_CODE = 1
 MAX_LISTED = 8
 _REMEDIES: Final = {
-    "died": "look at its log, and after SIGKILL at the memory of its host",
+    "died": "look at its log; SIGKILL often means that its host ran out of memory",
     "stopped": "continue it sooner, or raise comm.silence_s",
     "silent": "its host is down, its link is cut, or all its processes are stopped",
     "helper": (
-        "the rank was killed with it, or is in a call that keeps Python's interpreter: look at its "
-        "log, and after SIGKILL at the memory of its host"
+        "the rank was killed with it, or is in a call that holds Python's interpreter lock: look "
+        "at its log; SIGKILL often means that its host ran out of memory"
     ),
 }
 
@@ -287,8 +287,8 @@ class FailureBoard:
             return True
         number = self._helper.process_number
         log.warning(
-            "rank %d on %s: its helper process %d, by which ranks watch one another, %s; %s takes "
-            "its place, and the run goes on",
+            "rank %d on %s: its helper process %d, which watches other ranks, %s; %s replaces "
+            "it, and the run continues",
             *(self._rank, socket.gethostname(), before, why),
             f"process {number}" if number != os.getpid() else "a thread of the rank",
         )
@@ -397,8 +397,8 @@ class FailureBoard:
         """End the process: its main thread is stuck."""
         assert self._report is not None, "a failure stands"
         text = (
-            f"rank {self._rank}: expected to end within {END_S:g} s of the run's failure, got "
-            f"stuck in {self._pulse}; the process ends now. The failure: {self._report.words}"
+            f"rank {self._rank}: did not end within {END_S:g} s of the run's failure and is stuck "
+            f"in {self._pulse}; the process ends now. The failure: {self._report.words}"
         )
         stacks = all_stacks(self._main)
         # Whoever is stuck may hold the locks of the logs.
@@ -417,11 +417,10 @@ def _told_of_all(lost: Sequence[Message]) -> str:
 
 def _told_of(news: Message, *, tells_remedy: bool) -> str:
     name = f"rank {news['rank']}" + (f" on {news['host']}" if news["host"] else "")
-    fate = f"{news['what']}: expected it to live as long as the run, got one that {news['fate']}"
-    if news["what"] == "helper":
-        fate = news["fate"]
-    return f"{name}: {fate}; its last action: {news['doing']}" + (
-        f"; {news['waiting']}{_REMEDIES[news['what']]}" if tells_remedy else ""
+    links = {"died": " died: it", "helper": ":"}
+    return (
+        f"{name}{links.get(news['what'], '')} {news['fate']}; its last action: {news['doing']}"
+        + (f"; {news['waiting']}{_REMEDIES[news['what']]}" if tells_remedy else "")
     )
 
 
@@ -455,5 +454,5 @@ def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:
     """Return what torch's error about a wait means, without the noise of its source lines."""
     text = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
     if re.search("timed? ?out", text, re.IGNORECASE):
-        return TimeoutError(f"waited in vain for {what}: {text}")
+        return TimeoutError(f"timed out waiting for {what}: {text}")
     return ConnectionError(f"lost {what}: {text}")

@@ -54,7 +54,7 @@ class Noticeboard:
                 raise ConnectionError(f"{what}: another rank has failed")
             if time.monotonic() > deadline_s:
                 missing = rank_names(self.absent(what, keys))
-                raise TimeoutError(f"{what}: waited in vain for {missing}")
+                raise TimeoutError(f"{what}: timed out waiting for {missing}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         self._note(None)

@@ -80,9 +80,9 @@ class _Looks:
         self._look_s = spent_s + self._idle_s / _NUM_LOOKS
         if self._watched.idle_s() > self._idle_s:
             raise StalledError(
-                f"{self._where}: expected work that reads, writes or computes, got none of it for "
-                f"{self._idle_s:g} s; look whether the file system of the data answers, or raise "
-                f"comm.timeout_s. It is in\n{self._watched.stack()}"
+                f"{self._where}: did not read, write or compute for {self._idle_s:g} s; check "
+                "whether the file system of the data answers, or raise comm.timeout_s. It is "
+                f"in\n{self._watched.stack()}"
             )
 
 

@@ -240,8 +240,8 @@ def _master_addr(env: Environment, one_machine: bool, known: Callable[[str], boo
     if env.get("SLURM_LAUNCH_NODE_IPADDR"):
         return env["SLURM_LAUNCH_NODE_IPADDR"]
     raise LaunchError(
-        "launch: the ranks are on several machines and none knows where to meet, expected "
-        "MASTER_ADDR, got nothing; pass it on with the launcher: MASTER_ADDR=<host of rank 0>"
+        "launch: the ranks are on several machines and MASTER_ADDR is not set; pass it with the "
+        "launcher: MASTER_ADDR=<host of rank 0>"
     )
 
 
@@ -292,9 +292,8 @@ def _text(env: Environment, name: str) -> str:
     value = env.get(name, "").strip()
     if not value:
         raise LaunchError(
-            f"launch: {name} is missing though other variables of its launcher are there, "
-            f"expected a value, got none; set {name}, or unset the launcher's variables to run "
-            f"one process"
+            f"launch: {name} is not set, although other variables of its launcher are; set "
+            f"{name}, or unset the launcher's variables to run one process"
         )
     return value
 

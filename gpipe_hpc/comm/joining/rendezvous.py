@@ -107,9 +107,8 @@ def meet(
     local = _is_local(launch, loopback)
     if loopback and launch.local_known and not launch.one_machine:
         raise LaunchError(
-            f"launch: loopback does not reach the other machines, expected all "
-            f"{launch.world_size} ranks on this one, got {launch.local_size}; leave "
-            f"loopback off"
+            f"launch: loopback does not reach other machines, but only {launch.local_size} of "
+            f"{launch.world_size} ranks are on this one; remove comm.loopback"
         )
     if launch.world_size == 1:
         if local:
@@ -326,8 +325,8 @@ class _Meeting:
         if keys.add(f"visits/{rank}", 1) > 1:
             self._call(keys).refuse_double()
             raise LaunchError(
-                f"launch: rank {rank}: two processes are rank {rank}, expected one, got {self._me} "
-                f"and another that has ended or has another secret; give each a RANK of its own"
+                f"launch: rank {rank}: two processes are rank {rank}: {self._me} and another that "
+                "has ended or has another secret; give each its own RANK"
             )
 
     def _serve(self, local: bool) -> TCPStore:
@@ -526,8 +525,8 @@ def make_room(num_files: int) -> None:
     allowed = allow_files(num_files)
     if allowed < num_files:
         log.warning(
-            "launch: rank 0 serves all ranks, expected to open %d files, got a limit of %d; raise "
-            "it where rank 0 is started (ulimit -Hn, LimitNOFILE)",
+            "launch: rank 0 serves all ranks, which needs %d open files, but the limit is %d; "
+            "raise it where rank 0 is started (ulimit -Hn, LimitNOFILE)",
             num_files,
             allowed,
         )

@@ -205,11 +205,11 @@ class RollCall:
         if first is None:
             return False
         told = (
-            f"two processes are rank {self.launch.rank}, expected one, got {first} and {self.me}; "
-            f"give each a RANK of its own"
+            f"two processes are rank {self.launch.rank}: {first} and {self.me}; give each its own "
+            "RANK"
         )
         verdict = json.loads(self._propose(told, local=False))
-        others = "" if verdict["refusal"] else "; the first one goes on"
+        others = "" if verdict["refusal"] else "; the first one continues"
         raise LaunchError(f"launch: rank {self.launch.rank}: {told}{others}")
 
     def refuse_living_double(self) -> None:

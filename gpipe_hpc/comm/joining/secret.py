@@ -76,9 +76,8 @@ class Secret:
         proof, value = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
         if not self.proves(proof, label, value):
             raise ProofError(
-                f"{label}: expected a value that is proved by the job's secret (from "
-                f"{self.source}), got another; the sender has another secret, or belongs to "
-                f"another job"
+                f"{label}: the value is not proved by the job's secret (from {self.source}); the "
+                "sender has another secret, or belongs to another job"
             )
         return value
 
@@ -125,8 +124,8 @@ def _read_private(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(
-            f"launch: no secret in {path}, expected a readable file, got {error.strerror}; make "
-            f"one that all ranks see: (umask 077; openssl rand -hex 32 > {path})"
+            f"launch: no secret in {path}: {error.strerror}; create one that all ranks see: "
+            f"(umask 077; openssl rand -hex 32 > {path})"
         ) from error
     try:
         fault = _fault_of(os.fstat(descriptor), stat.S_ISREG)
@@ -135,8 +134,8 @@ def _read_private(path: Path) -> bytes:
     finally:
         os.close(descriptor)
     raise ConfigError(
-        f"launch: the secret in {path} is none, expected a file of this user that nobody else may "
-        f"read, got {fault}; make it anew, or chmod 600 {path}"
+        f"launch: {path} cannot be the secret: {fault}; it must be a file of this user that "
+        f"nobody else can read: create it again, or chmod 600 {path}"
     )
 
 
@@ -174,8 +173,8 @@ def _secret_of_user(places: tuple[Path, ...]) -> Secret | None:
         else:
             return _checked(_read_private(path), str(path))
     log.warning(
-        "launch: no secret, expected a folder for it, got %s; other users of this machine can "
-        "reach this job's connections: set %s",
+        "launch: no secret, because its folder cannot be used (%s); other users of this machine "
+        "can reach this job's connections: set %s",
         ", ".join(reasons),
         SECRET_VARIABLE,
     )
@@ -188,8 +187,8 @@ def _make_private_folder(folder: Path) -> None:
     fault = _fault_of(folder.lstat(), stat.S_ISDIR)
     if fault:
         raise LaunchError(
-            f"launch: cannot keep a secret in {folder}, expected a folder of this user that nobody "
-            f"else may enter, got {fault}; remove it, or set {SECRET_VARIABLE} for all ranks"
+            f"launch: cannot keep a secret in {folder}: {fault}; it must be a folder of this user "
+            f"that nobody else can enter: remove it, or set {SECRET_VARIABLE} for all ranks"
         )
 
 

@@ -184,7 +184,7 @@ def _start(
     secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
     if secret is None and launch.rank == 0:
         log.warning(
-            "launch: no secret, so whoever reaches this job's ports can join or change it; where "
+            "launch: no secret, so anyone who reaches this job's ports can join or change it; if "
             "others can, set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )

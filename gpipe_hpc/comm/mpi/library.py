@@ -184,8 +184,8 @@ def open_mpi(device_pointers: bool | None = None) -> Library:
         import mpi4py
     except ImportError as error:
         raise LaunchError(
-            "comm.backend=mpi: expected mpi4py, got a Python without it; pip install "
-            "'gpipe-hpc[mpi]', or take another backend"
+            "comm.backend=mpi: mpi4py is not installed; pip install 'gpipe-hpc[mpi]', or use "
+            "another backend"
         ) from error
     known = "mpi4py.MPI" in sys.modules
     if not known:
@@ -195,13 +195,12 @@ def open_mpi(device_pointers: bool | None = None) -> Library:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"comm.backend=mpi: expected an MPI library that mpi4py can load, got {error}; load "
-            f"the module of your MPI, or pip install mpich, and see MPI4PY_MPIABI"
+            f"comm.backend=mpi: mpi4py cannot load an MPI library ({error}); load the module of "
+            "your MPI, or pip install mpich, and see MPI4PY_MPIABI"
         ) from error
     if MPI.Is_finalized():
         raise LaunchError(
-            "comm.backend=mpi: expected an MPI that runs, got one that this process has ended "
-            "already; start a new process"
+            "comm.backend=mpi: this process has already finalized MPI; start a new process"
         )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)

@@ -166,7 +166,7 @@ class Former:
             if not missing:
                 raise
             raise TimeoutError(
-                f"forming group {name}: waited in vain for {rank_names(missing)}"
+                f"forming group {name}: timed out waiting for {rank_names(missing)}"
             ) from error
 
     def _meet(self, name: str, members: Collection[int], rank: int) -> None:

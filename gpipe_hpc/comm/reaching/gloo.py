@@ -67,9 +67,8 @@ def open_device(address: str) -> Any:
 def cannot_listen(address: str, error: Exception) -> LaunchError:
     """Return what to raise if nothing can listen on an address."""
     return LaunchError(
-        f"launch: Gloo cannot listen on {address} of {socket.gethostname()}, expected an address "
-        f"of this host, got {error}; set comm.interface to an interface, or unset "
-        f"{INTERFACE_VARIABLE}"
+        f"launch: Gloo cannot listen on {address} of {socket.gethostname()} ({error}); set "
+        f"comm.interface to an interface, or unset {INTERFACE_VARIABLE}"
     )
 
 

@@ -88,7 +88,7 @@ class SharedTransport:
             limit_s = waiting[0].connection.gettimeout() or 0.0
             if now > since + limit_s:
                 rank = waiting[0].channel.destination_rank
-                raise TimeoutError(f"waited in vain for rank {rank} to take what it was sent")
+                raise TimeoutError(f"timed out waiting for rank {rank} to take what it was sent")
             ready = select.poll()
             for sender in waiting:
                 ready.register(sender.connection, select.POLLOUT)

@@ -228,5 +228,5 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 def _lost(error: OSError, rank: int) -> ConnectionError | TimeoutError:
     if isinstance(error, TimeoutError):
-        return TimeoutError(f"waited in vain for rank {rank}: {error}")
+        return TimeoutError(f"timed out waiting for rank {rank}: {error}")
     return ConnectionError(f"lost rank {rank}: {error}")

@@ -192,7 +192,7 @@ def _start(end: socket.socket) -> "subprocess.Popen[bytes] | None":
         )
     except (OSError, ValueError, RuntimeError) as error:
         log.warning(
-            "watch: expected to start a helper process with %r, got %s; a thread does its work",
+            "watch: cannot start a helper process with %r (%s); a thread does its work",
             sys.executable,
             error,
         )

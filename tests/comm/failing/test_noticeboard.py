@@ -33,7 +33,7 @@ def test_a_rank_hears_what_its_peers_tell_also_later():
 def test_whoever_has_not_told_is_named():
     zero, one, _ = boards(3, timeout_s=0.1)
     one.tell("where")
-    with pytest.raises(TimeoutError, match=r"where: waited in vain for rank 2$"):
+    with pytest.raises(TimeoutError, match=r"where: timed out waiting for rank 2$"):
         zero.ask("where", [1, 2])
 
 

@@ -110,7 +110,7 @@ def test_work_here_that_does_nothing_ends_the_others():
             is_heard.set()
             raise
 
-    with pytest.raises(StalledError, match=r"got none of it for 0\.5 s"):
+    with pytest.raises(StalledError, match=r"did not read, write or compute for 0\.5 s"):
         run_on_threads(2, body)
     assert "rank 0: measuring: expected work" in told[0] and "is_heard.wait(20)" in told[0]
 

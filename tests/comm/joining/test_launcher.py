@@ -146,7 +146,7 @@ def test_precedence():
 
 def test_mpirun_over_several_machines_needs_an_address():
     spread = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    with pytest.raises(LaunchError, match=r"expected MASTER_ADDR.*host of rank 0"):
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR is not set.*host of rank 0"):
         detect(spread)
     assert detect(spread, MASTER_ADDR="head").master_addr == "head"
     assert detect({**spread, "SLURM_JOB_NODELIST": "c[07-09]"}).master_addr == "c07"
@@ -169,19 +169,19 @@ def test_ports_differ_between_jobs_steps_and_attempts():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({**TORCHRUN, "WORLD_SIZE": ""}, r"WORLD_SIZE is missing.*unset the launcher's variables"),
+        ({**TORCHRUN, "WORLD_SIZE": ""}, r"WORLD_SIZE is not set.*unset the launcher's variables"),
         ({**TORCHRUN, "RANK": "x"}, r"bad RANK, expected a whole number from 0 up, got 'x'"),
         ({**TORCHRUN, "RANK": "-1"}, r"bad RANK.*got '-1'"),
         ({**TORCHRUN, "RANK": "8"}, r"bad rank from torchrun, expected less than 8.*got 8"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, r"bad local rank.*less than 2"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, r"bad ranks on this machine.*got 9"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, r"bad master port.*got 70000"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR is missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR is not set"),
         (
             {**OPENMPI, "RANK": "0", "WORLD_SIZE": "4"},
             r"disagree, expected RANK to be OMPI_COMM_WORLD_RANK=1, got RANK=0; unset RANK",
         ),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"MPI_LOCALNRANKS is missing"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"MPI_LOCALNRANKS is not set"),
         ({**SRUN, "SLURM_NODEID": "2"}, r"tasks of node 2.*got '2,1'; start the step with"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,x"}, r"got '2,x'"),
     ],

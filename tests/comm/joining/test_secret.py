@@ -28,7 +28,7 @@ def test_sealed_values_are_bound_to_secret_and_label():
         (OURS, "rank/1", b""),
         (OURS.derive("beats"), "rank/1", sealed),
     ]:
-        with pytest.raises(ConnectionError, match=r"expected a value that is proved"):
+        with pytest.raises(ConnectionError, match=r"the value is not proved"):
             secret.unseal(label, value)
 
 
@@ -72,7 +72,7 @@ def test_a_file_gives_a_secret_before_the_environment(tmp_path: Path):
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
 def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int):
     path = private(tmp_path / "secret", mode)
-    with pytest.raises(ConfigError, match=rf"got mode {mode:o}.*chmod 600"):
+    with pytest.raises(ConfigError, match=rf"secret: mode {mode:o}.*chmod 600"):
         job_secret(False, str(path))
 
 
@@ -128,9 +128,7 @@ def test_a_folder_in_other_hands_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_no_place_for_a_secret_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert job_secret(True, environ={}, places=(tmp_path / "no" / "such",)) is None
-    assert (
-        f"no secret, expected a folder for it.*set {SECRET_VARIABLE}".split(".*")[0] in caplog.text
-    )
+    assert "no secret, because its folder cannot be used" in caplog.text
 
 
 def test_machines_without_a_secret_have_none():

@@ -35,15 +35,17 @@ def install(monkeypatch, library):
 
 def test_a_python_without_mpi4py_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(LaunchError, match=r"comm.backend=mpi: expected mpi4py.*pip install"):
+    with pytest.raises(
+        LaunchError, match=r"comm.backend=mpi: mpi4py is not installed; pip install"
+    ):
         start_world(backend="mpi")
 
 
 @pytest.mark.parametrize(
     "library, message",
     [
-        (None, "expected an MPI library that mpi4py can load, got .*MPI4PY_MPIABI"),
-        (mpi(has_ended=True), "this process has ended already; start a new process"),
+        (None, "mpi4py cannot load an MPI library .*MPI4PY_MPIABI"),
+        (mpi(has_ended=True), "this process has already finalized MPI; start a new process"),
         (mpi(level=1), "MPI_THREAD_MULTIPLE.* got MPI_THREAD_FUNNELED from MPICH 5"),
     ],
 )

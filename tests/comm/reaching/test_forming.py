@@ -67,7 +67,7 @@ def test_who_never_came_is_named_by_those_that_wait_for_others_too(processes, tm
             former.form((0, 1, 2, 3), "xpu:xccl")
         return str(caught.value).rpartition(": ")[2]
 
-    expected = "waited in vain for rank 2"
+    expected = "timed out waiting for rank 2"
     assert processes(4, body, tmp_path) == [expected, expected, None, expected]
 
 
