@@ -11,9 +11,8 @@ is missing. Without one of these we do the same in another way:
 - `torch._debug_has_internal_overlap` (1.6): the strides say it, which takes 5 us.
 - `torch.autograd.graph._engine_run_backward` (2.2): `torch.autograd.backward` and `grad`, whose
   checks take longer than the backward of a small layer.
-- `torch.ops.mkldnn._is_mkldnn_bf16_supported` and `_fp16_` (2.0), the operators `aten._to_copy`
-  and `aten._scaled_dot_product_flash_attention_for_cpu` with its backward (2.1): planned memory
-  and FLOPs are those of torch's plain kernels.
+- The operators `aten._to_copy` and `aten._scaled_dot_product_flash_attention_for_cpu` with its
+  backward (2.1): planned memory and FLOPs are those of torch's plain kernels.
 
 `torch._foreach_*` are documented functions of torch, and need no guard.
 """
@@ -51,7 +50,6 @@ __all__ = [
     "has_internal_overlap",
     "is_forward_ad_enabled",
     "new_process_group",
-    "onednn_takes",
     "operator",
     "pytree",
     "ranks_of_groups",
@@ -280,13 +278,6 @@ run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _found(
 def operator(name: str) -> Any:
     """Return a private operator of aten; None if it is not there."""
     return _found("torch", f"ops.aten.{name}")
-
-
-def onednn_takes(dtype: torch.dtype) -> bool:
-    """Say whether oneDNN computes in bfloat16 or float16 on this processor, as far as is known."""
-    kind = "bf16" if dtype == torch.bfloat16 else "fp16"
-    ask = _found("torch", f"ops.mkldnn._is_mkldnn_{kind}_supported")
-    return ask is not None and bool(ask())
 
 
 _BACKWARD: Final[Any] = getattr(torch.autograd.backward, "__code__", None)

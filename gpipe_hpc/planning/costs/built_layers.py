@@ -18,7 +18,6 @@ from gpipe_hpc.engine.remedies import with_remedy
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ModelError, words_of
 from gpipe_hpc.models import Layer, LayerSpec, build_layer, init_key, run_layer, seeded_generators
-from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.walk import Visit, described
 
@@ -38,7 +37,6 @@ class Bench(NamedTuple):
     repetitions: int
     warmup: int
     clock: Clock
-    caches: Caches
 
     @contextmanager
     def built(self, visits: Sequence[Visit], loss: "Loss | None") -> Iterator["BuiltLayers"]:
@@ -140,7 +138,6 @@ class BuiltLayers:
         # Parameter gradients stay, so that repetitions accumulate into them as micro-batches do.
         forward, results = self._forward()
         ordered = partial(self.bench.clock.ordered, device=self.bench.device)
-        self.bench.caches.fill()
         with self._failures_told():
             with ExitStack() as blocks:
                 if deferred is not None:
@@ -148,18 +145,15 @@ class BuiltLayers:
                     blocks.enter_context(DeferWeights(deferred))
                 ends, *in_forward = ordered(forward)
             seeds = [torch.ones_like(end) for end in ends]
-            self.bench.caches.fill()
             _, *in_backward = ordered(lambda: _backward(ends, seeds))
             parts = [Took(*in_forward), Took(*in_backward) if ends else Took(0.0, 0.0)]
             if deferred is not None:
-                self.bench.caches.fill()
                 parts.append(Took(*ordered(deferred.run)[1:]))
         return map_tensors(_detached, results), parts
 
     def bare(self) -> _Run:
         """Run a forward that keeps nothing; return nothing else, and what it took."""
         forward, _ = self._forward()
-        self.bench.caches.fill()
         with self._failures_told(), torch.no_grad():
             _, *took = self.bench.clock.ordered(forward, device=self.bench.device)
         return [], [Took(*took)]
@@ -167,7 +161,7 @@ class BuiltLayers:
     def through(self) -> tuple[float, ...]:
         """Run one forward and backward from end to end; return the seconds that they take.
 
-        On a CPU these are two numbers, and what other layers leave in the caches lies between them.
+        On a CPU these are two numbers.
         An accelerator has the backward in hand before it is done with the forward: one number.
         """
         forward, _ = self._forward()
@@ -189,7 +183,6 @@ class BuiltLayers:
             return self._from_idle(first), self._from_idle(second)
 
     def _from_idle(self, work: Callable[[], object]) -> float:
-        self.bench.caches.fill()
         return self.bench.clock.from_idle(work, self.bench.device)[1]
 
     def bare_through(self) -> float:

@@ -12,7 +12,6 @@ from gpipe_hpc.comm.nests import map_tensors
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.costs.built_layers import Bench, Loss, Seconds, usual
-from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.stretch import Member, in_stage
 from gpipe_hpc.planning.costs.walk import Passed, Visit, walk
@@ -86,17 +85,11 @@ def measure_layers(
     Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
     """
     target = device or HostDevice()
-    bench = Bench(
-        seed, target, repetitions, warmup, clock or Clock(), Caches(not target.is_accelerator)
-    )
+    bench = Bench(seed, target, repetitions, warmup, clock or Clock())
     began = bench.clock.now()
     goal = _to(example_targets, target)
     subjects = _first_round(layers, _to(example_inputs, target), goal, loss_fn, bench)
     distinct = list({id(subject): subject for subject in subjects}.values())
-    if bench.caches.lessen(sum(subject.num_bytes for subject in subjects)):
-        for subject in distinct:  # once more: the first time found less in the caches than a step
-            subject.rounds.clear()
-            subject.run(bench)
     always = (rounds - 1) * len(distinct)
     for turn, subject in enumerate(_turns(subjects, distinct, rounds)):
         if turn >= always and bench.clock.now() - began >= budget_s:

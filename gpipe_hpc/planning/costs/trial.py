@@ -26,8 +26,7 @@ from gpipe_hpc.planning.costs.casts import WeightCasts, storage_key
 from gpipe_hpc.planning.costs.meta import META, meta_copy
 from gpipe_hpc.planning.costs.walk import Given, Passed, described
 from gpipe_hpc.planning.costs.work import Passes, WorkCounter
-from gpipe_hpc.planning.memory.convolutions import bytes_within
-from gpipe_hpc.planning.memory.workspace import Workspace, nothing_within, run_counting
+from gpipe_hpc.planning.memory.workspace import Workspace, run_counting
 from gpipe_hpc.torch_compat import FakeTensor, FakeTensorMode
 
 CPU: Final = torch.device("cpu")
@@ -196,9 +195,8 @@ class Trial:
                     lasts = [*map(storage_key, (*self.module.parameters(), *self.module.buffers()))]
                     state_bytes = _moved_bytes(buffers, homes)
                     # Last: a layer may replace its buffers, and storages have names of dead ones.
-                    within = bytes_within if self.device_type == CPU.type else nothing_within
                     workspace = run_counting(
-                        partial(self._forward, again), self.module.parameters(), within
+                        partial(self._forward, again), self.module.parameters()
                     )
             except Exception as error:
                 raise self._failed(error) from error

@@ -2,12 +2,11 @@
 
 Of a forward that is what it drops again before it ends. Of a backward: gradients on their way
 through the layer, and a weight's gradient ahead of its sum with those of earlier micro-batches.
-What kernels take within one operator is not seen here, except of convolutions on the host, see
-`convolutions`; nor what libraries take for themselves.
+What kernels take within one operator is not seen here, nor what libraries take for themselves.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,25 +29,14 @@ class Workspace(NamedTuple):
     backward: int = 0
 
 
-Within = Callable[[Any, Sequence[Any], Any], int]
-"""Returns what an operator, called with these arguments, takes beside its result; bytes."""
-
-
-def nothing_within(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Return 0: what kernels take is not known."""
-    return 0
-
-
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of the storages that operators make within it, and that still live.
 
     A storage that an operator is first seen to read stood there before and is not counted.
-    `within`: what an operator takes while it runs.
     """
 
-    def __init__(self, within: Within = nothing_within) -> None:
+    def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self._within = within
         self.now = self.most = 0
         self._counted: set[int] = set()
         self._older: dict[int, torch.UntypedStorage] = {}  # held: no other may take its place
@@ -71,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
                 self._counted.add(key)
                 self.now += nbytes
                 weakref.finalize(storage, self._drop, key, nbytes).atexit = False
-        self.most = max(self.most, self.now + self._within(func, args, result))
+        self.most = max(self.most, self.now)
         return result
 
     def _drop(self, key: int, nbytes: int) -> None:
@@ -90,18 +78,15 @@ def _storages(nest: Any) -> Iterator[torch.UntypedStorage]:
     return (each.untyped_storage() for each in pytree.tree_leaves(nest) if isinstance(each, Tensor))
 
 
-def run_counting(
-    forward: Callable[[], Any], weights: Iterable[Tensor], within: Within = nothing_within
-) -> Workspace:
+def run_counting(forward: Callable[[], Any], weights: Iterable[Tensor]) -> Workspace:
     """Run a forward, and the backward of what it returns; return what they take on their way.
 
     The weights have gradients of earlier micro-batches, as in all backwards of a step but one.
-    `within`: what an operator takes while it runs.
     """
     for weight in weights:
         if weight.requires_grad:
             weight.grad = torch.empty_like(weight)
-    live = LiveBytes(within)
+    live = LiveBytes()
     with live.above():
         results = forward()
     of_forward = live.most - live.now

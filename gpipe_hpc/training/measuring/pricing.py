@@ -1,6 +1,6 @@
 """Measure what a step takes beside its layers, with the engine and the optimizer of a run.
 
-Times are medians. On a CPU what is timed finds nothing of its own in the caches, as in a step.
+Times are medians.
 """
 
 import os
@@ -23,7 +23,6 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices
 from gpipe_hpc.planning.step_time import Crowd
@@ -207,16 +206,13 @@ class _Bench:
     def _usual(self, work: Callable[[], object]) -> float:
         """Return the median seconds of some work, all of which every rank does.
 
-        Ranks meet ahead of it: they are not done at once with filling their caches, and who waits
-        for another would count that as the work's. On CPUs all that passes counts: a rank that
-        waits for its core waits for a thread of its own that sends or sums. Sums of two ranks of
-        Gloo take from a fifth to twice their median.
+        Ranks meet ahead of it, as a rank that waits for another would count that as the work's. On
+        CPUs all that passes counts: a rank that waits for its core waits for a thread of its own
+        that sends or sums. Sums of two ranks of Gloo take from a fifth to twice their median.
         """
         clock, device = Clock(), self.world.device
-        caches = Caches(is_host=not device.is_accelerator)
         times = []
         for _ in range(_REPEATS + 2):
-            caches.fill()
             with together(self.world, "timing what a step takes beside its layers"):
                 meet(self.world.everybody)
             if device.is_accelerator:

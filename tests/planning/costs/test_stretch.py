@@ -10,7 +10,6 @@ from gpipe_hpc.models.skips import skip_names
 from gpipe_hpc.planning import measure_layers
 from gpipe_hpc.planning.costs import stretch
 from gpipe_hpc.planning.costs.built_layers import Bench, Seconds
-from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.stretch import InStage, Member, Part, in_stage
 from gpipe_hpc.planning.costs.walk import Given, Visit
@@ -128,14 +127,14 @@ def test_the_longest_stretch_that_may_be_run_is_chosen(seconds, num_bytes, chose
         member(machine, index, *pair)
         for index, pair in enumerate(zip(seconds, num_bytes, strict=True))
     ]
-    bench = Bench(0, HostDevice(), 1, 0, machine, Caches(is_host=True))
+    bench = Bench(0, HostDevice(), 1, 0, machine)
     found = stretch._stretch(members, bench)
     assert [each.visit.index for each in found] == list(chosen)
 
 
 def test_passes_end_when_they_took_long_enough(monkeypatch):
     machine = Machine()
-    bench = Bench(0, HostDevice(), 1, 0, machine, Caches(is_host=True))
+    bench = Bench(0, HostDevice(), 1, 0, machine)
     in_stage([member(machine, index, 5 * MS) for index in range(3)], bench)
     # 60 ms a pass; the last one begins before 1.5 s are over.
     assert machine.time_s == pytest.approx(1.5, abs=0.061)
@@ -163,7 +162,7 @@ def test_skips_that_come_from_outside_a_stretch_are_given_to_it():
     ]
     for first in (0, 1, 3):
         visits = visits_of(layers, torch.ones(3, 4, requires_grad=True))[first:]
-        bench = Bench(0, HostDevice(), 1, 0, Clock(), Caches(is_host=True))
+        bench = Bench(0, HostDevice(), 1, 0, Clock())
         with bench.built(visits, None) as built:
             assert all(each > 0 for each in (*built.through(), built.bare_through()))
 
@@ -191,7 +190,7 @@ def test_a_stretch_takes_a_quarter_of_the_memory_that_is_free():
 
     machine = Machine()
     members = [member(machine, index, 1 * MS, num_bytes=10) for index in range(5)]
-    bench = Bench(0, Tight(), 1, 0, machine, Caches(is_host=True))
+    bench = Bench(0, Tight(), 1, 0, machine)
     assert len(stretch._stretch(members, bench)) == 2
 
 
@@ -199,7 +198,7 @@ def test_the_first_pass_over_a_stretch_does_not_count():
     machine = Machine()
     took = iter([9.0] * 3 + [2.0] * 1000)
     machine.timed = lambda work, device: (work(), next(took) * MS)
-    bench = Bench(0, HostDevice(), 1, 0, machine, Caches(is_host=True))
+    bench = Bench(0, HostDevice(), 1, 0, machine)
     members = [member(machine, index, 1 * MS) for index in range(2)]
     assert stretch._usual_passes(members, bench) == pytest.approx([2 * MS] * 3)
 
@@ -224,7 +223,7 @@ def test_bytes_that_a_forward_keeps_are_those_of_storages_without_parameters():
             return hidden[:, :2] * hidden[:, 2:]  # both parts of one storage
 
     visits = visits_of([LayerSpec(Kept, 4, 4)], torch.ones(3, 4, requires_grad=True))
-    bench = Bench(0, HostDevice(), 1, 0, Clock(), Caches(is_host=True))
+    bench = Bench(0, HostDevice(), 1, 0, Clock())
     with bench.built(visits, None) as built:
         # The input, for the weight's gradient, and what comes out of exp.
         assert built.kept_bytes() == 4 * (3 * 4 + 3 * 4)

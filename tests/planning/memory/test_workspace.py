@@ -7,7 +7,6 @@ from torch import nn
 
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning.costs.counted import count_model
-from gpipe_hpc.planning.memory.convolutions import bytes_within
 from gpipe_hpc.planning.memory.workspace import LiveBytes, Workspace, run_counting
 from gpipe_hpc.planning.stages import count_stages
 
@@ -104,92 +103,6 @@ def test_the_count_is_what_torchs_profiler_sees(name):
         assert ours <= 1.05 * theirs + 4096
         assert theirs <= 1.05 * ours + 4096 or name == "convolution"
     assert counted.backward > 0
-
-
-CONVOLUTIONS = {
-    "3 x 3": (lambda: nn.Conv2d(64, 64, 3, padding=1), (4, 64, 28, 28)),
-    "strided": (lambda: nn.Conv2d(32, 64, 3, 2, 1), (4, 32, 56, 56)),
-    "first of an image": (lambda: nn.Conv2d(3, 64, 7, 2, 3), (4, 3, 112, 112)),
-    "large weight": (lambda: nn.Conv2d(256, 256, 3, padding=1), (4, 256, 7, 7)),
-    "depthwise": (lambda: nn.Conv2d(64, 64, 3, padding=1, groups=64), (4, 64, 28, 28)),
-    "one place, many samples": (lambda: nn.Conv2d(64, 128, 1), (16, 64, 28, 28)),
-    "one dimension": (lambda: nn.Conv1d(64, 64, 3, padding=1), (4, 64, 512)),
-    "three dimensions": (lambda: nn.Conv3d(16, 16, 3, padding=1), (2, 16, 16, 16, 16)),
-    "transposed": (lambda: nn.ConvTranspose2d(64, 64, 2, 2), (4, 64, 28, 28)),
-    "channels last": (
-        lambda: nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last),
-        (4, 64, 28, 28),
-    ),
-}
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-# What torch does another way as a product; of what oneDNN takes for these less is known.
-AS_PRODUCTS = {
-    "one place, few samples": (lambda: nn.Conv2d(64, 128, 1), (4, 64, 28, 28)),
-    "one place, two groups": (lambda: nn.Conv2d(64, 128, 1, groups=2), (16, 64, 28, 28)),
-    "one place, strided": (lambda: nn.Conv2d(64, 128, 1, 2), (16, 64, 28, 28)),
-    "one place, transposed": (lambda: nn.ConvTranspose2d(64, 64, 1), (4, 64, 28, 28)),
-    "one place, three dimensions": (lambda: nn.Conv3d(32, 64, 1), (4, 32, 16, 16, 16)),
-    "one place, one dimension": (lambda: nn.Conv1d(64, 64, 1), (8, 64, 512)),
-    "transposed, three dimensions": (lambda: nn.ConvTranspose3d(32, 64, 2, 2), (4, 32, 8, 8, 8)),
-    "two groups": (lambda: nn.Conv2d(64, 64, 3, padding=1, groups=2), (4, 64, 28, 28)),
-    "dilated, two groups": (
-        lambda: nn.Conv2d(64, 64, 3, padding=2, dilation=2, groups=2),
-        (4, 64, 28, 28),
-    ),
-    "dilated": (lambda: nn.Conv2d(64, 64, 3, padding=2, dilation=2), (4, 64, 28, 28)),
-}
-# Without oneDNN's copies: what lies otherwise is made contiguous.
-NOT_IN_FLOAT64 = ("channels last",)
-KINDS = [
-    (name, dtype)
-    for name in CONVOLUTIONS
-    for dtype in (torch.float32, torch.bfloat16, torch.float64)
-    if dtype is not torch.float64 or name not in NOT_IN_FLOAT64
-]
-KINDS += [(name, torch.float64) for name in AS_PRODUCTS]
-if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    KINDS += [(name, torch.bfloat16) for name in AS_PRODUCTS]
-
-
-@pytest.mark.parametrize(("name", "dtype"), KINDS, ids=str)
-def test_what_a_convolution_takes_on_the_host_is_counted(name, dtype, one_thread):
-    """Its copies in blocks were in no plan: up to three times what was counted of a backward."""
-    make, shape = (CONVOLUTIONS | AS_PRODUCTS)[name]
-    last = torch.channels_last if name == "channels last" else torch.contiguous_format
-
-    def given(device):
-        made = torch.ones(shape, device=device, dtype=dtype).to(memory_format=last)
-        return made.requires_grad_().clone()
-
-    seen = measured(make().to(dtype), given("cpu"))
-    module, there = make().to("meta", dtype), given("meta")
-    counted = run_counting(lambda: module(there), module.parameters(), bytes_within)
-    # For tiles of AMX oneDNN makes copies of channels that it has filled up, and one of the output.
-    fills_up = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    # Without AVX-512 it copies less of what has three dimensions.
-    copies_less = name == "three dimensions" and not torch.cpu._is_avx512_supported()
-    for ours, theirs in zip(counted, seen, strict=True):
-        assert theirs <= (2.0 if fills_up else 1.3) * ours + 2**17
-        assert ours <= (1.5 if copies_less else 1.3) * theirs + 2**17
-
-
-def test_on_an_accelerator_nothing_is_known_of_what_convolutions_take():
-    specs, inputs = [LayerSpec(nn.Conv2d, 8, 8, 3)], torch.empty(2, 8, 32, 32, device="meta")
-    here, there = (
-        count_model(specs, inputs, device_type=device).layers[0].workspace
-        for device in ("cpu", "cuda")
-    )
-    assert there.forward == 0 and here.forward > inputs.nbytes
-    assert here.backward - there.backward > inputs.nbytes
 
 
 def test_what_stood_there_before_is_not_counted_and_views_take_nothing():
