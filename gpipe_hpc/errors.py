@@ -136,8 +136,12 @@ def words_of(error: BaseException) -> str:
 
     For a message of ours that tells what somebody else's code raised.
     """
-    text = _FRAMES_OF_CPP.split(str(error), maxsplit=1)[0]
-    return f"{type(error).__name__}: {text.rstrip()}"
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says, without the frames of C++ that torch adds to some."""
+    return _FRAMES_OF_CPP.split(str(error), maxsplit=1)[0].rstrip()
 
 
 def os_remedy(error: BaseException | None) -> str | None:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 from torch import nn
 
-from gpipe_hpc import Pipeline
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.comm.world import together
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.draw.pictures import put
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy, words_of
@@ -115,3 +116,22 @@ def test_a_wrong_path_of_data_is_a_setting_and_a_failing_disk_is_none(number, is
     """A folder in place of a file ended with code 1, as a disk that fails."""
     error = unreadable(tmp_path, OSError(number, os.strerror(number)))
     assert isinstance(error, ConfigError) == is_setting
+
+
+def test_other_ranks_read_the_cause_without_frames_of_cpp():
+    said = "store lost\nException raised from recvBytes at Utils.hpp:672\nframe #0"
+
+    def body(world):
+        try:
+            with together(world, "saving"):
+                if world.rank == 1:
+                    raise RuntimeError(said)
+                world.everybody.broadcast_object(None, root=1)
+        except GpipeError as error:
+            return str(error)
+        except RuntimeError as error:
+            return str(error)
+
+    heard, own = run_on_threads(2, body)
+    assert own == said
+    assert "saving: RuntimeError: store lost" in heard and "frame" not in heard

@@ -13,7 +13,7 @@ from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.pulse import Idle, Phase
-from gpipe_hpc.errors import GpipeError, PeerError, is_users_mistake
+from gpipe_hpc.errors import GpipeError, PeerError, is_users_mistake, text_of, words_of
 
 log = logging.getLogger("gpipe_hpc.comm")
 
@@ -121,7 +121,7 @@ class _Telling:
         """Tell the others of an error, once; raise what they told instead if it came of theirs."""
         world, ahead = self._world, self._ahead(error)
         if isinstance(error, ConnectionError | TimeoutError):
-            heard = _heard(world, f"{ahead}{error}")
+            heard = _heard(world, f"{ahead}{text_of(error)}")
             raise heard from (error if shows_all_frames() else None)
         if not isinstance(error, PeerError) and _TOLD not in vars(error):
             vars(error)[_TOLD] = True  # not by setattr: a user's class may allow none
@@ -163,7 +163,7 @@ def _words(error: BaseException, ahead: str) -> str:
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return f"{ahead}interrupted"
-    return f"{ahead}{type(error).__name__}: {error}"
+    return f"{ahead}{words_of(error)}"
 
 
 def _tell(world: World, report: Report) -> None:

@@ -3,8 +3,9 @@
 import re
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -208,6 +209,15 @@ def taken_away(word: str) -> ConfigError:
     )
 
 
+# What others have settings for, and how it is done here.
+_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "tokenizer": "data=text takes bytes as tokens; for another tokenizer write its numbers to "
+        "files and read them with data=tokens data.paths=[FOLDER] (docs/how-to/data.md)"
+    }
+)
+
+
 def unknown_setting(key: str) -> ConfigError:
     """Return the ConfigError for a setting that is not there, with what was probably meant."""
     section, _, name = key.rpartition(".")
@@ -223,6 +233,11 @@ def unknown_setting(key: str) -> ConfigError:
         return ConfigError(
             f"config: {section} takes no function of your own, expected one of "
             f"{', '.join(names)}, got {key}; only model, data and loss have a _target_"
+        )
+    if name in _ELSEWHERE:
+        return ConfigError(
+            f"config: unknown setting {key}, expected one of {', '.join(names)}, got {key}; "
+            f"{_ELSEWHERE[name]}"
         )
     meant = nearest(name, names)
     found = f"{section}.{meant}" if section and meant else nearest(key, settings())

@@ -23,6 +23,7 @@ CASES = {
     "train=5": r"train is a group of settings, expected one of train\.steps",
     "model=gtp": r"no preset model=gtp.*did you mean gpt\?",
     "data.paths=README.md": r"data\.paths is no setting of the chosen data.*jsonl, text, tokens",
+    "data.tokenizer=gpt2": r"unknown setting data\.tokenizer.*got data\.tokenizer; data=text takes",
     "optimizer._target_=a.b": r"optimizer takes no function of your own.*only model, data and loss",
     "lr._target_=a.b": r"lr takes no function of your own",
     "foo": r"cannot read 'foo', expected NAME=VALUE",

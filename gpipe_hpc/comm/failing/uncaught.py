@@ -28,7 +28,7 @@ from gpipe_hpc.comm.failing.tracebacks import (
     users_line,
 )
 from gpipe_hpc.comm.saying import say
-from gpipe_hpc.errors import GpipeError, PeerError
+from gpipe_hpc.errors import GpipeError, PeerError, words_of
 
 _MOST: Final = 160  # characters of what another rank has said in full
 _ONE_PRESS_S: Final = 0.5
@@ -129,7 +129,7 @@ class _Uncaught:
         """
         if isinstance(error, PeerError) and not _tells_of(error, self._rank):
             return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_brief(error)}"
-        told = self._tell(f"{_place(error)}{type(error).__name__}: {error}")
+        told = self._tell(f"{_place(error)}{words_of(error)}")
         is_all_ranks = self._is_joining and self._rank > 0 and isinstance(error, GpipeError)
         if False not in told and not is_all_ranks:
             return None
