@@ -51,7 +51,7 @@ from gpipe_hpc.engine.sums.loss_scale import LossScale
 from gpipe_hpc.engine.sums.norms import Norms, clip_by_norm, gather_norms
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.squares import parts_of
-from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
+from gpipe_hpc.engine.sums.statistics import gather_batchnorm, log_batchnorm
 from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
 from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError
 from gpipe_hpc.models import (
@@ -291,7 +291,7 @@ class Pipeline:
             {index: stage.batchnorm for index, stage in self.stages.items()}, pipeline
         )
         if self.world.rank == 0:
-            say_batchnorm(self.batchnorm)
+            log_batchnorm(self.batchnorm)
 
     @property
     def _normalises_together(self) -> bool:

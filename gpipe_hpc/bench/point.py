@@ -17,7 +17,7 @@ from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs
-from gpipe_hpc.engine.sums.told import tell_all
+from gpipe_hpc.engine.sums.rank_summary import summarise_ranks
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.training.figures.throughput import tokens_per_sample
 from gpipe_hpc.training.joining import join_world
@@ -74,7 +74,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
         _finish(pipe.world)
         took_s = time.perf_counter() - began_s
         told = Told(pipe.last_step_times(), 0, origin_s=edge.origin_s)
-        overall = tell_all(told.numbers(), pipe.everybody, pipe.world.rank)
+        overall = summarise_ranks(told.numbers(), pipe.everybody, pipe.world.rank)
         agreed = agree(overall, pipe.world.size)
         edge.leave(time.perf_counter())
         if number >= _WARM_UP:

@@ -30,7 +30,7 @@ from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
-from gpipe_hpc.engine.sums.flags import unite_flags
+from gpipe_hpc.engine.sums.step_reduction import unite_flags
 from gpipe_hpc.engine.sums.tied import TiedParameter
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op

@@ -34,18 +34,17 @@ from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.engine.state.parameters import refuse_different
 from gpipe_hpc.engine.sums.fetched import Fetched
-from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
 from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
-from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
-from gpipe_hpc.engine.sums.results import StepLoss, StepResult, shares
+from gpipe_hpc.engine.sums.results import StepLoss, StepResult, share_places
 from gpipe_hpc.engine.sums.squares import GradientParts
+from gpipe_hpc.engine.sums.step_reduction import StepFlags, StepReduction, StepTotals
 from gpipe_hpc.engine.sums.tied import TiedParameter
-from gpipe_hpc.engine.sums.trained import (
-    Trained,
+from gpipe_hpc.engine.sums.trainable import (
+    TrainableParameters,
     refuse_nothing_trained,
-    say_cut_off,
-    say_frozen,
+    warn_cut_off,
+    warn_nothing_trained,
 )
 from gpipe_hpc.errors import DataError
 
@@ -168,8 +167,8 @@ class Steps:
         self._first = portions.of(site.replica).start
         num_global = portions.total
         widths = {index: drift.num_flags for index, drift in self._drifts.items()}
-        self._flags = Flags.gathered(names, widths, site.everybody)
-        self._meeting = Meeting(
+        self._flags = StepFlags.gathered(names, widths, site.everybody)
+        self._reduction = StepReduction(
             num_global,
             self._flags.size,
             site.everybody,
@@ -178,7 +177,7 @@ class Steps:
             site.pipeline if uses_local_sgd else None,
         )
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
-        self._trained = Trained(held, names, site.everybody)
+        self._trained = TrainableParameters(held, names, site.everybody)
         self._num_parameters, self._has_trained = len(names), False
         self._has_warned = False  # that all is frozen
         self._idle: StepLoss | None = None  # of the last step, if no step has trained anything
@@ -188,7 +187,7 @@ class Steps:
         self.local_sgd = None
         self._shares: torch.Tensor | None = None
         if uses_local_sgd:
-            self._shares = site.world.device.bring(shares(portions.counts))
+            self._shares = site.world.device.bring(share_places(portions.counts))
             self.local_sgd = LocalSgd(
                 outer,
                 site.world.rank,
@@ -261,9 +260,9 @@ class Steps:
                 tie.gradients.start_reduction(number)
         known = self._end(outcome, self._own_flags, tell, self._overflows, squares, run.digests)
         self.same_data.note(run.step, known.digests)
-        if Flags.HAS_WRITTEN in known.flags:
+        if StepFlags.HAS_WRITTEN in known.flags:
             self._compare_copies()
-        has_changed = Flags.HAS_CHANGED in known.flags
+        has_changed = StepFlags.HAS_CHANGED in known.flags
         if has_changed:
             known = known._replace(overflows=self._sum_late(known.overflows))
         if not self._has_trained:
@@ -295,7 +294,7 @@ class Steps:
         loss = known.loss
         if self.same_data.is_waiting:
             loss = replace(loss, on_read=self.same_data.judge)
-        return StepResult(loss, is_skipped, scale, parts, known.told, known.left_s)
+        return StepResult(loss, is_skipped, scale, parts, known.reported, known.synced_at_s)
 
     def _compare_copies(self) -> None:
         """Refuse a step that made copies of a parameter differ; waits for all ranks."""
@@ -303,7 +302,7 @@ class Steps:
         together = site.everybody if self.local_sgd is None else site.pipeline
         refuse_different(stages, together, site.everybody)
 
-    def _look_whether_trained(self, known: Known) -> None:
+    def _look_whether_trained(self, known: StepTotals) -> None:
         """Refuse a first step that trains nothing; warn if it trains nothing of the first layers.
 
         A batch whose loss is 0 may have nothing to learn from: then the next one is looked at. The
@@ -313,12 +312,12 @@ class Steps:
         if self._has_trained:
             if self._site.world.rank == 0:
                 names = self._trained.names
-                say_cut_off(names, self._flags.used(names, known.flags))
+                warn_cut_off(names, self._flags.used(names, known.flags))
             return
         names, own = self._trained.names, self._portions.of(self._site.replica)
         if not names:
             if self._site.world.rank == 0 and not self._has_warned:
-                say_frozen(self._num_parameters)
+                warn_nothing_trained(self._num_parameters)
             self._has_warned = True
             return
         looked_at = self._idle if self._site.world.device.is_accelerator else known.loss
@@ -358,9 +357,9 @@ class Steps:
         for index, stage in self._stages.items():
             flags |= self._flags.of_buffers(index, self._drifts[index].flags())
             if stage.parameters.written:
-                flags.add(Flags.HAS_WRITTEN)
+                flags.add(StepFlags.HAS_WRITTEN)
         if self._trained.has_changed:
-            flags.add(Flags.HAS_CHANGED)
+            flags.add(StepFlags.HAS_CHANGED)
         return flags
 
     def _agree_on_trained(self) -> None:
@@ -573,7 +572,7 @@ class Steps:
         overflows: Callable[[], torch.Tensor | None] = lambda: None,
         squares: Mapping[int, torch.Tensor] | None = None,
         digests: Sequence[torch.Tensor | float] = (),
-    ) -> Known:
+    ) -> StepTotals:
         """End a run; return its loss and what else all ranks then know.
 
         All ranks wait here for all others: none goes on behind a step that failed on one.
@@ -582,6 +581,13 @@ class Steps:
         first = self._first
         losses = {first + m: term for m, term in outcome.losses.items()}
         noted = {first + m: noted for m, noted in outcome.noted.items()}
-        told = () if tell is None else tell()
-        own = {*flags(), *(Flags.IS_SUM for t in losses.values() if isinstance(t, SumTerm))}
-        return self._meeting(Says(losses, noted, own, overflows(), told, squares, digests))
+        own = {*flags(), *(StepFlags.IS_SUM for t in losses.values() if isinstance(t, SumTerm))}
+        return self._reduction.reduce(
+            losses,
+            noted,
+            own,
+            overflows=overflows(),
+            reported=() if tell is None else tell(),
+            squares=squares,
+            digests=digests,
+        )

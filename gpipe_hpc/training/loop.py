@@ -378,7 +378,7 @@ class _Loop:
                 self._session.lock.check()
         assert trained.result.told is not None, "of a step"
         agreed = agree(trained.result.told, pipe.world.size)
-        edge.leave(trained.result.met_s)
+        edge.leave(trained.result.synced_at_s)
         this = TimedStep(pipe.steps_done, pipe.last_step_marks(), trained.laps, origin_s)
         timed = before if is_late else this
         if timed is None:

@@ -10,7 +10,7 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.comm.host.clock import clock_identity
 from gpipe_hpc.engine.recorder import StepMarks, StepTimes
-from gpipe_hpc.engine.sums.told import Overall
+from gpipe_hpc.engine.sums.rank_summary import RankSummary
 from gpipe_hpc.schedule import idle_share
 from gpipe_hpc.training.one_step import Laps
 
@@ -82,7 +82,7 @@ class Agreed(NamedTuple):
     peaks_bytes: tuple[int, ...] = ()
 
 
-def agree(told: Overall, num_ranks: int) -> Agreed:
+def agree(told: RankSummary, num_ranks: int) -> Agreed:
     """Return what all ranks say of the step; `told`: their numbers, in sum."""
     busy_s, starts_s, ends_s, peaks, stops, written, straggles = range(7)
     span_s = max(0.0, told.greatest[ends_s] - told.least[starts_s])

@@ -8,8 +8,8 @@ from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.data_parallel import Divisor, GradientBuckets, Outer, choose_strategy
-from gpipe_hpc.engine.sums.flags import unite_flags
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
+from gpipe_hpc.engine.sums.step_reduction import unite_flags
 
 SOLO, CPU = SoloGroup(0), HostDevice()
 NAMES = [["2"], ["1", "0"]]

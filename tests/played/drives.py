@@ -40,7 +40,6 @@ from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.recorder import seconds_between, take_mark
 from gpipe_hpc.engine.sums.fetched import Fetched
-from gpipe_hpc.engine.sums.meeting import _Uniting
 from tests.played.backend import RANKS, OnHost, group_over
 from tests.played.device import PlayedDevice
 
@@ -202,17 +201,6 @@ def gathered(device: PlayedDevice) -> None:
             assert all(set(tensor.add_(1).tolist()) == {5.0} for tensor in parts)
 
     run_on_threads(2, body, device=lambda rank: device)
-
-
-def united(device: PlayedDevice) -> None:
-    """Flags of the host on their way to those that train together."""
-
-    def body(world: Any) -> list[float]:
-        flags = torch.tensor([float(world.rank), 0.0], dtype=torch.float64)
-        found: list[float] = _Uniting(flags, world.everybody).wait().tolist()
-        return found
-
-    assert run_on_threads(2, body, device=lambda rank: device) == [[1.0, 0.0]] * 2
 
 
 def wide(device: PlayedDevice) -> None:
@@ -460,7 +448,6 @@ DRIVES: dict[str, Drive] = {
     "engine/memory/host_room.py": offloads,
     "engine/memory/offload.py": offloads,
     "engine/sums/fetched.py": fetched,
-    "engine/sums/meeting.py": united,
     "checkpoint/host_copy.py": copies,
     "comm/threads.py": threads_and_sends,
     "comm/levels.py": gathered,

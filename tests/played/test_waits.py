@@ -60,7 +60,7 @@ NEAR = {
     "data_parallel/": ["shards that are read", "flat shards"],
     "engine/local_sgd.py": ["apart"],
     "engine/steps.py": ["tied in float16", "float16 of replicas"],
-    "engine/sums/meeting.py": ["apart"],
+    "engine/sums/step_reduction.py": ["apart"],
     "engine/sums/norms.py": ["sums"],
     "engine/sums/statistics.py": ["normed over replicas"],
     "engine/sums/tied.py": ["tied in float16"],

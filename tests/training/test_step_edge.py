@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpipe_hpc.comm.host.clock import clock_identity
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.recorder import StepTimes
-from gpipe_hpc.engine.sums.told import tell_all
+from gpipe_hpc.engine.sums.rank_summary import summarise_ranks
 from gpipe_hpc.schedule import Action, Costs, Event, Op, Timeline, build, simulate
 from gpipe_hpc.training.step_edge import StepEdge, Told, agree
 
@@ -34,7 +34,7 @@ def meet(timelines, *, clock=None, offsets=None, peaks=None, stops=(), unwritten
             times = StepTimes(busy_s, shift + first, shift + last)
         peak = 0 if peaks is None else peaks[rank]
         told = Told(times, peak, rank in stops, rank not in unwritten, edge.origin_s)
-        return agree(tell_all(told.numbers(), world.everybody, rank), world.size)
+        return agree(summarise_ranks(told.numbers(), world.everybody, rank), world.size)
 
     agreed = run_on_threads(len(rows), body)
     assert all(each == agreed[0] for each in agreed)
@@ -123,7 +123,7 @@ def test_the_memory_of_few_ranks_is_told_rank_by_rank():
 def test_ranks_agree_on_who_straggles():
     def body(world):
         told = Told(StepTimes(2.0), 0, straggles=1.5 if world.rank == 1 else 0.0)
-        return agree(tell_all(told.numbers(), world.everybody, world.rank), world.size)
+        return agree(summarise_ranks(told.numbers(), world.everybody, world.rank), world.size)
 
     for agreed in run_on_threads(3, body):
         assert (agreed.straggles, agreed.straggling_rank, agreed.busy_s) == (1.5, 1, 6.0)

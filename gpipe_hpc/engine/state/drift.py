@@ -21,7 +21,7 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.packed import bytes_of
 from gpipe_hpc.engine.state.differing import Sayings
 from gpipe_hpc.engine.sums.fetched import Fetched
-from gpipe_hpc.engine.sums.flags import unite_flags
+from gpipe_hpc.engine.sums.step_reduction import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
 from gpipe_hpc.torch_compat import has_internal_overlap
 

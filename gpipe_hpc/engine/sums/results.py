@@ -1,26 +1,27 @@
 """The loss of a step: summed over micro-batches and replicas, divided once by the weight.
 
-And what layers reported besides: further losses, which are part of it, and metrics.
+With it go the further losses and the metrics that layers report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import Noted, refuse_negative_weight
-from gpipe_hpc.engine.sums.ordered import OrderedSum
+from gpipe_hpc.engine.sums.rank_summary import RankSummary
 from gpipe_hpc.engine.sums.squares import GradientParts
-from gpipe_hpc.engine.sums.told import Overall
 from gpipe_hpc.models import MAIN_LOSS
 
 
-class Row(NamedTuple):
+class LossRow(NamedTuple):
     """What one layer reports under one name: a loss, or a metric with its weight."""
 
     layer: int
@@ -28,8 +29,57 @@ class Row(NamedTuple):
     is_loss: bool
 
 
-Found = Mapping[Row, Mapping[int, Sequence[torch.Tensor | float]]]
+TermsByRow = Mapping[LossRow, Mapping[int, Sequence[Tensor | float]]]
 """By row, then by global micro-batch: a loss's sum, or a metric's sum and weight."""
+
+
+OrderedSum = Callable[[Tensor], Tensor]
+"""Returns the sum over the first dimension, float64[...] of float64[numbers, ...].
+
+It adds from left to right, as a plain loop does: the same bits on every device. `...` is nothing,
+or one dimension.
+"""
+
+_NUM_PROBED: Final = 4099
+
+
+def ordered_sum(device: Device) -> OrderedSum:
+    """Return what sums on a device; tries once, and waits, whether one kernel has the order.
+
+    `torch.cumsum` has it on a CPU. On an accelerator it has another one, and is refused under
+    `torch.use_deterministic_algorithms`.
+    """
+    if not device.is_accelerator:
+        return _by_prefixes
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randint(-20, 20, (_NUM_PROBED,), generator=generator).double().exp2()
+    numbers = torch.randn(_NUM_PROBED, generator=generator, dtype=torch.float64) * spread
+    columns = torch.stack([numbers, numbers.flip(0)], 1)
+    try:
+        found = [device.fetch(_by_bag(device.bring(each))) for each in (numbers, columns)]
+    except RuntimeError:  # it has no such kernel
+        return _one_by_one
+    expected = [_by_prefixes(each) for each in (numbers, columns)]
+    return _by_bag if all(map(torch.equal, found, expected)) else _one_by_one
+
+
+def _by_prefixes(numbers: Tensor) -> Tensor:
+    return numbers.cumsum(0)[-1]
+
+
+def _by_bag(numbers: Tensor) -> Tensor:
+    """Sum the rows of one bag: CUDA has a thread for each column, which adds row after row."""
+    count = len(numbers)
+    order = torch.arange(count, device=numbers.device).view(1, count)
+    summed = F.embedding_bag(order, numbers.reshape(count, -1), mode="sum")
+    return summed.view(numbers.shape[1:])
+
+
+def _one_by_one(numbers: Tensor) -> Tensor:
+    total, *others = numbers.unbind()
+    for number in others:
+        total = total + number
+    return total
 
 
 @dataclass(frozen=True)
@@ -44,27 +94,27 @@ class StepLoss:
     `on_read`: called when the numbers are read.
     """
 
-    terms: torch.Tensor
+    terms: Tensor
     fetched: Fetched
     add: OrderedSum
-    rows: tuple[Row, ...] = ()
-    squares: torch.Tensor | None = None
+    rows: tuple[LossRow, ...] = ()
+    squares: Tensor | None = None
     is_sum: bool = False
     on_read: Callable[[], None] | None = None
 
     @cached_property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """Return the global weight, float64[] on the device; summed in the global order."""
         weight = self.add(self.terms[1])
         return torch.ones_like(weight) if self.is_sum else weight
 
-    def weight_of(self, microbatches: range) -> torch.Tensor:
+    def weight_of(self, microbatches: range) -> Tensor:
         """Return the weight of some of the global micro-batches, float64[] on the device."""
         weight = self.add(self.terms[1, microbatches.start : microbatches.stop])
         return weight / self.add(self.terms[1]) if self.is_sum else weight
 
-    def weights_of(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each of the `shares`, float64[shares] on the device."""
+    def weights_of(self, places: Tensor) -> Tensor:
+        """Return the weight of each share (see `share_places`), float64[shares] on the device."""
         return self.add(F.pad(self.terms[1], (0, 1))[places])
 
     @cached_property
@@ -116,7 +166,7 @@ class StepLoss:
         return [s / w if w != 0 else s for s, w in pairs]
 
     @property
-    def _on_host(self) -> torch.Tensor:
+    def _on_host(self) -> Tensor:
         values = self.fetched.read().view(self.terms.shape)
         if self.on_read is not None:
             self.on_read()
@@ -128,8 +178,8 @@ class StepLoss:
         totals: list[float] = self._on_host.cumsum(1)[:, -1].tolist()
         return totals
 
-    def _places(self) -> list[tuple[Row, int]]:
-        return list(zip(self.rows, positions(self.rows), strict=True))
+    def _places(self) -> list[tuple[LossRow, int]]:
+        return list(zip(self.rows, row_positions(self.rows), strict=True))
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,17 +188,17 @@ class StepResult:
 
     `is_skipped`: gradients overflowed float16 on some rank, so there are none on any.
     `loss_scale`: what backward was scaled by. `parts`: how much the gradients of the step's parts
-    differ, with `noise_over`. `told`: the numbers that ranks told, in sum; None of an
-    evaluation. `met_s`:
-    when this rank left the meeting behind the pipeline, on its own clock.
+    differ, with `noise_over`. `told`: summary of the numbers that ranks reported; None after an
+    evaluation. `synced_at_s`: when this rank left the reduction at the end of the step, on its
+    clock.
     """
 
     _loss: StepLoss
     is_skipped: bool = False
     loss_scale: float = 1.0
     parts: GradientParts | None = None
-    told: Overall | None = None
-    met_s: float = 0.0
+    told: RankSummary | None = None
+    synced_at_s: float = 0.0
 
     def __repr__(self) -> str:
         numbers = {**self.scalars(), "weight": self.weight}
@@ -197,24 +247,24 @@ class StepResult:
         return self._loss.microbatch_losses
 
 
-def find_rows(noted: Mapping[int, Sequence[Noted]]) -> Found:
+def terms_by_row(noted: Mapping[int, Sequence[Noted]]) -> TermsByRow:
     """Sort what layers reported by row."""
-    found: dict[Row, dict[int, tuple[torch.Tensor | float, ...]]] = {}
+    found: dict[LossRow, dict[int, tuple[Tensor | float, ...]]] = {}
     for index, layers in noted.items():
         for layer, reports in layers:
             for name, total in reports.losses.items():
-                found.setdefault(Row(layer, name, True), {})[index] = (total,)
+                found.setdefault(LossRow(layer, name, True), {})[index] = (total,)
             for name, pair in reports.metrics.items():
-                found.setdefault(Row(layer, name, False), {})[index] = pair
+                found.setdefault(LossRow(layer, name, False), {})[index] = pair
     return found
 
 
-def positions(rows: Sequence[Row]) -> list[int]:
+def row_positions(rows: Sequence[LossRow]) -> list[int]:
     """Return where the numbers of each row begin, behind the main loss and its weight."""
     return list(accumulate((2 - row.is_loss for row in rows[:-1]), initial=2)) if rows else []
 
 
-def shares(counts: Sequence[int]) -> torch.Tensor:
+def share_places(counts: Sequence[int]) -> Tensor:
     """Return where in a row of numbers those of each share lie, int64[most of a share, shares].
 
     `counts`: how many numbers a share has; they follow one another. Where one has fewer than
@@ -225,6 +275,6 @@ def shares(counts: Sequence[int]) -> torch.Tensor:
     return torch.where(within < own, own.cumsum(0) - own + within, sum(counts))
 
 
-def num_terms(rows: Sequence[Row]) -> int:
+def num_terms(rows: Sequence[LossRow]) -> int:
     """Return how many numbers there are of each micro-batch."""
     return 2 + sum(2 - row.is_loss for row in rows)

@@ -78,7 +78,7 @@ def gather_batchnorm(own: Mapping[int, Conversion], pipeline: Gathering) -> Conv
     return Conversion.of(by_stage[index] for index in sorted(by_stage))
 
 
-def say_batchnorm(found: Conversion) -> None:
+def log_batchnorm(found: Conversion) -> None:
     """Log which layers' statistics are pooled, and warn of those whose are not."""
     if found.converted:
         log.info("BatchNorm over micro-batches: %s", _shortened(found.converted))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted, backward_seed, final_divisor, loss_term
-from gpipe_hpc.engine.sums.meeting import Meeting, Says
+from gpipe_hpc.engine.sums.step_reduction import StepReduction
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports
 
@@ -25,7 +25,7 @@ def scalar(value):
 
 def step_loss(*terms):
     own = {i: LossTerm(scalar(total), weight) for i, (total, weight) in enumerate(terms)}
-    return Meeting(len(terms), 0, SoloGroup(0), 0, CPU)(Says(own)).loss
+    return StepReduction(len(terms), 0, SoloGroup(0), 0, CPU).reduce(own).loss
 
 
 @given(st.integers(1, 2**53))

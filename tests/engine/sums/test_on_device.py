@@ -11,14 +11,13 @@ from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.data_parallel import Divisor, GradientBuckets
-from gpipe_hpc.engine.sums import ordered
+from gpipe_hpc.engine.sums import results
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import LossTerm
 from gpipe_hpc.engine.sums.loss_scale import count_overflows
-from gpipe_hpc.engine.sums.meeting import Meeting, Says
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
-from gpipe_hpc.engine.sums.ordered import ordered_sum
-from gpipe_hpc.engine.sums.results import StepLoss, shares
+from gpipe_hpc.engine.sums.results import StepLoss, ordered_sum, share_places
+from gpipe_hpc.engine.sums.step_reduction import StepReduction
 from gpipe_hpc.errors import ModelError
 from tests.played.alone import alone
 from tests.played.world import between, run_played
@@ -81,7 +80,8 @@ def test_weights_of_all_replicas_are_summed_at_once(counts):
             expected[-1] += value
     with alone() as device:
         for each in (HOST, device):
-            terms, places = each.bring(torch.stack([weights, weights])), each.bring(shares(counts))
+            terms = each.bring(torch.stack([weights, weights]))
+            places = each.bring(share_places(counts))
             loss = StepLoss(terms, Fetched.of(terms.flatten(), each), ordered_sum(each))
             with Kernels() as kernels:
                 found = loss.weights_of(places)
@@ -98,27 +98,31 @@ def test_a_device_that_sums_a_bag_in_another_order_adds_one_by_one(has_kernel, m
 
     values = numbers(500)
     with alone() as device:
-        monkeypatch.setattr(ordered.F, "embedding_bag", turned)
+        monkeypatch.setattr(results.F, "embedding_bag", turned)
         total = ordered_sum(device)(device.bring(values))
         assert device.fetch(total).item() == values.cumsum(0)[-1].item()
 
 
-def meet(device, values, weights):
-    own = {i: LossTerm(v, w) for i, (v, w) in enumerate(zip(values, weights, strict=True))}
-    return Meeting(len(own), 2, SoloGroup(0), 0, device)(Says(own, {}, {1}, None, [3.0])).loss
+def reduction(device, num_global):
+    """Return what reduces a step of one rank; making it looks at how the device sums."""
+    return StepReduction(num_global, 2, SoloGroup(0), 0, device)
+
+
+def reduce(own, values, weights):
+    terms = {i: LossTerm(v, w) for i, (v, w) in enumerate(zip(values, weights, strict=True))}
+    return own.reduce(terms, {}, {1}, reported=[3.0]).loss
 
 
 def test_a_loss_is_read_from_one_copy_that_is_under_way_when_the_step_ends():
     """Each figure of a step's result was a wait of its own for the device."""
     values, weights = numbers(6), numbers(6, seed=1).abs()
-    expected = meet(HOST, values.unbind(), weights.unbind())
+    expected = reduce(reduction(HOST, 6), values.unbind(), weights.unbind())
     with alone() as device:
         there = [device.bring(each).unbind() for each in (values, weights)]
-        meet(device, *there)  # which looks at how the device sums
+        own = reduction(device, 6)
         device.host_waits.clear()
-        loss = meet(device, *there)
-        assert not [wait for wait in device.host_waits if "ordered" not in str(wait)]
-        device.host_waits.clear()
+        loss = reduce(own, *there)
+        assert not device.host_waits
         assert loss.value == expected.value
         assert loss.microbatch_losses == expected.microbatch_losses
         assert loss.known_weight == expected.known_weight == expected.weight.item()
@@ -134,9 +138,9 @@ def test_terms_of_a_device_are_put_together_by_few_kernels():
         with alone() as device:
             there = [device.bring(each).unbind() for each in (values, weights)]
             own = {i: LossTerm(*pair) for i, pair in enumerate(zip(*there, strict=True))}
-            meeting = Meeting(number, 0, SoloGroup(0), 0, device)
+            reduction = StepReduction(number, 0, SoloGroup(0), 0, device)
             with Kernels() as kernels:
-                meeting(Says(own))
+                reduction.reduce(own)
             return kernels.count
 
     assert count(64) == count(4)

@@ -9,10 +9,9 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import Done
-from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import LossTerm
-from gpipe_hpc.engine.sums.meeting import Meeting, Says
-from gpipe_hpc.engine.sums.told import NUM_TOLD
+from gpipe_hpc.engine.sums.rank_summary import NUM_REPORTED
+from gpipe_hpc.engine.sums.step_reduction import StepFlags, StepReduction
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_gpt, token_cross_entropy
 from gpipe_hpc.training.loop import run_training
@@ -159,9 +158,9 @@ def test_what_ranks_tell_all_find_in_sum():
     told, silent = run_on_threads(4, body)[0]
     assert told.totals[:2] == (6.0, float("inf")) and told.first[:2] == (3, 0)
     assert (told.least[0], told.greatest[0]) == (0.0, 3.0)
-    assert {len(part) for part in (*told[:4], *told.each)} == {NUM_TOLD}
+    assert {len(part) for part in (*told[:4], *told.each)} == {NUM_REPORTED}
     assert [each[:2] for each in told.each] == [(float(rank), float("inf")) for rank in range(4)]
-    assert silent[:4] == ((0.0,) * NUM_TOLD,) * 3 + ((0,) * NUM_TOLD,)
+    assert silent[:4] == ((0.0,) * NUM_REPORTED,) * 3 + ((0,) * NUM_REPORTED,)
 
 
 @pytest.mark.parametrize("told", [["a"], 0.5, None])
@@ -221,24 +220,25 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
 
     def body(world):
         group = ElsewhereGroup(world.everybody)
-        met = Meeting(2, 3, group, world.rank, Elsewhere())
+        reduction = StepReduction(2, 3, group, world.rank, Elsewhere())
         own = {world.rank: LossTerm(torch.tensor(2.0 + world.rank), 4.0)}
         overflows = torch.tensor(float(world.rank), dtype=torch.float64)
-        return met(Says(own, {}, {world.rank, 2}, overflows, [7.0])), group.calls
+        flags = {world.rank, 2}
+        return reduction.reduce(own, {}, flags, overflows=overflows, reported=[7.0]), group.calls
 
     for known, calls in run_on_threads(2, body):
         assert calls == ["device", "host"]
         assert known.loss.terms.tolist() == [[2.0, 3.0], [4.0, 4.0]]
         assert known.flags == {0, 1, 2} and known.overflows.read() == 1.0
-        assert known.told.totals[0] == 14.0
+        assert known.reported.totals[0] == 14.0
 
 
 def test_flags_have_places_of_their_own():
-    flags = Flags(["a", "b"], [0, 3, 2])
-    assert flags.size == Flags.NUM_COMMON + 2 + 3 + 2
+    flags = StepFlags(["a", "b"], [0, 3, 2])
+    assert flags.size == StepFlags.NUM_COMMON + 2 + 3 + 2
     used = flags.of_use(["b", "a"], [True, False])
     united = used | flags.of_buffers(1, [False, True, True]) | flags.of_buffers(2, [True, False])
-    assert len(united) == 4 and Flags.HAS_CHANGED not in united
+    assert len(united) == 4 and StepFlags.HAS_CHANGED not in united
     assert flags.used(["a", "b"], united) == [False, True]
     assert flags.buffers(0, united) == []
     assert flags.buffers(1, united) == [False, True, True]
@@ -251,30 +251,31 @@ def test_replicas_that_train_apart_unite_flags_within_a_pipeline():
     def body(world):
         replica = world.rank // 2
         pipeline = world.group([[2 * replica, 2 * replica + 1]])
-        first_own = Flags.NUM_COMMON
-        met = Meeting(4, first_own + 4, world.everybody, world.rank, CPU, pipeline)
+        first_own = StepFlags.NUM_COMMON
+        reduction = StepReduction(4, first_own + 4, world.everybody, world.rank, CPU, pipeline)
         own = {world.rank: LossTerm(1.0, 1.0)}
-        first = met(Says(own, {}, {first_own + world.rank}, None, [1.0]))
-        changed = {Flags.HAS_CHANGED} if world.rank == 3 else set()
-        return first.flags, met(Says(own, {}, changed, None, [1.0])).flags, first.told.totals[0]
+        first = reduction.reduce(own, {}, {first_own + world.rank}, reported=[1.0])
+        changed = {StepFlags.HAS_CHANGED} if world.rank == 3 else set()
+        later = reduction.reduce(own, {}, changed, reported=[1.0])
+        return first.flags, later.flags, first.reported.totals[0]
 
     found = run_on_threads(4, body)
-    own = [{n + Flags.NUM_COMMON for n in pair} for pair in ((0, 1), (0, 1), (2, 3), (2, 3))]
+    own = [{n + StepFlags.NUM_COMMON for n in pair} for pair in ((0, 1), (0, 1), (2, 3), (2, 3))]
     assert [flags for flags, *_ in found] == own
-    assert all(rest == ({Flags.HAS_CHANGED}, 4.0) for _, *rest in found for rest in [tuple(rest)])
+    assert [rest for _, *rest in found] == [[{StepFlags.HAS_CHANGED}, 4.0]] * 4
 
 
 @pytest.mark.parametrize("replicas", [2, 16])
 def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, monkeypatch):
     """Each replica had flags of its own in the sum over all: 2.5 MB a step of 1,024 replicas."""
-    lengths, climb = [], Meeting._climb
-    slots = replicas * 4 * NUM_TOLD
+    lengths, climb = [], StepReduction._all_reduce_host
+    slots = replicas * 4 * NUM_REPORTED
 
     def seen(self, flat):
         lengths.append(len(flat))
         climb(self, flat)
 
-    monkeypatch.setattr(Meeting, "_climb", seen)
+    monkeypatch.setattr(StepReduction, "_all_reduce_host", seen)
 
     def body(world):
         outer = {"every": 2}
@@ -288,7 +289,7 @@ def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, m
 
     assert all(map(all, run_on_threads(replicas, body)))
     # Two terms for each micro-batch, digests, overflows; new rows, and the common flags.
-    assert set(lengths) == {2 * replicas + 4 + 1 + 1 + Flags.NUM_COMMON + slots}
+    assert set(lengths) == {2 * replicas + 4 + 1 + 1 + StepFlags.NUM_COMMON + slots}
 
 
 def test_a_tied_parameter_adds_its_own_reduction_alone():

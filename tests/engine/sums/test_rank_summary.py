@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.levels import Levels, own_levels
 from gpipe_hpc.comm.threads import run_on_threads
-from gpipe_hpc.engine.sums.told import NUM_TOLD, Slots, tell_all
+from gpipe_hpc.engine.sums.rank_summary import NUM_REPORTED, RankSlots, summarise_ranks
 from gpipe_hpc.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def test_all_find_totals_extremes_and_who_is_first(numbers, width):
 
     def body(world):
         own = (numbers[world.rank], float("-inf"), -float(world.rank))
-        return tell_all(own, in_levels(world, width), world.rank)
+        return summarise_ranks(own, in_levels(world, width), world.rank)
 
     found = run_on_threads(len(numbers), body)
     assert all(each == found[0] for each in found)
@@ -32,18 +32,18 @@ def test_all_find_totals_extremes_and_who_is_first(numbers, width):
     assert told.least[:3] == (min(numbers), float("-inf"), -last)
     assert told.greatest[:3] == (max(numbers), float("-inf"), 0)
     assert told.first[:3] == (numbers.index(max(numbers)), 0, 0)
-    assert told.totals[3:] == (0.0,) * (NUM_TOLD - 3)
+    assert told.totals[3:] == (0.0,) * (NUM_REPORTED - 3)
 
 
 def test_what_travels_does_not_grow_with_the_ranks():
     def size(num_ranks):
         solo = SoloGroup(0)
         levels = [solo for _ in own_levels(num_ranks, 0, 8)]
-        return Slots(Levels(range(num_ranks), 0, levels, 8), 0).size
+        return RankSlots(Levels(range(num_ranks), 0, levels, 8), 0).size
 
     assert size(8) == size(64) == size(16_384)
 
 
 def test_more_than_there_is_room_for_is_refused():
     with pytest.raises(ConfigError, match=r"at most 8 numbers .*, got 9"):
-        Slots(SoloGroup(0), 0).of(range(9))
+        RankSlots(SoloGroup(0), 0).of(range(9))

@@ -1,8 +1,8 @@
-"""Which parameters are trained: whoever holds one has to say the same of it.
+"""Which parameters are trained: all ranks that hold a parameter must agree.
 
-What copies send one another has the sizes of what they train. A copy that has frozen more than
-another one would send less, and Gloo ends a process that gets more than it expects. So the copies
-sum what all have agreed on before, and agree anew where a rank has changed something.
+Messages between copies have the sizes of what they train. A copy that has frozen more than another
+would send less, and Gloo aborts a process that receives more than it expects. So copies sum what
+all have agreed on, and agree again when a rank has changed something.
 """
 
 import logging
@@ -16,10 +16,13 @@ from gpipe_hpc.errors import ModelError
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 
-class Trained:
-    """What one rank has told all others of the parameters that it holds.
+class TrainableParameters:
+    """The parameters that all ranks have agreed to train.
 
-    `held`: by global name. `names`: of all parameters of the model, the same on every rank.
+    Args:
+        held: This rank's parameters by global name.
+        names: All parameters of the model, the same on every rank.
+        everybody: All ranks.
     """
 
     def __init__(
@@ -29,29 +32,29 @@ class Trained:
         numbers = {name: number for number, name in enumerate(names)}
         self._numbers = [numbers[name] for name in held]
         self._names, self._everybody = names, everybody
-        self._told: list[bool] | None = None
-        self._by_somebody: frozenset[int] = frozenset()
+        self._agreed: list[bool] | None = None
+        self._by_any: frozenset[int] = frozenset()
 
     @property
     def is_agreed(self) -> bool:
-        """Say whether ranks have agreed at all; the same on every rank."""
-        return self._told is not None
+        """Return whether ranks have agreed before; the same on every rank."""
+        return self._agreed is not None
 
     @property
     def has_changed(self) -> bool:
-        """Say whether a parameter of this rank was frozen or unfrozen since they have."""
-        return self._now() != self._told
+        """Return whether a parameter of this rank was frozen or unfrozen since then."""
+        return self._now() != self._agreed
 
     def agree(self) -> None:
-        """Tell all ranks what this one trains; the same call on every rank.
+        """Agree with all ranks on what is trained; a collective call.
 
-        Raises ModelError, on all alike, for a parameter that one rank trains and another does not.
+        Raises ModelError, on all ranks, for a parameter that one rank trains and another does not.
         """
         now = self._now()
         rank = self._everybody.ranks[self._everybody.position]
         pairs = list(zip(self._numbers, now, strict=True))
         own = tuple(
-            {n: rank for n, is_trained in pairs if is_trained is say} for say in (True, False)
+            {n: rank for n, is_trained in pairs if is_trained is kind} for kind in (True, False)
         )
         trains, freezes = self._everybody.merge_object(own, _by_first_rank)
         differing = sorted(trains.keys() & freezes.keys())
@@ -63,23 +66,23 @@ class Trained:
                 f"frozen, as rank {trains[number]} and rank {freezes[number]} this one; set "
                 f"requires_grad alike on all ranks"
             )
-        self._told, self._by_somebody = now, frozenset(trains)
+        self._agreed, self._by_any = now, frozenset(trains)
 
     @property
     def names(self) -> list[str]:
         """Return the names of all parameters of the model that are trained, in global order."""
-        return [name for number, name in enumerate(self._names) if number in self._by_somebody]
+        return [name for number, name in enumerate(self._names) if number in self._by_any]
 
     def _now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
 
 
-_Said = tuple[dict[int, int], ...]
-"""Parameters that ranks train, and those that they have frozen, each with the first such rank."""
+_Ranks = tuple[dict[int, int], ...]
+"""Parameters that ranks train, and those that they froze, each with the first such rank."""
 
 
-def _by_first_rank(ahead: _Said, behind: _Said) -> _Said:
-    return tuple(second | first for first, second in zip(ahead, behind, strict=True))
+def _by_first_rank(first: _Ranks, second: _Ranks) -> _Ranks:
+    return tuple(later | earlier for earlier, later in zip(first, second, strict=True))
 
 
 def refuse_nothing_trained(num_trained: int) -> None:
@@ -92,7 +95,7 @@ def refuse_nothing_trained(num_trained: int) -> None:
     )
 
 
-def say_frozen(num_all: int) -> None:
+def warn_nothing_trained(num_all: int) -> None:
     """Warn of a model of which nothing is trained."""
     log.warning(
         "training: none of the %d parameters requires a gradient, so nothing is trained; unfreeze "
@@ -101,10 +104,10 @@ def say_frozen(num_all: int) -> None:
     )
 
 
-def say_cut_off(names: Sequence[str], used: Sequence[bool]) -> None:
-    """Warn if all that is trained of the first layers got no gradient, but some behind them did.
+def warn_cut_off(names: Sequence[str], used: Sequence[bool]) -> None:
+    """Warn if no trained parameter of the first layers got a gradient, but later ones did.
 
-    `names`: of what is trained, in global order, and whether a micro-batch has used each.
+    `names`: of trained parameters in global order; `used`: whether a micro-batch used each.
     """
     num_cut = next((place for place, is_used in enumerate(used) if is_used), 0)
     with_gradients = {_layer_of(name) for name in names[num_cut:]}
@@ -112,7 +115,7 @@ def say_cut_off(names: Sequence[str], used: Sequence[bool]) -> None:
     if cut:
         log.warning(
             "training: none of the %d trained parameters of layers %s got a gradient in the first "
-            "step, while layers behind them did: something cuts the graph (no_grad, detach, a "
+            "step, while later layers did: something cuts the graph (no_grad, detach, a "
             "reentrant checkpoint); freeze them with requires_grad_(False) if that is meant",
             len(cut),
             ", ".join(dict.fromkeys(map(_layer_of, cut))),

@@ -1,0 +1,101 @@
+"""Numbers that ranks report of themselves, summarised over all ranks within one reduction.
+
+Each rank has a row of few numbers. Each rank of a group that adds has a slot for its row; the slots
+of a group are merged to one row, which takes a slot of the next level's group. So thousands of
+ranks send no more than eight do: `width` x 4 x `NUM_REPORTED` float64, 2 kB for groups of 8, in at
+most one group of each level. Each rank needs a slot since least and greatest are no sums.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.errors import ConfigError
+
+NUM_REPORTED: Final = 8
+"""How many numbers a rank may report; always as many are sent."""
+
+_NUM_PARTS: Final = 4
+_TOTAL, _LEAST, _GREATEST, _FIRST = range(_NUM_PARTS)
+
+
+class RankSummary(NamedTuple):
+    """What all ranks reported, number by number.
+
+    `first`: the lowest rank that reported the greatest number. `each`: the numbers of each rank, if
+    all ranks add in one group; else empty.
+    """
+
+    totals: tuple[float, ...]
+    least: tuple[float, ...]
+    greatest: tuple[float, ...]
+    first: tuple[int, ...]
+    each: tuple[tuple[float, ...], ...] = ()
+
+
+class RankSlots:
+    """The slots of one group of ranks, all ranks or those of a level: float64[`size`]."""
+
+    def __init__(self, group: Gathering, rank: int) -> None:
+        self._width, self._position, self._rank = group.width, group.position, rank
+        self._is_one_group = group.width == group.size
+        self.size = self._width * _NUM_PARTS * NUM_REPORTED
+
+    def of(self, numbers: Sequence[float]) -> list[float]:
+        """Return slots with this rank's own filled; raise ConfigError for too many numbers."""
+        try:
+            reported = [float(each) for each in numbers]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"tell: expected a list of numbers for the other ranks, got {numbers!r}; return "
+                f"one, as [0.5]"
+            ) from error
+        if len(reported) > NUM_REPORTED:
+            raise ConfigError(
+                f"tell: expected at most {NUM_REPORTED} numbers for the other ranks, got "
+                f"{len(reported)}; return fewer, or gather the rest after the step"
+            )
+        own = reported + [0.0] * (NUM_REPORTED - len(reported))
+        row = own * 3 + [self._rank + 1.0] * NUM_REPORTED  # 0 stands for no rank
+        before = self._position % self._width
+        return [0.0] * before * len(row) + row + [0.0] * (self._width - 1 - before) * len(row)
+
+    def lift(self, slots: torch.Tensor, position: int) -> None:
+        """Merge the slots into that of a position in the next level's group; empty the others."""
+        row = self._merged(slots)
+        slots.zero_()
+        slots.view(-1, _NUM_PARTS, NUM_REPORTED)[position] = row
+
+    def read(self, slots: torch.Tensor) -> RankSummary:
+        """Return the summary, after all ranks have added."""
+        totals, least, greatest, first = self._merged(slots).tolist()
+        ranks = tuple(int(number) - 1 for number in first)
+        each: tuple[tuple[float, ...], ...] = ()
+        if self._is_one_group:
+            rows = slots.view(-1, _NUM_PARTS, NUM_REPORTED)[:, _TOTAL].tolist()
+            each = tuple(map(tuple, rows))
+        return RankSummary(tuple(totals), tuple(least), tuple(greatest), ranks, each)
+
+    def _merged(self, slots: torch.Tensor) -> torch.Tensor:
+        rows = slots.view(-1, _NUM_PARTS, NUM_REPORTED)
+        rows = rows[rows[:, _FIRST, 0] > 0]
+        greatest = rows[:, _GREATEST].argmax(0, keepdim=True)  # the first of equal ones
+        return torch.stack(
+            [
+                rows[:, _TOTAL].cumsum(0)[-1],
+                rows[:, _LEAST].amin(0),
+                rows[:, _GREATEST].amax(0),
+                rows[:, _FIRST].gather(0, greatest)[0],
+            ]
+        )
+
+
+def summarise_ranks(numbers: Sequence[float], group: Gathering, rank: int) -> RankSummary:
+    """Return the summary over the ranks of a group; a collective call."""
+    slots = RankSlots(group, rank)
+    tensor = torch.tensor(slots.of(numbers), dtype=torch.float64)
+    group.climb(tensor, partial(slots.lift, tensor))
+    return slots.read(tensor)
