@@ -1,8 +1,8 @@
-"""`python -m gpipe_hpc.plan`: what a run would need and take, before it starts.
+"""`python -m gpipe_hpc.plan`: what a run needs and how long a step takes, before it starts.
 
-Nothing is read, allocated or measured: models of any size are counted in seconds. (With
-plan.search=true or plan.costs=counted and no plan.flops_per_s the speed of this machine's CPU is;
-with plan.costs=measured every layer is run here.)
+Nothing is read or allocated: models of any size are counted in seconds. plan.search=true, or
+plan.costs=counted without plan.flops_per_s, measures the speed of this machine's CPU;
+plan.costs=measured runs every layer here.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The speed of a user's own model and settings over a sweep: one table, one plot.
+"""`python -m gpipe_hpc.bench`: the speed of a model and settings over a sweep: a table and a plot.
 
-`sweep` lists the points, `running` starts the processes of each, `point` is what they do.
+`sweep` lists the points, `running` starts the processes of each, `point` runs in them.
 """

@@ -1,8 +1,8 @@
 """Checkpoints that any layout can load: torch.distributed.checkpoint, keyed by global names.
 
-A checkpoint is a folder. It is written aside and appears by one rename, so that a folder with
-its final name was whole; its manifest has digests of all files, which tell whether it still is.
-Nothing that its files hold is run.
+A checkpoint is a folder. It is written under another name and appears by one rename, so a folder
+with its final name was complete; its manifest has digests of all files, which show whether it still
+is. Nothing in its files is executed.
 """
 
 from gpipe_hpc.checkpoint.background import BackgroundSaver

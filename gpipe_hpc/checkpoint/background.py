@@ -49,10 +49,10 @@ class _Job:
 
 
 class BackgroundSaver:
-    """Saves a pipeline's checkpoints in the background, one at a time.
+    """Save a pipeline's checkpoints in the background, one at a time.
 
-    `start` and `finish` are called by all ranks, at the same edge of a step. Memory: a copy of what
-    this rank writes, on the host, pinned where there is an accelerator; it is used again.
+    All ranks call `start` and `finish`, at the same edge of a step. Keeps a host copy of what this
+    rank writes (pinned if there is an accelerator), which is reused.
     """
 
     def __init__(self, pipe: "Pipeline") -> None:
@@ -64,12 +64,12 @@ class BackgroundSaver:
 
     @property
     def is_under_way(self) -> bool:
-        """Say whether a checkpoint was started and not finished: the same on every rank."""
+        """Return whether a checkpoint is started and not finished: the same on every rank."""
         return self._job is not None
 
     @property
     def is_done(self) -> bool:
-        """Say whether this rank has written its part of the checkpoint under way."""
+        """Return whether this rank has written its part of the checkpoint under way."""
         return self._job is not None and self._job.is_done
 
     def start(
@@ -78,10 +78,10 @@ class BackgroundSaver:
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[Any, Any] | None = None,
     ) -> None:
-        """Copy the state of this moment and begin to write it to `path`.
+        """Copy the current state and start writing it to `path`.
 
-        Waits for the checkpoint before, if one is under way. Raises CheckpointError on all ranks
-        if one of them cannot be written.
+        Waits for the previous checkpoint, if it is under way. Raises CheckpointError on all ranks
+        if that one cannot be written.
         """
         self.finish()
         with together(self._pipe.world, f"saving {path}"):
@@ -94,9 +94,9 @@ class BackgroundSaver:
             self._job = _Job(begun, self._pipe.world.rank)
 
     def finish(self) -> Path | None:
-        """Wait until all ranks have written, and name the checkpoint; None if there is none.
+        """Wait until all ranks have written; return the checkpoint's path, or None.
 
-        Raises CheckpointError on all ranks if it cannot be written; then nothing is left of it.
+        Raises CheckpointError on all ranks if it cannot be written; then nothing of it remains.
         """
         job, self._job = self._job, None
         if job is None:
@@ -108,7 +108,7 @@ class BackgroundSaver:
             return end(self._pipe, job.begun, job.result)
 
     def give_up(self, limit_s: float) -> None:
-        """Let go of a checkpoint under way: its thread is waited for no longer than this."""
+        """Abandon a checkpoint under way, without waiting longer for its thread than this."""
         job, self._job = self._job, None
         if job is not None:
             job.wait(limit_s)

@@ -23,7 +23,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_facts(path: Path) -> Facts:
-    """Return what a checkpoint says of itself; CheckpointError if there is none at `path`."""
+    """Return the manifest's facts of a checkpoint; raise CheckpointError if there is none."""
     try:
         return read_manifest(path)
     except (OSError, ValueError) as error:
@@ -40,7 +40,7 @@ def read_facts(path: Path) -> Facts:
 
 
 def read_owner(path: Path, key: str) -> str | None:
-    """Return what a checkpoint, whole or cut short, says in `extra` of who writes it, or None."""
+    """Return which run writes a checkpoint, complete or not, from its `extra`; None if unknown."""
     try:
         owner = read_part(path)["extra"][key]
     except (OSError, ValueError, LookupError, TypeError):
@@ -54,7 +54,7 @@ def is_ours(name: str) -> bool:
 
 
 def has_files(path: Path) -> bool:
-    """Say whether a folder holds parts of a checkpoint, be it whole or not."""
+    """Return whether a folder contains parts of a checkpoint, complete or not."""
     return any(is_ours(each.name) for each in path.iterdir())
 
 
@@ -130,7 +130,7 @@ def room_at(folder: Path, needed_bytes: int, error: BaseException | None = None)
 
 
 def sync(path: Path) -> None:
-    """Make a file, or a rename within a folder, last over a power cut."""
+    """Make a file, or a rename within a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

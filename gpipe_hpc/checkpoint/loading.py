@@ -65,14 +65,14 @@ class _Plan(NamedTuple):
 def load(
     pipe: "Pipeline", checkpoint: Path | Verified, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Fill the pipeline's parameters and buffers, and the optimizer; return `extra`.
+    """Load the pipeline's parameters and buffers, and the optimizer; return `extra`.
 
-    The layout may be another one than at saving. The optimizer's groups take the options that
-    their parameters had, except for how a machine computes (foreach, fused, capturable,
-    differentiable). Raises CheckpointError on all ranks if there is no whole checkpoint at the
-    path, it is of another model or kind of optimizer, one group's parameters had different
-    options, or memory lacks: then nothing has changed on any rank. Raises HalfLoadedError if
-    a file that was whole a moment ago cannot be read.
+    The layout may differ from that at saving. The optimizer's groups get the options that their
+    parameters had, except those about how a machine computes (foreach, fused, capturable,
+    differentiable). Raises CheckpointError on all ranks, and changes nothing, if there is no intact
+    checkpoint at the path, it is of another model or kind of optimizer, the parameters of one group
+    had different options, or there is too little memory. Raises HalfLoadedError if a file that was
+    intact a moment ago cannot be read.
     """
     everybody = pipe.everybody
     found = checkpoint

@@ -27,7 +27,7 @@ _BEFORE: Final = f".before{PARTIAL_SUFFIX}"
 
 
 def step_name(step: int) -> str:
-    """Return the name of the checkpoint of a step; names of later steps sort behind."""
+    """Return the name of a step's checkpoint; names sort by step."""
     return f"step_{step:08d}"
 
 
@@ -51,11 +51,11 @@ def save_numbered(
     leads: bool,
     save: Callable[[Path], Path],
 ) -> Path:
-    """Let `save` write the checkpoint of a step into `folder`, and remove what is too old.
+    """Save the checkpoint of a step in `folder` by `save`, and remove old ones.
 
-    All ranks call it; one of them `leads`. One of the same step is replaced once the new one is
-    whole, and comes back if that fails. But for the newest `keep` all go, with None none.
-    Raises ConfigError for a step or number that cannot be, and as `save`.
+    All ranks call it; one of them `leads`. A checkpoint of the same step is replaced once the new
+    one is complete, and restored if that fails. All but the newest `keep` are removed; None keeps
+    all. Raises ConfigError for an invalid step or number, and what `save` raises.
     """
     number, num_kept = _whole(step), None if keep is None else _whole(keep)
     if number is None or number < 0 or (keep is not None and (num_kept is None or num_kept < 1)):

@@ -58,9 +58,9 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[Any, Any] | None,
 ) -> Path:
-    """Write `path`; all ranks call it, tensors held by several ranks are stored once.
+    """Write the checkpoint `path`; all ranks call it. Tensors on several ranks are stored once.
 
-    Raises CheckpointError on all ranks if `path` exists or cannot be written; nothing is left.
+    Raises CheckpointError on all ranks if `path` exists or cannot be written; nothing remains then.
     """
     begun = begin(pipe, path, optimizer, extra)
     return end(pipe, begun, write(begun, pipe.world.rank))

@@ -32,9 +32,9 @@ _Seen = list[tuple[str, int]]
 
 
 class Verified(NamedTuple):
-    """A checkpoint whose every byte is as it was written (format 1: whose files have their length).
+    """A checkpoint whose bytes are as they were written (format 1: whose files have their sizes).
 
-    `facts`: its manifest. `stored`: its tensors, by their names in it.
+    `facts`: its manifest. `stored`: its tensors, by name.
     """
 
     path: Path
@@ -60,11 +60,11 @@ class Verified(NamedTuple):
 def verify(
     path: Path, group: Gathering, rank: int, say: Callable[[str], None] = lambda _: None
 ) -> Verified:
-    """Look whether a checkpoint is whole; all ranks of the group call it, `rank` is this one's.
+    """Verify that a checkpoint is intact; all ranks of the group call it, `rank` is this one's.
 
-    `say`: told how far it is, at least every 256 MiB; the ranks meet as often, so that none waits
-    long for a slower one. Raises CheckpointError on all of them, with the first fault that one
-    has found: it names the file and the bytes.
+    `say` is called with the progress at least every 256 MiB; the ranks synchronize as often, so
+    that none waits long for a slower one. Raises CheckpointError on all of them for the first
+    fault, with the file and its bytes.
     """
     path = path.absolute()
     is_first = rank == group.ranks[0]

@@ -37,10 +37,10 @@ def export_checkpoint(
 ) -> Path:
     """Write the weights of a checkpoint to a new folder.
 
-    `layers`: the model that was trained; none of it is allocated. A file holds whole layers.
-    `dtype`, `prefix` and tied parameters: as for `export_safetensors`.
-    Raises as `export_safetensors`, and CheckpointError if the checkpoint is damaged or of another
-    model. What layers keep by `get_extra_state` is left out, with a warning.
+    `layers` is the trained model; none of it is allocated. A file contains whole layers. `dtype`,
+    `prefix` and tied parameters: as for `export_safetensors`. Raises as `export_safetensors`, and
+    CheckpointError if the checkpoint is damaged or of another model. State of `get_extra_state` is
+    omitted, with a warning.
     """
     target = ExportFolder(folder, dtype, prefix)
     safetensors()

@@ -30,15 +30,20 @@ def export_safetensors(
     dtype: str | None = None,
     prefix: str = DEFAULT_PREFIX,
 ) -> Path:
-    """Write all parameters and kept buffers to a new folder; every rank calls it.
+    """Write all parameters and persistent buffers to a new folder; every rank calls it.
 
-    Each stage writes its own files, of at most `shard_bytes` if its tensors allow; the first rank
-    writes the index. The folder appears whole, by one rename, or not at all. `dtype`: of the
-    weights, float32, bfloat16 or float16; None as they are. `prefix`: ahead of the index of a
-    layer in their names; "" gives the names of a plain nn.Sequential. Tied parameters of a model of
-    transformers are stored once, as it stores them, those of others under each of their names, as
-    `load_state_dict` wants them. Raises CheckpointError if the folder exists or cannot be written,
-    and ConfigError for another dtype, and where safetensors is not installed.
+    Each stage writes its own files, the first rank the index. The folder appears by one rename,
+    complete or not at all. Tied parameters of a transformers model are stored once, as it stores
+    them; those of other models under each of their names, as `load_state_dict` needs them. Raises
+    CheckpointError if the folder exists or cannot be written, and ConfigError for an unknown dtype
+    or if safetensors is not installed.
+
+    Args:
+        pipe: the pipeline.
+        folder: the new folder.
+        dtype: of the weights: float32, bfloat16 or float16; None: unchanged.
+        prefix: precedes the index of a layer in names; "" gives the names of a plain nn.Sequential.
+        shard_bytes: largest size of a file, if its tensors allow.
     """
     target = ExportFolder(folder, dtype, prefix)
     with together(pipe.world, f"export to {target.path}"):

@@ -1,6 +1,6 @@
-"""The promise as a command: a user's own run in its layout against one plain process.
+"""`python -m gpipe_hpc.verify`: compare a run in its layout with one plain process.
 
-`plain` is the training loop that anybody would write, and imports nothing of the engine; `watching`
-records what layers make of each micro-batch; `comparing` says how near two numbers are; `judging`
-holds each step against the plain one; `run` brings them together.
+`plain` is a plain training loop that imports nothing of the engine; `watching` records what layers
+make of each micro-batch; `comparing` says how close two numbers are; `judging` compares each step;
+`run` combines them.
 """
