@@ -41,7 +41,8 @@ def open_data_first(
         counts += f"{source.validation.num_samples:,} held back"
         log.info("data: %s", source.about or counts)
         # Nothing held back is a choice only if the user made it.
-        if not source.validation.num_samples and getattr(config.data, "validation_fraction", 1):
+        is_chosen = getattr(config.data, "validation_fraction", None) == 0
+        if not source.validation.num_samples and not is_chosen:
             log.warning(
                 "data: no sample is held back, so there will be no validation loss; give more "
                 "data, raise data.validation_fraction, or set it to 0 if that is intended"
