@@ -279,7 +279,8 @@ class GradientBuckets:
 
     def trained_names(self) -> list[str]:
         """Return the names of the parameters in this step's buckets, bucket by bucket."""
-        return [self.name_of(p) for bucket in self._each() for p in bucket.parameters]
+        names = self._names_by_id
+        return [names[id(p)] for bucket in self._each() for p in bucket.parameters]
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the global name of a parameter."""

@@ -618,23 +618,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones(plain):
         run_on_threads(1, lambda w: make(blocks(plain), w, 1, outer={"shard": "zero"}))
 
 
-@pytest.mark.parametrize("num_elements", [1, 3, 4, 7, 100])
-@pytest.mark.parametrize("copies", [1, 2, 3, 8])
-def test_pieces_cover_each_element_once(num_elements, copies):
-    sizes = {"a": num_elements // 3, "b": num_elements - num_elements // 3, "c": 0}
-    layout = FlatLayout(sizes, copies)
-    length = layout.num_elements
-    assert layout.padded_elements >= length >= num_elements
-    assert layout.padded_elements - length < copies
-    found = {name: [] for name in sizes}
-    for position in range(copies):
-        slices = list(layout.slices(position))
-        assert sum(stop - start for _, start, stop in slices) <= layout.shard_elements
-        for name, start, stop in slices:
-            found[name] += range(start, stop)
-    assert {name: list(range(size)) for name, size in sizes.items()} == found
-
-
 @pytest.mark.parametrize("shard", ["none", "flat"])
 def test_tensors_in_buckets_begin_where_kernels_load_several_numbers(plain, shard):
     """On a GPU the norm of a gradient behind a bias of 5 numbers had another last bit."""

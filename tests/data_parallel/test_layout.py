@@ -1,8 +1,9 @@
-"""Into which buckets a stage's gradients are gathered."""
+"""Which parameters share a bucket, and which copy owns which elements."""
 
+import pytest
 import torch
 
-from gpipe_hpc.data_parallel import GradientSize, fill_buckets
+from gpipe_hpc.data_parallel import FlatLayout, GradientSize, fill_buckets
 
 SINGLE, DOUBLE = torch.float32, torch.float64
 
@@ -43,3 +44,20 @@ def test_a_bucket_has_one_dtype_and_is_numbered_by_when_it_is_complete():
 
 def test_a_stage_without_parameters_has_no_buckets():
     assert fill_buckets({}, 10) == ()
+
+
+@pytest.mark.parametrize("num_elements", [1, 3, 4, 7, 100])
+@pytest.mark.parametrize("copies", [1, 2, 3, 8])
+def test_pieces_cover_each_element_once(num_elements, copies):
+    sizes = {"a": num_elements // 3, "b": num_elements - num_elements // 3, "c": 0}
+    layout = FlatLayout(sizes, copies)
+    length = layout.num_elements
+    assert layout.padded_elements >= length >= num_elements
+    assert layout.padded_elements - length < copies
+    found = {name: [] for name in sizes}
+    for position in range(copies):
+        slices = list(layout.slices(position))
+        assert sum(stop - start for _, start, stop in slices) <= layout.shard_elements
+        for name, start, stop in slices:
+            found[name] += range(start, stop)
+    assert {name: list(range(size)) for name, size in sizes.items()} == found
