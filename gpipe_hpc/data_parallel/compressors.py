@@ -252,7 +252,7 @@ class QsgdCode:
         largest = _decode_largest(sent, numbers.dtype)
         generator = torch.Generator(device).manual_seed(key)
         chance = torch.rand(groups.shape, generator=generator, device=device)
-        # Below s + 1 also where u is nearly 1; the largest of a group is exact.
+        # Below s + 1 even if u is nearly 1; the largest of a group is exact.
         share = (groups / torch.where(largest > 0, largest, 1)).abs_().mul_(self._levels)
         level = share.add_(chance).floor_().clamp_(max=self._levels).copysign_(groups)
         shifted = level.add_(self._levels).to(torch.uint8).view(-1)

@@ -1,7 +1,7 @@
-"""The loss scale of float16: one for all stages and replicas, agreed on once a step.
+"""The loss scale of float16: one for all stages and replicas, which all know after each step.
 
-Micikevicius et al., Mixed precision training, 2018, section 3.2. A power of two: where nothing
-over- or underflows it changes no bit of the gradients.
+Source: Micikevicius et al., Mixed precision training, 2018, section 3.2. It is a power of two, so
+that it changes no bit of gradients that neither overflow nor underflow.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,10 @@ _MOST: Final = 2.0**24
 
 
 class LossScale:
-    """What backward is multiplied by, so that small gradients do not vanish in float16.
+    """The factor of the loss that keeps small gradients from underflowing in float16.
 
-    Halved when a gradient overflowed, doubled after `growth_interval` steps in a row without.
+    Halved when a gradient overflowed, doubled after `growth_interval` consecutive steps without
+    overflow.
     """
 
     def __init__(self, growth_interval: int = 2000) -> None:
@@ -31,7 +32,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of a step; NonFiniteError where no scale helps."""
+        """Adapt the scale after a step; raise NonFiniteError if no scale avoids overflow."""
         if not overflowed:
             self._num_good += 1
             if self._num_good >= self._growth_interval:
@@ -63,9 +64,9 @@ class LossScale:
 
 
 def count_overflows(gradients: Iterable[torch.Tensor], device: Device) -> torch.Tensor:
-    """Return how many gradients hold an infinity or NaN, float64[]; the device is not waited for.
+    """Return how many gradients have an infinity or NaN, float64[], without waiting for the device.
 
-    They are looked at as they were summed, before the scale is taken out of them.
+    Gradients are summed, and not yet divided by the scale.
     """
     present = [gradient for gradient in gradients if gradient.numel()]
     if not present:

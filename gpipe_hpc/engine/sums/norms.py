@@ -16,9 +16,12 @@ _LOW: Final = (torch.bfloat16, torch.float16)
 class Norms(NamedTuple):
     """The norm of each parameter's gradient, over all stages; the same on every rank.
 
-    `names`: of all parameters, in global order. `values`: float64[names], 0 where there is no
-    gradient, on the device. `present`: float64[names], above 0 where there is one, on the host.
-    `dtype`: the model's widest, at least float32. `device`: where gradients are.
+    Args:
+        names: All parameters, in global order.
+        values: float64[names] on the device, 0 for a parameter without a gradient.
+        present: float64[names] on the host, above 0 for a parameter with a gradient.
+        dtype: The model's widest, at least float32.
+        device: Where gradients are.
     """
 
     names: Sequence[str]
@@ -28,14 +31,14 @@ class Norms(NamedTuple):
     device: Device
 
     def total(self) -> Tensor:
-        """Return the norm of the norms, in the model's precision; no device is waited for.
+        """Return the norm of the norms that are present, in the model's precision, as torch does.
 
-        Of those alone that have a gradient, as torch takes it.
+        No device is waited for.
         """
         is_counted = self.present > 0
         norms = self.values
         if not is_counted.all():
-            # Not by a mask, whose places the host would ask the device for.
+            # Not by a mask: the host would wait for the device to learn its places.
             runs = [self.values[run] for run in _runs(is_counted.tolist())]
             norms = torch.cat(runs) if runs else self.values[:0]
         combined: Tensor = torch.linalg.vector_norm(norms.to(self.dtype))
@@ -56,17 +59,24 @@ def gather_norms(
     device: Device,
     dtype: torch.dtype = torch.float32,
 ) -> Norms:
-    """Put together the norms of single parameters, in global order; all ranks of a pipeline call.
+    """Return the norms of single parameters, in global order; a collective call of a pipeline.
 
     As `torch.nn.utils.clip_grad_norm_` does in one process: never per bucket or stage, which
-    would change the last bit with the cut. Ranks that hold parts of a parameter each count theirs:
-    the squares of the parts' norms are added. A parameter that several ranks hold as a whole is
-    among `counted` on one of them. `dtype`: the widest of the model's parameters, at least float32.
-    One sum over the group; with an accelerator one more, on the host, of what is there.
+    would change the last bit with the partition. The squares of the norms of a parameter's parts on
+    several ranks are added. One all-reduce; with an accelerator one more, on the host.
+
+    Args:
+        own: This rank's parameters by global name.
+        counted: Those whose gradients this rank counts: one rank of those that hold all of it, and
+            each rank that holds a part.
+        all_names: All parameters of the model.
+        group: The ranks of the pipeline, or all ranks if gradients are sharded.
+        device: Where gradients are.
+        dtype: The widest of the model's parameters, at least float32.
     """
     gradients = {n: p.grad for n, p in own.items() if p.grad is not None and n in counted}
-    # The root of a number's square is the number again, to the bit, so nothing is lost where a
-    # place has one contributor. Wide enough for every stage's dtype.
+    # The root of a number's square is the number again, to the bit, so nothing is lost if a place
+    # has one contributor. float64 is wide enough for every stage's dtype.
     norms = _norms(list(gradients.values()))
     squares = stacked(norms).square().unbind() if norms else ()
     by_name = dict(zip(gradients, squares, strict=True))
@@ -93,7 +103,7 @@ def clip_by_norm(own: Mapping[str, nn.Parameter], norms: Norms, max_norm: float)
     if max_norm < float("inf"):
         gradients = [p.grad for p in own.values() if p.grad is not None]
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if norms.device.is_accelerator or factor != 1.0:  # nobody waits for a device to say it
+        if norms.device.is_accelerator or factor != 1.0:  # on a device, asking would wait
             _scale(gradients, factor)
     return total
 
@@ -106,7 +116,7 @@ def _scale(gradients: list[Tensor], factor: Tensor) -> None:
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each tensor; of those in 16 bits in float32, which holds it."""
+    """Return the 2-norm of each tensor, in float32 for tensors of 16 bits, which may overflow."""
     low = [tensor for tensor in tensors if tensor.dtype in _LOW]
     if not low:
         return _norms(tensors)
@@ -116,7 +126,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Return at least one number of a device as float64[numbers]: not by a kernel for each."""
+    """Return one or more scalars as float64[numbers], by few kernels."""
     kinds: dict[torch.dtype, list[int]] = {}
     for place, number in enumerate(numbers):
         kinds.setdefault(number.dtype, []).append(place)
@@ -136,7 +146,7 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _runs(flags: Sequence[bool]) -> list[slice]:
-    """Return where neighbours are set."""
+    """Return the runs of flags that are set."""
     found, start = [], 0
     for is_set, run in groupby(flags):
         stop = start + len(list(run))

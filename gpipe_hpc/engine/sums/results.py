@@ -22,7 +22,7 @@ from gpipe_hpc.models import MAIN_LOSS
 
 
 class LossRow(NamedTuple):
-    """What one layer reports under one name: a loss, or a metric with its weight."""
+    """What one layer reports by one name: a loss, or a metric with its weight."""
 
     layer: int
     name: str
@@ -86,12 +86,16 @@ def _one_by_one(numbers: Tensor) -> Tensor:
 class StepLoss:
     """The loss of a global batch; the same on every rank.
 
-    `terms` is float64[rows, replicas x micro-batches] in global order: sums of the main loss, its
-    weights, and what `rows` name. `fetched`: the same, one behind the other, on their way to the
-    host; what reads them waits for the device, nothing else does. `add`: how numbers of the device
-    are summed. `squares`: float64[replicas x micro-batches], those of the gradients' parts, if
-    measured. `is_sum`: the loss is the sum itself, of weight 1; the weights are then samples.
-    `on_read`: called when the numbers are read.
+    Args:
+        terms: float64[rows, global micro-batches]: sums of the main loss, its weights, and what
+            `rows` name.
+        fetched: The same, flat, on their way to the host. Only reading them waits for the device.
+        add: How numbers of the device are summed.
+        rows: What layers reported besides the main loss.
+        squares: float64[global micro-batches], squared norms of parts of the gradients, if
+            measured.
+        is_sum: The loss is the sum itself, of weight 1; the weights are then numbers of samples.
+        on_read: Called when the numbers are read.
     """
 
     terms: Tensor
@@ -144,7 +148,7 @@ class StepLoss:
         return metrics
 
     def is_zero(self, microbatches: range) -> bool:
-        """Say whether some of the global micro-batches add exactly nothing to any loss."""
+        """Return whether some of the global micro-batches add exactly 0 to every loss."""
         terms = self._on_host[:, microbatches.start : microbatches.stop]
         return not any(terms[at].any() for at in (0, *(i for r, i in self._places() if r.is_loss)))
 
@@ -156,7 +160,7 @@ class StepLoss:
 
     @cached_property
     def microbatch_losses(self) -> list[float]:
-        """Return the loss of each global micro-batch; NaN shows whose is NaN."""
+        """Return the loss of each global micro-batch, in which a NaN can be located."""
         terms = self._on_host
         sums = terms[0]
         for row, at in self._places():
@@ -260,15 +264,15 @@ def terms_by_row(noted: Mapping[int, Sequence[Noted]]) -> TermsByRow:
 
 
 def row_positions(rows: Sequence[LossRow]) -> list[int]:
-    """Return where the numbers of each row begin, behind the main loss and its weight."""
+    """Return where the numbers of each row begin, after the main loss and its weight."""
     return list(accumulate((2 - row.is_loss for row in rows[:-1]), initial=2)) if rows else []
 
 
 def share_places(counts: Sequence[int]) -> Tensor:
-    """Return where in a row of numbers those of each share lie, int64[most of a share, shares].
+    """Return the places of the numbers of each share in a row, int64[largest share, shares].
 
-    `counts`: how many numbers a share has; they follow one another. Where one has fewer than
-    another it has a place behind the row instead.
+    `counts`: how many consecutive numbers each share has. A share with fewer than the largest is
+    filled up with the place after the row.
     """
     own = torch.tensor(counts)
     within = torch.arange(max(counts)).unsqueeze(1)
@@ -276,5 +280,5 @@ def share_places(counts: Sequence[int]) -> Tensor:
 
 
 def num_terms(rows: Sequence[LossRow]) -> int:
-    """Return how many numbers there are of each micro-batch."""
+    """Return how many numbers each micro-batch has."""
     return 2 + sum(2 - row.is_loss for row in rows)

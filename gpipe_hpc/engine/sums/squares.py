@@ -1,10 +1,10 @@
 """Squared norms of what each part of a global batch adds to a stage's gradients.
 
-Parts are micro-batches, or the copies of a stage: what the micro-batches of one replica, on one
-route through its ranks, add together. Those of a micro-batch come from the difference that its
-backward makes to the sums, for which a copy of the sums is kept; those of a copy are the norm of
-its sum before the reduction, and cost one pass over it. Tied parameters are left out: ranks hold
-parts of one gradient, whose norm nobody knows before they are added up.
+The gradient noise scale is estimated from them. Parts are micro-batches, or copies of a stage: what
+the micro-batches of one replica, on one route through its ranks, add together. For a micro-batch, a
+copy of the sums is kept, and the difference that its backward makes is measured. For a copy, its
+sum is measured before the reduction, which costs one pass over it. Tied parameters are left out:
+ranks hold parts of one gradient, whose norm is not known before they are summed.
 """
 
 from collections import defaultdict
@@ -26,33 +26,33 @@ REPLICAS: Final = "replicas"
 
 
 class Squares(Protocol):
-    """What measures the parts of one stage's gradients during a step."""
+    """Measures the parts of one stage's gradients during a step."""
 
     def begin(self) -> None:
         """Begin a step, whose gradients are zero or None."""
 
     def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Look at what a backward has just added; `is_last`: no W of the micro-batch follows."""
+        """Measure what a backward has just added; `is_last`: no W of the micro-batch follows."""
 
     def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look at sums to which this rank adds no more: in place come those of all ranks."""
+        """Measure sums that are complete on this rank, before the reduction overwrites them."""
 
     def take(self) -> Mapping[int, Tensor]:
-        """Return the squared norm, float64[], of each part by its first micro-batch; end."""
+        """Return the squared norm, float64[], of each part by its first micro-batch."""
 
 
 class MicrobatchSquares:
-    """The parts are micro-batches.
+    """Measures micro-batches, by a copy of the stage's gradients.
 
-    Keeps a copy of the stage's gradients. A parameter may get a part of its gradient in I and the
-    rest in W: what came in I is kept until W. What leaves within the last backward is looked at
-    when it leaves, and counted when that backward ends.
+    A parameter may get a part of its gradient in I and the rest in W: what came in I is kept until
+    W. What is reduced during the last backward is measured before its reduction, and counted when
+    that backward ends.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._before: dict[nn.Parameter, Tensor] = {}
-        # The gradient last looked at, and its version then: which are other ones now?
+        # The gradient that was measured last, and its version then: which have changed since?
         self._seen: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._begun: set[nn.Parameter] = set()
         self._left: set[nn.Parameter] = set()
@@ -71,7 +71,7 @@ class MicrobatchSquares:
 
     @torch.no_grad()
     def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Look at what a backward has just added; `is_last`: no W of the micro-batch follows."""
+        """Measure what a backward has just added; `is_last`: no W of the micro-batch follows."""
         new = [parameter for parameter in self._parameters if self._is_new(parameter)]
         added = dict(zip(new, self._added(new), strict=True)) | self._leaving
         self._leaving = {}
@@ -86,14 +86,14 @@ class MicrobatchSquares:
 
     @torch.no_grad()
     def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look at sums to which this rank adds no more: in place come those of all ranks."""
+        """Measure sums that are complete on this rank, before the reduction overwrites them."""
         own = set(parameters)
         new = [p for p in self._parameters if p in own and self._is_new(p)]
         self._leaving |= zip(new, self._added(new), strict=True)
         self._left |= own
 
     def take(self) -> Mapping[int, Tensor]:
-        """Return the squared norm, float64[], of each part by its first micro-batch; end."""
+        """Return the squared norm, float64[], of each part by its first micro-batch."""
         assert not self._halves, f"no W came for micro-batches {sorted(self._halves)}"
         assert not self._leaving, "what left within a backward was counted at its end"
         self._seen = {}
@@ -107,7 +107,7 @@ class MicrobatchSquares:
         return seen is None or seen[0] is not gradient or seen[1] != gradient._version
 
     def _added(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return, with the sign turned, what has come since; in memory that is used again."""
+        """Return the negative of what was added since, in memory that is reused."""
         gradients = _gradients(parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._seen[parameter] = gradient, gradient._version
@@ -123,7 +123,7 @@ class MicrobatchSquares:
 
 
 class CopySquares:
-    """The parts are the copies of the stage; this rank's is named by its first micro-batch."""
+    """Measures copies of the stage; that of this rank is named by its first micro-batch."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], first_microbatch: int) -> None:
         self._parameters = list(parameters)
@@ -135,11 +135,11 @@ class CopySquares:
         self._squares = {}
 
     def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Do nothing: the whole sum will be looked at."""
+        """Do nothing: the whole sum is measured."""
 
     @torch.no_grad()
     def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look at sums to which this rank adds no more: in place come those of all ranks."""
+        """Measure sums that are complete on this rank, before the reduction overwrites them."""
         own = set(parameters)
         present = [p for p in self._parameters if p in own and p.grad is not None]
         if present:
@@ -147,7 +147,7 @@ class CopySquares:
             self._squares[self._first] = square if known is None else known + square
 
     def take(self) -> Mapping[int, Tensor]:
-        """Return the squared norm, float64[], of each part by its first micro-batch; end."""
+        """Return the squared norm, float64[], of each part by its first micro-batch."""
         return self._squares
 
 

@@ -17,9 +17,9 @@ _MAX_SHOWN: Final = 12
 
 
 class StageStatistics:
-    """What the BatchNorm layers of one stage measured in a step.
+    """The statistics that the BatchNorm layers of one stage measured in a step.
 
-    All copies of the stage add up the same float64 sums, so their buffers stay equal to the bit.
+    All copies of the stage add the same float64 sums, so their buffers stay equal to the bit.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -108,7 +108,7 @@ def _update(layer: PooledBatchNorm, sums: torch.Tensor) -> None:
     """Move a layer's buffers towards the step's statistics, as `nn.BatchNorm` does for a batch."""
     assert layer.running_mean is not None and layer.running_var is not None
     mean, squares, count = pooled(sums, layer.running_mean)
-    # Unused layers keep what they have; nobody waits for the device to say which.
+    # Unused layers keep their values; asking the device which are unused would wait.
     is_used = count > 0
     share: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
     if layer.num_batches_tracked is not None:
