@@ -50,7 +50,7 @@ python -m gpipe_hpc.draw draw.format=table pipeline.stages=4 pipeline.microbatch
 - `gems` (Jain et al.) is for images so large that a rank holds one: see [large
   images](../../experiments/large_images/README.md). Without `replications` each pass has one
   micro-batch; `replications=1` is MAST, more are MASTER.
-- The paper of every schedule, with its figures beside ours: [the
+- The paper of every schedule, with its figures next to ours: [the
   literature](../../experiments/literature.md).
 """
 
