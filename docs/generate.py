@@ -3,30 +3,54 @@
 A test fails where a page is not what this gives.
 """
 
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
-from gpipe_hpc.config.explained import Explained, about, sections_of, settings_of
+from gpipe_hpc.config.compose import data_kind, presets
+from gpipe_hpc.config.help import (
+    GROUPS,
+    Row,
+    about_preset,
+    row_of,
+    rows_of,
+    rows_of_builder,
+    shown,
+)
+from gpipe_hpc.config.keywords import Keywords, setting_of
 from gpipe_hpc.schedule import compare, comparison_table
+from gpipe_hpc.settings import (
+    OPTIMIZERS,
+    Config,
+    DataConfig,
+    Level,
+    OptimizerConfig,
+    Outer,
+    settings_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-CONF = ROOT / "conf"
 REFERENCE = ROOT / "docs" / "reference"
-_GROUPS = {
-    "model": "What is trained. `model=NAME` chooses one, `model.KEY=VALUE` changes it.",
-    "data": "What a run reads. `data=NAME` chooses one, `data.KEY=VALUE` changes it.",
-    "optimizer": "How weights are updated. `optimizer=NAME` chooses one.",
-    "outer": "How gradients are combined over replicas. `outer=NAME` chooses one.",
-}
 _HEAD = """# Settings
 
-This page is generated from `conf/`. Any setting can be given on the command line as
-`NAME=VALUE`; an unknown name is refused. A list is written `NAME=[1,2]`, nothing is written
-`NAME=null`, and a number may be written `16e9`.
+This page is generated from the fields of `gpipe_hpc/settings`. Any setting can be given on the
+command line as `NAME=VALUE`; an unknown name is refused. A list is written `NAME=[1,2]`, nothing
+`NAME=null`, and a number may be written `16e9`. `--help SECTION` shows a section on the screen.
 
-{contents}
+- [Everyday settings](#everyday-settings): what most runs set.
+- [Settings of clusters](#settings-of-clusters): several hosts, slow links, jobs that are requeued.
+- [Expert settings](#expert-settings): the defaults are right for nearly all runs.
+- [Presets](#presets): [models](#models), [data](#data), [optimizers](#optimizers),
+  [replicas](#replicas).
 """
+_LEVELS = {
+    Level.EVERYDAY: "Everyday settings",
+    Level.CLUSTER: "Settings of clusters",
+    Level.EXPERT: "Expert settings",
+}
+_HIDDEN = ("target", "keywords")  # of data=own: set by other names
 
 
 _SCHEDULES = """# Schedules
@@ -65,52 +89,160 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """Return the text of each page by its name."""
     table = comparison_table(compare(4, 8))
-    return {"settings.md": settings(), "schedules.md": _SCHEDULES.format(table=table)}
+    return {
+        "settings.md": settings(),
+        "schedules.md": _SCHEDULES.format(table=table),
+        "library.md": library((REFERENCE / "library.md").read_text("utf-8")),
+    }
+
+
+def library(page: str) -> str:
+    """Return the page of the library with its table of keywords of `Pipeline` as the code has it.
+
+    A keyword means what the setting of the command line means, or what the docstring below it says.
+    """
+    cells = []
+    for each in settings_of(Keywords):
+        setting = setting_of(each.name)
+        meaning = each.meaning or (setting.meaning if setting else "")
+        default = "Outer()" if isinstance(each.default, Outer) else repr(each.default)
+        meaning = (
+            re.sub(r"\bnull\b", "None", meaning).replace("pipeline.", "").replace("outer.", "")
+        )
+        cells.append([_code(each.name), _code(default), meaning])
+    head, _, rest = page.partition("| keyword |")
+    table = "\n".join(_grid(["keyword", "default", "meaning"], cells))
+    return head + table + "\n" + rest.partition("\n\n")[2]
 
 
 def settings() -> str:
     """Return the page of all settings."""
-    sections = sections_of(CONF / "config.yaml")
-    groups = [name for name in _GROUPS if (CONF / name).is_dir()]
-    contents = (
-        f"Sections of `config.yaml`: {_linked(each.name for each in sections)}. "
-        f"Groups of presets: {_linked(groups)}."
-    )
-    lines = [_HEAD.format(contents="\n".join(textwrap.wrap(contents, 100)))]
-    for name, meaning, rows in sections:
-        lines += [
-            f"## {name}",
-            "",
-            *([f"{_sentence(meaning)}\n"] if meaning else []),
-            *_table(rows),
-        ]
-    for group in groups:
-        lines += [f"## {group}", "", _GROUPS[group], ""]
-        for path in sorted((CONF / group).glob("*.yaml")):
-            lines += [f"### {group}={path.stem}", "", about(path), ""]
-            own = [each for each in settings_of(path) if not each.name.startswith("_")]
-            lines += _table([each._replace(name=f"{group}.{each.name}") for each in own])
-    return "\n".join(lines).rstrip() + "\n"
+    lines = [_HEAD]
+    for level, title in _LEVELS.items():
+        lines += [f"## {title}", ""]
+        for each in fields(Config):
+            rows = [] if each.name in GROUPS else rows_of(each.name)
+            own = [row for row in rows if row.level is level]
+            if own:
+                lines += [f"### {each.name}: {level.value}", "", *_table(own)]
+    lines += ["## Presets", "", *_models(), *_data(), *_others()]
+    return "\n".join(map(_wrapped, lines)).rstrip() + "\n"
 
 
-def _linked(names: Iterable[str]) -> str:
-    return ", ".join(f"[{name}](#{name})" for name in names)
+def _wrapped(line: str) -> str:
+    """Return a line of prose in lines of at most 100 columns."""
+    if len(line) <= 100 or "\n" in line or line.startswith(("|", "#")):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _table(rows: Sequence[Explained]) -> list[str]:
-    if not rows:
-        return []
-    lines = ["| setting | default | meaning |", "| --- | --- | --- |"]
-    for key, value, meaning in rows:
-        if not value:
+def _models() -> Iterator[str]:
+    """Yield a table of keywords for each function that builds models, and its presets."""
+    yield from ("### Models", "", "`model=NAME` chooses one, `model.KEY=VALUE` changes it.", "")
+    builders: dict[str, list[str]] = {}
+    for name, values in presets("model").items():
+        builders.setdefault(str(values.get("_target_")).rpartition(".")[2], []).append(name)
+    for names in builders.values():
+        rows = {row.name: row for name in names for row in rows_of_builder("model", name)}
+        keys = [key for key in rows if not key.endswith("_")]
+        if not keys:
+            yield from (f"`model={names[0]}`: {about_preset('model', names[0])}", "")
             continue
-        shown = f"`{value}`".replace("|", "\\|")
-        lines.append(f"| `{key}` | {shown} | {meaning.replace('|', chr(92) + '|')} |")
-    return [*lines, ""]
+        short = [name.removeprefix("model.") for name in keys]
+        yield from _grid(
+            ["preset", *map(_code, short), "what it is"],
+            (
+                [
+                    _code(name),
+                    *(_code(_value(name, key)) for key in keys),
+                    about_preset("model", name),
+                ]
+                for name in names
+            ),
+        )
+        yield from (f"- `{rows[key].name}`: {rows[key].meaning}" for key in keys)
+        yield ""
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+def _value(preset: str, key: str) -> str:
+    found = {row.name: row.default for row in rows_of_builder("model", preset)}
+    return found.get(key, "")
+
+
+def _data() -> Iterator[str]:
+    """Yield a table for each kind of data, and for what kinds share."""
+    yield from ("### Data", "", "`data=NAME` chooses one, `data.KEY=VALUE` changes it.", "")
+    done: set[type] = set()
+    for name, values in presets("data").items():
+        kind = data_kind(values.get("_target_") or "own")
+        bases = [each for each in reversed(kind.__mro__) if issubclass(each, DataConfig)]
+        for base in bases:
+            if base in done or base is kind:
+                continue
+            done.add(base)
+            own = _own_rows(base)
+            if own:
+                yield from (f"#### {_title(base)}", "", *_table(own))
+        own_values = ", ".join(
+            f"`data.{key}={shown(value)}`" for key, value in values.items() if key != "_target_"
+        )
+        yield from (f"#### data={name}", "", about_preset("data", name), "")
+        others = ", ".join(_link(each) for each in bases if each is not kind and _own_rows(each))
+        more = f"Besides these: {others}." + (f" Sets {own_values}." if own_values else "")
+        yield from (more, "")
+        yield from _table(_own_rows(kind))
+
+
+def _own_rows(kind: type[DataConfig]) -> list[Row]:
+    """Return the settings that a kind of data defines, or gives another default."""
+    names = {f"data.{name}" for name in kind.__annotations__ if name not in _HIDDEN}
+    return [row_of(each) for each in settings_of(kind, "data.") if each.name in names]
+
+
+def _title(kind: type) -> str:
+    words = re.findall("[A-Z][a-z]+[0-9]*", kind.__name__.removesuffix("Config"))
+    return f"{' '.join(words).capitalize()} settings"
+
+
+def _link(kind: type) -> str:
+    title = _title(kind)
+    return f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
+
+
+def _others() -> Iterator[str]:
+    yield from ("### Optimizers", "", "`optimizer=NAME` chooses one.", "")
+    for name, kind in OPTIMIZERS.items():
+        own = [row for row in rows_of("optimizer", name) if row.name[10:] in kind.__annotations__]
+        if name == "adamw":
+            common = set(OptimizerConfig.__annotations__)
+            own += [row for row in rows_of("optimizer", name) if row.name[10:] in common]
+            own = list(dict.fromkeys(own))
+        yield from (f"#### optimizer={name}", "", about_preset("optimizer", name), "")
+        yield from _table(own)
+    yield from ("### Replicas", "", "`outer=NAME` chooses one:", "")
+    for name, values in presets("outer").items():
+        given = ", ".join(f"`outer.{key}={shown(value)}`" for key, value in values.items())
+        yield f"- `outer={name}`: {about_preset('outer', name)}" + (f" Sets {given}." * bool(given))
+    yield ""
+    yield from _table(rows_of("outer", "allreduce"))
+
+
+def _table(rows: Iterable[Row]) -> list[str]:
+    cells = [[_code(row.name), _code(row.default), row.meaning] for row in rows]
+    return list(_grid(["setting", "default", "meaning"], cells)) if cells else []
+
+
+def _grid(head: Sequence[str], cells: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"| {' | '.join('---' for _ in head)} |"
+    for line in cells:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
+    yield ""
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import sys
 
 from gpipe_hpc.comm.saying import code_of_output, keep_streams
-from gpipe_hpc.config.help import list_of_commands
+from gpipe_hpc.config import list_of_commands
 
 if __name__ == "__main__":
     keep_streams()

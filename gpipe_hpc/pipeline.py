@@ -19,7 +19,7 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.threads import within_step
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.config.keywords import Keywords, Layers, by_keyword, name_of
+from gpipe_hpc.config import Keywords, by_keyword
 from gpipe_hpc.data_parallel import (
     Factory,
     NoParameters,
@@ -83,64 +83,32 @@ O = TypeVar("O", bound=torch.optim.Optimizer)
 
 
 class Pipeline:
-    """A sequential model on `stages` x `replicas` ranks. Every rank creates it.
+    """A sequential model on `stages` x `replicas` ranks. Every rank makes it.
 
     Args:
-        layers: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its
-            own.
-        loss_fn: called as `loss_fn(output, target)`; returns the mean over the micro-batch's
-            samples (never a sum alone) or a pair (sum, weight), such as (sum, number of tokens). A
-            dict of metrics may be a third value.
-        stages: ranks of one pipeline; None: world size / replicas; "fit": the fastest number.
-        replicas: parallel pipelines; None: as many as needed to use all ranks.
-        microbatches: pieces into which a replica cuts its share of the batch.
-        schedule: a name with `schedule_options`, or a Schedule. `auto` searches an order for the
-            measured layers if the partition is by `time`, within `memory_bytes` if given.
-        recompute: always, except_last, never, or budget: the least with which no rank needs more
-            than `memory_bytes` (needs an example).
-        memory_bytes: what a rank may use, as a number or text, or a list with one entry per rank.
-        optimizer_states: numbers that the optimizer keeps per parameter, or an OptimizerMemory.
-        offload: keep activations on the host until their backward is near.
-        partition: parameters, uniform, time or simulated (these need an example), or the number of
-            layers of each stage.
-        pins: layers that must be on certain stages, as {0: 0, 11: 2, "Head": -1}: by index, or by a
-            name that only one layer has.
-        paces: how many times as long each rank of a pipeline takes, or "measured".
-        seed: of weights that LayerSpecs draw, and of dropout.
-        precision: float32; bfloat16 or float16 by autocast, the latter with a loss scale.
-        normalise_over_replicas: BatchNorm normalises a micro-batch of all replicas as one.
-        buffers: how copies of a stage (replicas, mirrored placements) combine buffers that forwards
-            change, after each step: average (weighted by samples; integers that differ become the
-            first copy's, with a message), first (of the first copy with a sample), or each
-            (unchanged, with a message).
-        compile: torch.compile each layer: True, or the name of a backend.
-        noise_over: microbatches or replicas: measure in each step how much their gradients differ,
-            as `AdaScale` needs (`StepResult.parts`).
-        outer: an `Outer`, or a dict of its fields: how replicas combine gradients.
-        example: `(inputs, targets)` of one micro-batch, on rank 0, to measure or count layers.
-        device: auto, cpu, cuda, xpu, another accelerator's name, or one device as cuda:0.
-        timeout_s: how long a rank waits for another.
-        silence_s: how long without a sign of life until a rank counts as lost.
-        stall_s: how long without progress until a living rank is named; None: ten times the longest
-            so far.
-        bind: auto binds this process permanently to cores of its own near its device (Linux); none
-            leaves it unbound.
-        num_threads: CPU threads of torch: a number, auto (one per core), or None: unchanged.
-        world: where the ranks are; None joins the process group that exists, or starts one from the
-            launcher's environment.
+        layers: An nn.Sequential, or a sequence of modules and LayerSpecs. A rank builds only its
+            own layers.
+        loss_fn: A function of (output, target) that returns the mean over the micro-batch's samples
+            (never a sum alone), or a pair (sum, weight), as (sum, number of tokens). A third value
+            holds metrics. None: the pipeline only predicts.
+
+    All else is given by keyword. The keywords are settings of the command line, with the same
+    meaning: docs/reference/library.md lists them.
 
     Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work, and
     PeerError if another rank found it.
     """
 
     @by_keyword(Keywords)
-    def __init__(self, layers: Layers, loss_fn: LossFunction, given: Keywords) -> None:
+    def __init__(
+        self, layers: nn.Sequential | Sequence[Layer], loss_fn: LossFunction, given: Keywords
+    ) -> None:
         assert given.world is not None, "joined before"
         self.world = given.world
         with together(self.world, "start"):
             request = given.request()
             model = normalise_layers(layers)
-            facts = {"number of layers": len(model), **name_of(loss_fn), **request.facts()}
+            facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             facts |= {"bind": given.bind, "num_threads": given.num_threads}
             check_agreement(self.world.everybody, facts)
             if given.bind != "none" or given.num_threads is not None:
@@ -834,3 +802,11 @@ class Pipeline:
 
     def _pieces(self, batch: Nest, what: str) -> Pieces:
         return self._splitter.split(with_tensors(batch, what), self.num_microbatches, what)
+
+
+def _name_of(loss_fn: LossFunction | None) -> dict[str, object]:
+    """Return the name of the loss, if this rank has one: ranks that need none may have none."""
+    if loss_fn is None:
+        return {}
+    inner = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
+    return {"loss_fn": getattr(inner, "__qualname__", type(inner).__qualname__)}

@@ -14,16 +14,16 @@ from gpipe_hpc.comm.device import Device, device_to_come, name_here
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import (
-    Config,
-    TokenDataConfig,
+    ExitCode,
+    Job,
     bind_loss,
     build_target,
-    num_tokens_of,
+    check_planning,
+    on_ranks,
+    ranks_to_come,
+    run_jobs,
+    say_error,
 )
-from gpipe_hpc.config.checks import check_planning
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
-from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
-from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.planning import (
@@ -60,6 +60,7 @@ from gpipe_hpc.planning.telling.report import Assumptions, Sections, report
 from gpipe_hpc.planning.telling.sums import sums_text
 from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
+from gpipe_hpc.settings import Config, TokenDataConfig
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
 from gpipe_hpc.training.machines import (
@@ -109,15 +110,15 @@ def main() -> None:
 
 def _task(job: Job) -> int:
     try:
-        if job.config.plan.search or job.config.pipeline.layout == AUTO_LAYOUT:
+        if job.config.plan.search or job.config.pipeline.is_searched:
             answer = compared(job.config, job.words)
             print(answer.text)
-            return DONE_EXIT_CODE if answer.chosen else TOO_LARGE_EXIT_CODE
+            return ExitCode.DONE if answer.chosen else TOO_LARGE_EXIT_CODE
         found = make_plan(job.config)
     except GpipeError as error:
         return say_error(error)
     print(found.text)
-    return DONE_EXIT_CODE if found.fits else TOO_LARGE_EXIT_CODE
+    return ExitCode.DONE if found.fits else TOO_LARGE_EXIT_CODE
 
 
 def make_plan(config: Config) -> Plan:
@@ -133,7 +134,7 @@ def make_plan(config: Config) -> Plan:
     layers = normalise_layers(build_target("model", config.model))
     if isinstance(config.data, TokenDataConfig):
         holds_bytes = config.data.holds_bytes
-        check_vocabulary(layers, num_tokens_of(config.data), holds_bytes=holds_bytes)
+        check_vocabulary(layers, config.data.num_tokens, holds_bytes=holds_bytes)
     sample = microbatch(config.data, samples_per_microbatch(config))
     loss_fn: Callable[[Any, Any], Any] = (
         bind_loss(config.loss) if config.loss else loss_function(sample.loss)
@@ -151,7 +152,7 @@ def make_plan(config: Config) -> Plan:
     if config.plan.calibration is not None:
         gauge, more = _calibrated(config.plan.calibration, counted, device)
         doubts = [*doubts, *more]
-    elif config.plan.costs == MEASURED_COSTS:
+    elif config.plan.measures_layers:
         share = share_of_rank(config, device, all_ranks)
         gauge = measured_as_a_rank(config, counted, samples_per_microbatch(config), share)
     fit = fit_stages(request, all_ranks, gauge) if is_fit else None
@@ -239,7 +240,7 @@ def _machine(config: Config, request: Request, device: Device, layout: Layout) -
     plan = config.plan
     if plan.costs is None and plan.flops_per_s is None and plan.calibration is None:
         return None
-    is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
+    is_measured = plan.measures_layers or plan.calibration is not None
     num_ranks = layout.replicas * layout.schedule.num_ranks
     with on_threads(share_of_rank(config, device, num_ranks)):
         rates = Rates.alike(1.0) if is_measured else rates_of(config, device)

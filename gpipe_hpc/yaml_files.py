@@ -5,6 +5,7 @@ build. A module of its own, as a user of the library alone needs no yaml.
 """
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,3 +122,25 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
+
+
+def flat_settings(text: str) -> dict[str, Any]:
+    """Return what a file of settings says, by full name, unresolved.
+
+    Empty if it is no mapping. Raises ValueError if it is no YAML.
+    """
+    settings = parse_yaml(text)
+    return flat(settings) if isinstance(settings, dict) else {}
+
+
+def flat(settings: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return settings by full name."""
+    return dict(_flat("", dict(settings)))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield prefix, value
+        return
+    for name, each in value.items():
+        yield from _flat(f"{prefix}.{name}" if prefix else str(name), each)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
+from gpipe_hpc.settings import settings_of
 
 Batch = tuple[Tensor, Tensor]
 Named = dict[str, Tensor]
@@ -406,3 +407,9 @@ def mute(address: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
             call.connect_ex(listener.getsockname())
         time.sleep(0.05)
         yield listener.getsockname()
+
+
+def choices_of(schema, name):
+    """Return the names that a setting may have."""
+    (found,) = (each for each in settings_of(schema) if each.name == name)
+    return found.choices.names

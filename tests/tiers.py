@@ -107,7 +107,7 @@ CASES: Final = {
     "tests/comm/mpi/test_mpiexec.py": 8,
     "tests/config/test_checks.py": 8,
     "tests/config/test_commands.py": 4,
-    "tests/config/test_complaints.py": 12,
+    "tests/config/test_errors.py": 12,
     "tests/draw/test_pictures.py": 3,
     "tests/engine/layers/test_kept_casts.py": 6,
     "tests/engine/memory/test_offload.py": 4,

@@ -13,12 +13,9 @@ from gpipe_hpc.bench.plot import draw
 from gpipe_hpc.bench.running import code_of, measure, refusal
 from gpipe_hpc.bench.sweep import Point, at_point, points
 from gpipe_hpc.comm.saying import say
-from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.checks import check_timing
-from gpipe_hpc.config.commands import FAILED_EXIT_CODE, Job, run_jobs, say_error
-from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.removed import STUDY_OF_COLLECTIVES
+from gpipe_hpc.config import ExitCode, Job, check_config, check_timing, run_jobs, say_error
 from gpipe_hpc.errors import GpipeError, is_users_mistake
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.data.paths import expand
 from gpipe_hpc.training.preflight.layout import plan_layout
 
@@ -38,7 +35,6 @@ def _task(job: Job) -> int:
     config = job.config
     try:
         check_timing(config)
-        _check_workloads(config)
         wanted = points(config)
     except GpipeError as error:
         return say_error(error)
@@ -49,7 +45,7 @@ def _task(job: Job) -> int:
         return _time_steps(wanted, refused, job)
     except OSError as error:
         say(f"gpipe_hpc: bench.out: {error}")
-        return FAILED_EXIT_CODE
+        return ExitCode.FAILED
 
 
 def _refusal(config: Config, point: Point) -> GpipeError | None:
@@ -71,18 +67,6 @@ def _check_files(config: Config) -> None:
     for name in ("paths", "validation_paths"):
         patterns = getattr(config.data, name, None) or ()
         expand([each for each in patterns if not glob(expanduser(each), recursive=True)])
-
-
-def _check_workloads(config: Config) -> None:
-    for name in config.bench.workloads or [""]:
-        if name != _STEPS:
-            remedy = (
-                f"algorithms of collectives are timed by {STUDY_OF_COLLECTIVES}, in a checkout of "
-                f"the repository"
-                if name == _COLLECTIVES
-                else "leave it out"
-            )
-            raise refuse("bench.workloads", f"[{_STEPS}]", f"[{name}]", remedy)
 
 
 def _time_steps(wanted: Sequence[Point], refused: Mapping[Point, GpipeError], job: Job) -> int:

@@ -15,10 +15,10 @@ from gpipe_hpc.bench.running import say_failure
 from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs
+from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs
 from gpipe_hpc.engine.sums.rank_summary import summarise_ranks
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.figures.throughput import tokens_per_sample
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.one_step import refuse_non_finite, train_one_step
@@ -40,7 +40,7 @@ def _task(job: Job) -> int:
         _measure(job.config)
     except GpipeError as error:
         return say_failure(error, job.config)
-    return DONE_EXIT_CODE
+    return ExitCode.DONE
 
 
 def _measure(config: Config) -> None:

@@ -13,14 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.bench.figures import Measured
 from gpipe_hpc.bench.sweep import Point
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.commands import (
-    BAD_CONFIG_EXIT_CODE,
-    DONE_EXIT_CODE,
-    FAILED_EXIT_CODE,
-    say_error,
-)
+from gpipe_hpc.config import ExitCode, say_error
 from gpipe_hpc.errors import GpipeError, PeerError
+from gpipe_hpc.settings import Config
 
 _POINT: Final = "gpipe_hpc.bench.point"
 _CODE: Final = "exit_code"
@@ -85,15 +80,15 @@ def say_failure(error: GpipeError, config: Config) -> int:
 
 def refusal(error: GpipeError) -> str:
     """Return why a point whose settings cannot work is not measured, as if it had been tried."""
-    return _failure(f"gpipe_hpc: {error}", BAD_CONFIG_EXIT_CODE)
+    return _failure(f"gpipe_hpc: {error}", ExitCode.BAD_CONFIG)
 
 
 def code_of(is_any: bool, failures: Sequence[str]) -> int:
     """Return the exit code of a sweep: 0 if it brought anything, 2 if no settings could work."""
     if is_any:
-        return DONE_EXIT_CODE
-    are_refused = all(each.startswith(_failure("", BAD_CONFIG_EXIT_CODE)) for each in failures)
-    return BAD_CONFIG_EXIT_CODE if are_refused else FAILED_EXIT_CODE
+        return ExitCode.DONE
+    are_refused = all(each.startswith(_failure("", ExitCode.BAD_CONFIG)) for each in failures)
+    return ExitCode.BAD_CONFIG if are_refused else ExitCode.FAILED
 
 
 def _mpiexec() -> str:

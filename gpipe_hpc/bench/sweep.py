@@ -5,9 +5,8 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.ranks import ranks_to_come
-from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.config import ranks_to_come
+from gpipe_hpc.settings import Config, refuse
 
 
 class Point(NamedTuple):

@@ -1,4 +1,4 @@
-"""The settings of a run: the schema of ``conf/``, how they are composed, and all checks on them.
+"""From a command line to settings: composition by Hydra, checks, errors, help, and exit codes.
 
 Names are resolved on first use: the library needs parts of this package, and no Hydra.
 """
@@ -7,137 +7,71 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_hpc.config.checks import check_config
-    from gpipe_hpc.config.composing import (
-        compose_config,
-        config_yaml,
-        load_config,
-        register_schemas,
+    from gpipe_hpc.config.checks import (
+        check_config,
+        check_drawing,
+        check_planning,
+        check_timing,
     )
-    from gpipe_hpc.config.data import (
-        DataConfig,
-        ImageDataConfig,
-        TokenDataConfig,
-        mask_token_of,
-        num_tokens_of,
+    from gpipe_hpc.config.commands import ExitCode, Job, run_jobs, say_error
+    from gpipe_hpc.config.compose import compose_config, conf_dir, config_yaml, written
+    from gpipe_hpc.config.help import list_of_commands
+    from gpipe_hpc.config.keywords import Keywords, by_keyword
+    from gpipe_hpc.config.ranks import filled, on_ranks, portions_of, ranks_to_come
+    from gpipe_hpc.config.removed import REMOVED
+    from gpipe_hpc.config.targets import (
+        bind_loss,
+        build_stored_model,
+        build_target,
+        locate,
+        own_call,
     )
-    from gpipe_hpc.config.presets import conf_dir
-    from gpipe_hpc.config.schema import (
-        AdamWConfig,
-        BatchRampConfig,
-        BenchConfig,
-        CheckpointConfig,
-        CommConfig,
-        Config,
-        CostsConfig,
-        DrawConfig,
-        ExportConfig,
-        LAMBConfig,
-        LARSConfig,
-        LrConfig,
-        MetricsConfig,
-        OptimizerConfig,
-        OuterConfig,
-        PipelineConfig,
-        PlanConfig,
-        PreflightConfig,
-        RMSPropConfig,
-        RunConfig,
-        SGDConfig,
-        TraceConfig,
-        TrainConfig,
-        VerifyConfig,
-    )
-    from gpipe_hpc.config.targets import bind_loss, bind_target, build_target, check_stored_target
 
 __all__ = [
-    "AdamWConfig",
-    "BatchRampConfig",
-    "BenchConfig",
-    "CheckpointConfig",
-    "CommConfig",
-    "Config",
-    "CostsConfig",
-    "DataConfig",
-    "DrawConfig",
-    "ExportConfig",
-    "ImageDataConfig",
-    "LAMBConfig",
-    "LARSConfig",
-    "LrConfig",
-    "MetricsConfig",
-    "OptimizerConfig",
-    "OuterConfig",
-    "PipelineConfig",
-    "PlanConfig",
-    "PreflightConfig",
-    "RMSPropConfig",
-    "RunConfig",
-    "SGDConfig",
-    "TokenDataConfig",
-    "TraceConfig",
-    "TrainConfig",
-    "VerifyConfig",
+    "REMOVED",
+    "ExitCode",
+    "Job",
+    "Keywords",
     "bind_loss",
-    "bind_target",
+    "build_stored_model",
     "build_target",
+    "by_keyword",
     "check_config",
-    "check_stored_target",
+    "check_drawing",
+    "check_planning",
+    "check_timing",
     "compose_config",
     "conf_dir",
     "config_yaml",
-    "load_config",
-    "mask_token_of",
-    "num_tokens_of",
-    "register_schemas",
+    "filled",
+    "list_of_commands",
+    "locate",
+    "on_ranks",
+    "own_call",
+    "portions_of",
+    "ranks_to_come",
+    "run_jobs",
+    "say_error",
+    "written",
 ]
+
+_HOMES = (
+    ("checks", "check_config check_drawing check_planning check_timing"),
+    ("commands", "ExitCode Job run_jobs say_error"),
+    ("compose", "compose_config conf_dir config_yaml written"),
+    ("removed", "REMOVED"),
+    ("help", "list_of_commands"),
+    ("keywords", "Keywords by_keyword"),
+    ("ranks", "filled on_ranks portions_of ranks_to_come"),
+    ("targets", "bind_loss build_stored_model build_target locate own_call"),
+)
 
 
 def __getattr__(name: str) -> Any:
-    homes = {
-        "AdamWConfig": "schema",
-        "BatchRampConfig": "schema",
-        "BenchConfig": "schema",
-        "CheckpointConfig": "schema",
-        "CommConfig": "schema",
-        "Config": "schema",
-        "CostsConfig": "schema",
-        "DataConfig": "data",
-        "DrawConfig": "schema",
-        "ExportConfig": "schema",
-        "ImageDataConfig": "data",
-        "LAMBConfig": "schema",
-        "LARSConfig": "schema",
-        "LrConfig": "schema",
-        "MetricsConfig": "schema",
-        "OptimizerConfig": "schema",
-        "OuterConfig": "schema",
-        "PipelineConfig": "schema",
-        "PlanConfig": "schema",
-        "PreflightConfig": "schema",
-        "RMSPropConfig": "schema",
-        "RunConfig": "schema",
-        "SGDConfig": "schema",
-        "TokenDataConfig": "data",
-        "TraceConfig": "schema",
-        "TrainConfig": "schema",
-        "VerifyConfig": "schema",
-        "bind_loss": "targets",
-        "bind_target": "targets",
-        "build_target": "targets",
-        "check_config": "checks",
-        "check_stored_target": "targets",
-        "compose_config": "composing",
-        "conf_dir": "presets",
-        "config_yaml": "composing",
-        "load_config": "composing",
-        "mask_token_of": "data",
-        "num_tokens_of": "data",
-        "register_schemas": "composing",
-    }
-    if name not in homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{homes[name]}"), name)
+    for module, names in _HOMES:
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

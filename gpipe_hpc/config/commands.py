@@ -2,14 +2,17 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import hydra
@@ -20,20 +23,30 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.failing.tracebacks import users_traceback
 from gpipe_hpc.comm.saying import code_of_output, keep_streams, say
-from gpipe_hpc.config.complaints import EXPECTED, complaint, of_composing, unknown_option
-from gpipe_hpc.config.composing import Told, compose_config, load_config, register_schemas
-from gpipe_hpc.config.elsewhere import Elsewhere, ended_jobs, without_launcher
+from gpipe_hpc.config.compose import (
+    CONF_VARIABLE,
+    HydraChoices,
+    compose_config,
+    conf_dir,
+    load_config,
+    register_schemas,
+)
+from gpipe_hpc.config.errors import check_words, composing_error, is_of_composing, unknown_option
 from gpipe_hpc.config.help import help_of
-from gpipe_hpc.config.presets import CONF_VARIABLE, conf_dir
-from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.schema import Config
 from gpipe_hpc.errors import ConfigError, GpipeError, NonFiniteError, is_users_mistake
+from gpipe_hpc.settings import Config, refuse
 
-DONE_EXIT_CODE: Final = 0
-FAILED_EXIT_CODE: Final = 1
-BAD_CONFIG_EXIT_CODE: Final = 2
-NON_FINITE_EXIT_CODE: Final = 4  # so that nobody starts it again to come to the same
-INTERRUPTED_EXIT_CODE: Final = 128 + signal.SIGINT  # as shells say it
+
+class ExitCode(IntEnum):
+    """What commands exit with, besides 3 of plan, verify and preflight."""
+
+    DONE = 0
+    FAILED = 1
+    BAD_CONFIG = 2
+    NON_FINITE = 4  # a restart would come to the same
+    REQUEUE = 75
+    INTERRUPTED = 128 + signal.SIGINT  # as shells report it
+
 
 # Hydra prints what it finds wrong and leaves, unless this is set.
 _HYDRA_RAISES: Final = "HYDRA_FULL_ERROR"
@@ -71,13 +84,13 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
     keep_streams()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        print(help_of(command, conf_dir(), words))
-        return code_of_output(DONE_EXIT_CODE)
+        print(help_of(command, words))
+        return code_of_output(ExitCode.DONE)
     try:
         code = _run_all(task, command, unshared)
     except KeyboardInterrupt:
         say("\ngpipe_hpc: interrupted")
-        return INTERRUPTED_EXIT_CODE
+        return ExitCode.INTERRUPTED
     return code if command == "train" else code_of_output(code)
 
 
@@ -134,9 +147,9 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
                 elsewhere
             )()
-        except EXPECTED as error:
-            raise complaint(error, sys.argv[1:]) from None
         except Exception as error:
+            if is_of_composing(error):
+                raise composing_error(error) from None
             failure = error  # a job that was killed, say, or a cluster that takes none
     ended = ended_jobs(folder)
     if failure is not None and not ended:
@@ -145,12 +158,12 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
             f"{type(failure).__name__}: {failure}; see {folder}"
         )
     codes = [(job, ended.get(place)) for place, job in enumerate(jobs)]
-    failed = [(job, code) for job, code in codes if code != DONE_EXIT_CODE]
+    failed = [(job, code) for job, code in codes if code != ExitCode.DONE]
     for job, code in failed:
         how = "was ended from outside" if code is None else f"ended with exit code {code}"
         words = f"gpipe_hpc: {_heading(job, jobs)} {how}"
         say(words)
-    return next((code or FAILED_EXIT_CODE for _, code in failed), DONE_EXIT_CODE)
+    return next((code or ExitCode.FAILED for _, code in failed), ExitCode.DONE)
 
 
 def exit_code_of(error: Exception) -> int:
@@ -159,8 +172,8 @@ def exit_code_of(error: Exception) -> int:
     4 for a loss or gradient that is NaN or infinite, 1 for all else.
     """
     if isinstance(error, NonFiniteError):
-        return NON_FINITE_EXIT_CODE
-    return BAD_CONFIG_EXIT_CODE if is_users_mistake(error) else FAILED_EXIT_CODE
+        return ExitCode.NON_FINITE
+    return ExitCode.BAD_CONFIG if is_users_mistake(error) else ExitCode.FAILED
 
 
 def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = False) -> int:
@@ -187,7 +200,7 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
         environment = {str(name): str(value) for name, value in told.job.env_set.items()}
         try:
             _refuse_of_hydra(told)
-            given = Told.of(told)
+            given = HydraChoices.of(told)
             config = load_config(composed, given, reads_data=reads_data)
             jobs.append(Job(config, len(jobs) + 1, tuple(given.words), environment))
         except ConfigError as error:
@@ -196,6 +209,7 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
     _refuse_options(sys.argv[1:])
     if not _concerns_hydra(sys.argv[1:]):
         return [_composed_alone(sys.argv[1:], reads_data=reads_data)]
+    check_words(_without_options(sys.argv[1:]))
     register_schemas()
     # Hydra writes multirun.yaml for every sweep; conf/config.yaml sends it here.
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_") as scratch:
@@ -206,13 +220,13 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
                     collect
                 )()
         except Exception as error:
-            if not of_composing(error):
+            if not is_of_composing(error):
                 raise
-            raise complaint(error, sys.argv[1:]) from None
+            raise composing_error(error) from None
         except SystemExit as leaving:
             # Nothing but composing has run: 1 is Hydra's code for what it could not compose.
-            if leaving.code == FAILED_EXIT_CODE:
-                sys.exit(BAD_CONFIG_EXIT_CODE)
+            if leaving.code == ExitCode.FAILED:
+                sys.exit(ExitCode.BAD_CONFIG)
             raise
     if wrong:
         raise wrong[0]
@@ -274,6 +288,16 @@ def _refuse_options(words: Sequence[str]) -> None:
             raise unknown_option(word)
 
 
+def _without_options(words: Sequence[str]) -> list[str]:
+    """Return words without Hydra's options, nor the values that follow them."""
+    pairs = zip(["", *words], words, strict=False)
+    return [
+        word
+        for before, word in pairs
+        if not word.startswith("-") and ("=" in word or not before.startswith("-"))
+    ]
+
+
 def _refuse_of_hydra(told: Any) -> None:
     """Raise ConfigError for what Hydra does around a job, or with its result: it runs later."""
     if told.job.chdir:
@@ -328,15 +352,83 @@ def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
         except Exception:
             # The jobs behind it run all the same.
             traceback.print_exc()
-            code = FAILED_EXIT_CODE
+            code = ExitCode.FAILED
         sys.stdout.flush()
-        if code != DONE_EXIT_CODE:
+        if code != ExitCode.DONE:
             failed.append((job, code))
     for job, code in failed:
         say(f"gpipe_hpc: {_heading(job, jobs)} ended with exit code {code}")
-    return failed[0][1] if failed else DONE_EXIT_CODE
+    return failed[0][1] if failed else ExitCode.DONE
 
 
 def _heading(job: Job, jobs: Sequence[Job]) -> str:
     own = [word for word in job.words if not all(word in each.words for each in jobs)]
     return f"job {job.number} of {len(jobs)} ({' '.join(own)})"
+
+
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_LEFT_S: Final = 300.0
+"""So long a process of a job that is queued again waits to be ended."""
+
+
+def without_launcher(words: Sequence[str]) -> list[str]:
+    """Return a command line without what it says of Hydra's launcher."""
+    told = ("hydra/launcher=", "hydra.launcher.", "+hydra.launcher.", "++hydra.launcher.")
+    return [word for word in words if not word.startswith(told)]
+
+
+class Elsewhere:
+    """What the launcher calls in each process of each job: the command itself, in a child.
+
+    A process of its own, so that a job's signals and exit code are those of the command, whatever
+    Python the launcher holds around it. The launcher pickles this object.
+    """
+
+    def __init__(self, module: str, folder: Path) -> None:
+        self._module, self._folder = module, folder
+
+    def __call__(self, composed: object) -> int:
+        """Run the job whose settings Hydra has just composed; return its exit code."""
+        told = HydraConfig.get()
+        words = [str(word) for word in told.overrides.task]
+        environment = os.environ | {str(k): str(v) for k, v in told.job.env_set.items()}
+        code = self._run(words, environment)
+        if code == ExitCode.REQUEUE and "SLURM_JOB_ID" in os.environ:
+            _queue_again()
+        if _is_first():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"{told.job.num}.code").write_text(f"{code}\n")
+        return code
+
+    def _run(self, words: list[str], environment: dict[str, str]) -> int:
+        """Run the command; hand on what asks it to stop, and nothing else hears of that."""
+        command = [sys.executable, "-m", self._module, *words]
+        for number in _STOP_SIGNALS:
+            # A child inherits that it is ignored: until it listens, nothing kills it.
+            signal.signal(number, signal.SIG_IGN)
+        child = subprocess.Popen(command, env=environment)
+
+        def hand_on(number: int, frame: FrameType | None) -> None:
+            child.send_signal(signal.SIGUSR1)
+
+        for number in _STOP_SIGNALS:
+            signal.signal(number, hand_on)
+        return child.wait()
+
+
+def _is_first() -> bool:
+    """Say whether this is the first process of its job."""
+    return os.environ.get("SLURM_PROCID", os.environ.get("SUBMITIT_LOCAL_GLOBALID", "0")) == "0"
+
+
+def _queue_again() -> None:
+    """Let Slurm start this job again, and wait for the end: its launcher must not call it done."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _is_first():
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+    time.sleep(_LEFT_S)
+
+
+def ended_jobs(folder: Path) -> dict[int, int]:
+    """Return the exit codes of the jobs that have ended, by their number from 0."""
+    return {int(path.stem): int(path.read_text()) for path in folder.glob("*.code")}

@@ -1,84 +1,92 @@
-"""Help on the screen: what a command does, its settings with their meanings, an example."""
+"""Help on the screen and the rows of the reference page, from the fields of the settings."""
 
+import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.config.explained import Explained, about, sections_of, settings_of
+from gpipe_hpc.config.compose import conf_dir, data_kind, presets
+from gpipe_hpc.settings import OPTIMIZERS, Config, Level, Outer, Setting, settings_of
 
 
 class Command(NamedTuple):
-    """What a command does, one that works as it stands, and the sections that only others use."""
+    """What a command does, an example that works as it stands, and the sections it uses."""
 
     about: str
     example: str
-    without: tuple[str, ...] = ()
+    sections: str
 
 
-_OTHERS: Final = ("draw", "plan", "preflight", "verify", "bench", "export", "report")
-
-
-def _but(*own: str) -> tuple[str, ...]:
-    return tuple(name for name in _OTHERS if name not in own)
-
-
+_TRAINING: Final = "train pipeline model data optimizer outer lr loss checkpoint run comm"
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
         "train": Command(
             "Train a model, in one process or under torchrun, srun or mpirun.",
             "torchrun --standalone --nproc_per_node 2 -m gpipe_hpc.train train.steps=20",
-            _but("preflight"),
+            f"{_TRAINING} metrics trace preflight",
         ),
         "plan": Command(
-            "Say what a run would need and take, before it starts.",
+            "Report what a run would need and take, before it starts.",
             "python -m gpipe_hpc.plan model=gpt2 data=synthetic data.vocab_size=50257 "
             "pipeline.stages=4 pipeline.memory_bytes=24GB",
-            (*_but("plan"), "lr", "run", "checkpoint", "comm", "metrics", "trace"),
+            "plan pipeline train model data optimizer outer loss",
         ),
         "preflight": Command(
-            "Look whether hosts, ranks and links are fit for a run, and measure the links.",
+            "Check that hosts, ranks and links are fit for a run, and measure the links.",
             "torchrun --standalone --nproc_per_node 2 -m gpipe_hpc.preflight",
-            (*_but("preflight"), "lr", "loss", "metrics", "trace"),
+            "preflight train pipeline model data optimizer outer run checkpoint comm",
         ),
         "draw": Command(
             "Draw schedules, simulated or as a run measured them.",
             "python -m gpipe_hpc.draw pipeline.schedule=1f1b pipeline.stages=4",
-            (*_but("draw"), "lr", "loss", "checkpoint", "comm", "metrics", "trace"),
+            "draw pipeline train run outer",
         ),
         "verify": Command(
             "Train some steps in a layout and in one plain process, and compare them.",
             "python -m gpipe_hpc.verify pipeline.stages=2 pipeline.replicas=2",
-            (*_but("verify"), "metrics"),
+            f"verify {_TRAINING} trace",
         ),
         "bench": Command(
             "Measure the speed of a model and settings over a sweep.",
             "python -m gpipe_hpc.bench bench.ranks=[1,2] bench.microbatches=[4,8]",
-            (*_but("bench"), "metrics"),
+            f"bench {_TRAINING} trace",
         ),
         "export": Command(
             "Write the weights of a run as safetensors.",
             "python -m gpipe_hpc.export run.dir=RUN",
-            (*_but("export"), "lr", "loss", "pipeline", "train", "comm", "metrics", "trace"),
+            "export run checkpoint",
         ),
         "report": Command(
             "Show what a run did, where its time went, and what would make it faster, as one page.",
             "python -m gpipe_hpc.report run.dir=RUN",
-            (
-                *_but("report"),
-                *("lr", "loss", "pipeline", "train", "comm", "metrics", "trace", "checkpoint"),
-            ),
+            "report run",
         ),
     }
 )
-_GROUPS: Final = ("model", "data", "optimizer", "outer")
+GROUPS: Final = ("model", "data", "optimizer", "outer")
+_DEFAULTS: Final = MappingProxyType(
+    {"model": "gpt", "data": "python_source", "optimizer": "adamw", "outer": "allreduce"}
+)
 _WIDTH: Final = 100
 _COLUMN: Final = 36  # where meanings begin
+_LARGE: Final = 1e15  # from which on an upper limit says nothing to a user
+_ALL: Final = "all"
+_COMMENTED: Final = re.compile(r"(?P<key>\w+):(?: [^#]*)?# (?P<meaning>.*)")
+
+
+class Row(NamedTuple):
+    """A setting as help shows it."""
+
+    name: str
+    default: str
+    meaning: str
+    level: Level
 
 
 def list_of_commands() -> str:
-    """Return what ``python -m gpipe_hpc`` says."""
+    """Return what ``python -m gpipe_hpc`` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  python -m gpipe_hpc.{name:<{width}}  {c.about}" for name, c in COMMANDS.items()]
     return "\n".join(
@@ -87,20 +95,21 @@ def list_of_commands() -> str:
             "",
             *lines,
             "",
-            "All take settings as NAME=VALUE; --help behind any of them shows its settings.",
+            "All take settings as NAME=VALUE; --help after any of them shows its settings.",
         ]
     )
 
 
-def help_of(name: str, conf: Path, words: Sequence[str]) -> str:
-    """Return the help of a command: what it is about first, then what is used most.
+def help_of(name: str, words: Sequence[str]) -> str:
+    """Return the help of a command: what it does, and the settings that most users need.
 
-    `words` may choose the presets whose settings are shown, and name the sections to show alone.
+    `words` may choose the presets whose settings are shown, name the sections to show in full, or
+    be ``all``.
     """
     command = COMMANDS[name]
-    sections = {each.name: each for each in sections_of(conf / "config.yaml")}
-    shown = [each for each in _order(name, sections) if each not in command.without]
+    shown = command.sections.split()
     wanted = [each for each in shown if each in words]
+    levels = set(Level) if wanted or _ALL in words else {Level.EVERYDAY, Level.CLUSTER}
     lines = [
         f"python -m gpipe_hpc.{name} NAME=VALUE ...",
         "",
@@ -108,60 +117,102 @@ def help_of(name: str, conf: Path, words: Sequence[str]) -> str:
         "",
         f"example: {command.example}",
         "",
-        "A list is written NAME=[1,2], nothing is written NAME=null. With -m each combination of",
-        "values (NAME=1,2) runs as a separate job. --help SECTION shows one section alone:",
+        "A list is written NAME=[1,2], nothing NAME=null. With -m each combination of values",
+        "(NAME=1,2) runs as a separate job. --help SECTION shows all settings of a section,",
+        "--help all those of all sections:",
         *textwrap.wrap(", ".join(shown), _WIDTH),
     ]
-    for each in wanted or shown:
-        if each in _GROUPS:
-            lines += _group(each, conf, words)
-        else:
-            lines += ["", f"{each}: {sections[each].meaning}".rstrip(": ")]
-            lines += _rows(sections[each].settings)
+    for section in wanted or shown:
+        chosen = _chosen(section, words)
+        head = [f"{section}: {_about_section(section)}".rstrip(": ")]
+        if section in GROUPS:
+            head = [f"{section}=NAME, one of {', '.join(presets(section))}"]
+            head += [f"{section}={chosen}: {about_preset(section, chosen)}"]
+        lines += ["", *(line for each in head for line in _wrapped(each))]
+        lines += _lines(row for row in rows_of(section, chosen) if row.level in levels)
     return "\n".join(lines)
 
 
-_MUCH_USED: Final = ("train", "pipeline", "model", "data", "optimizer", "run", "checkpoint")
+def rows_of(section: str, preset: str = "") -> list[Row]:
+    """Return the settings of a section; of a group those of one of its presets."""
+    if section not in GROUPS:
+        own = [each for each in settings_of(Config) if each.name.partition(".")[0] == section]
+        return list(map(row_of, own))
+    values = presets(section).get(preset, {})
+    if section == "model" or values.get("_target_", "") is None:
+        return rows_of_builder(section, preset)
+    schema: Any = Outer
+    if section == "optimizer":
+        schema = OPTIMIZERS.get(preset, OPTIMIZERS["adamw"])
+    elif section == "data":
+        schema = data_kind(values.get("_target_"))
+    return [
+        row_of(setting, values.get(setting.name.partition(".")[2], setting.default))
+        for setting in settings_of(schema, f"{section}.")
+    ]
 
 
-def _order(name: str, sections: Collection[str]) -> list[str]:
-    """Return sections and groups of presets: a command's own, those that are used most, others."""
-    own = [name] if name in sections else []
-    return list(dict.fromkeys([*own, *_MUCH_USED, *_GROUPS, *sections]))
+def row_of(setting: Setting, *value: Any) -> Row:
+    """Return the row of a setting, with its default or another value."""
+    meaning = setting.meaning
+    limits = setting.range
+    if limits is not None and (limits.least not in (0, 1) or limits.most < _LARGE):
+        meaning += f" {str(limits).capitalize()}."
+    elif setting.choices is not None and not all(c in meaning for c in setting.choices.names):
+        meaning += f" One of {setting.choices}."
+    return Row(setting.name, shown(*value or (setting.default,)), meaning.strip(), setting.level)
 
 
-def _group(group: str, conf: Path, words: Sequence[str]) -> Iterator[str]:
-    paths = {path.stem: path for path in sorted((conf / group).glob("*.yaml"))}
-    chosen = next(
-        (word.partition("=")[2] for word in words if word.startswith(f"{group}=")),
-        _default(group, conf),
-    )
-    yield ""
-    yield from textwrap.wrap(
-        f"{group}=NAME, one of {', '.join(paths)}", _WIDTH, subsequent_indent="    "
-    )
-    if chosen in paths:
-        yield from textwrap.wrap(f"  of {group}={chosen}: {about(paths[chosen])}", _WIDTH)
-        own = [e for e in settings_of(paths[chosen]) if not e.name.startswith("_")]
-        yield from _rows(each._replace(name=f"{group}.{each.name}") for each in own)
+def rows_of_builder(group: str, preset: str) -> list[Row]:
+    """Return the keywords that a preset gives to a function: its comments say what they mean."""
+    path = conf_dir() / group / f"{preset}.yaml"
+    if not path.is_file():
+        return []
+    lines = path.read_text("utf-8").splitlines()
+    comments = {m["key"]: m["meaning"] for m in map(_COMMENTED.fullmatch, lines) if m}
+    return [
+        Row(f"{group}.{key}", shown(value), comments.get(key, ""), Level.EVERYDAY)
+        for key, value in presets(group)[preset].items()
+    ]
 
 
-def _default(group: str, conf: Path) -> str:
-    """Return the preset that ``config.yaml`` takes by itself."""
-    for line in (conf / "config.yaml").read_text("utf-8").splitlines():
-        name, _, value = line.strip().removeprefix("- ").partition(":")
-        if name == group and value:
-            return value.partition("#")[0].strip()
-    return ""
+def about_preset(group: str, preset: str) -> str:
+    """Return the comment at the top of a preset."""
+    path = conf_dir() / group / f"{preset}.yaml"
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return " ".join(line.lstrip("# ") for line in lines[:first])
 
 
-def _rows(settings: Iterable[Explained]) -> Iterator[str]:
-    """Yield each setting with its default, and its meaning beside it where there is room."""
-    for each in settings:
-        if not each.default:
-            continue
-        head = f"  {each.name}={each.default}"
-        meaning = textwrap.wrap(each.meaning, _WIDTH - _COLUMN, break_on_hyphens=False)
+def shown(value: Any) -> str:
+    """Return a value as a command line takes it."""
+    if isinstance(value, dict | list):
+        return str(value).replace("'", "").replace(", ", ",")
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _chosen(section: str, words: Sequence[str]) -> str:
+    given = [word.partition("=")[2] for word in words if word.startswith(f"{section}=")]
+    return given[-1] if given else _DEFAULTS.get(section, "")
+
+
+def _about_section(section: str) -> str:
+    kinds = {each.name: type(getattr(Config(), each.name)) for each in fields(Config)}
+    text = (kinds[section].__doc__ or "") if kinds[section] is not dict else ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _lines(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield each setting with its default, and its meaning in a column next to it."""
+    for row in rows:
+        head = f"  {row.name}={row.default}"
+        meaning = textwrap.wrap(row.meaning, _WIDTH - _COLUMN, break_on_hyphens=False)
         if len(head) + 2 > _COLUMN or not meaning:
             yield head
         else:

@@ -1,7 +1,7 @@
-"""What `Pipeline` is called with: its keywords, checked and spelled as the project spells them."""
+"""What `Pipeline` is called with: its keywords, checked and spelled as the settings are."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from inspect import signature
 from types import MappingProxyType
 from typing import Any, Concatenate, Final, ParamSpec
@@ -9,65 +9,76 @@ from typing import Any, Concatenate, Final, ParamSpec
 from torch import nn
 
 from gpipe_hpc.comm.failing.tracebacks import OwnFramesLeftOut
-from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
+from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config.removed import refusal_of_removed
-from gpipe_hpc.config.spelling import bytes_of_ranks, canonical_precision, num_bytes, suggestion
-from gpipe_hpc.data_parallel import Outer
-from gpipe_hpc.engine.layers.precision import check_precision
-from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, KeywordError
 from gpipe_hpc.models import Layer, torch_loss
-from gpipe_hpc.planning.fit import FIT
-from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES
+from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.request import Request, Settings
-from gpipe_hpc.schedule import canonical_schedule, replicas_on
-from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
+from gpipe_hpc.schedule import Schedule, replicas_on
+from gpipe_hpc.settings import (
+    CommConfig,
+    Config,
+    Outer,
+    PipelineConfig,
+    Setting,
+    TrainConfig,
+    settings_of,
+    suggestion,
+)
 from gpipe_hpc.torch_compat import refuse_unfit_torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keywords(Settings):
-    """What `Pipeline` takes by keyword: a request, and where and on what it is carried out."""
+    """What `Pipeline` takes by keyword: a request, and where and on what it is carried out.
 
-    replicas: int | None = None
+    `setting_of` tells which setting of the command line a keyword is: that says what it means.
+    """
+
+    replicas: int | None = PipelineConfig.replicas
     example: tuple[Nest, Nest] | None = None
-    device: str = "auto"
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    silence_s: float = DEFAULT_SILENCE_S
-    stall_s: float | None = None
-    bind: str = "none"
+    """``(inputs, targets)`` of one micro-batch, to measure or count layers; rank 0 needs it."""
+    device: str = TrainConfig.device
+    timeout_s: float = CommConfig.timeout_s
+    silence_s: float = CommConfig.silence_s
+    stall_s: float | None = CommConfig.stall_s
+    bind: str = "none"  # the process is the user's: its cores and threads stay as they are
     num_threads: str | int | None = None
     world: World | None = None
+    """Where the ranks are. None: join the process group there is, or start one from the launcher's
+    environment."""
 
     def request(self) -> Request:
-        """Return the request, spelled as the project spells it, on the ranks of the world.
+        """Return the request, spelled and checked as the settings say, on the world's ranks.
 
-        Raises ConfigError for a choice that there is not.
+        Raises ConfigError.
         """
         assert self.world is not None, "joined before"
         named = {each.name: getattr(self, each.name) for each in fields(Settings)}
-        schedule = self.schedule
-        request = replace(
-            Request(**named, replicas=replicas_on(self.world.size, self.stages, self.replicas)),
-            schedule=canonical_schedule(schedule) if isinstance(schedule, str) else schedule,
-            recompute=self.recompute.lower(),
-            paces=self.paces.lower() if isinstance(self.paces, str) else self.paces,
-            precision=canonical_precision(self.precision),
-            memory_bytes=bytes_of_ranks(self.memory_bytes, "memory_bytes"),
-            outer=_outer_of(self.outer),
-        )
-        check_precision(request.precision)
-        _check_choice("pipeline.buffers", request.buffers, POLICIES)
-        if isinstance(request.stages, str):
-            _check_choice("stages", request.stages, (FIT,))
-        if isinstance(request.paces, str):
-            _check_choice("paces", request.paces, (MEASURED_PACES,))
-        _check_choice("recompute", request.recompute, (*RECOMPUTE_MODES, "budget"))
-        return request
+        for name, value in named.items():
+            setting = setting_of(name)
+            if setting is not None and not isinstance(value, Schedule | Partition):
+                named[name] = setting.normalised(value, name)
+                setting.check(named[name], name)
+        named["outer"] = _outer_of(self.outer)
+        return Request(**named, replicas=replicas_on(self.world.size, self.stages, self.replicas))
+
+
+_OTHERWISE: Final = MappingProxyType(
+    {"schedule_options": "pipeline.options", "noise_over": "lr.noise_over"}
+)
+
+
+def setting_of(keyword: str) -> Setting | None:
+    """Return the setting of the command line for a keyword of `Pipeline`, if there is one."""
+    known = {each.name: each for each in settings_of(Config)}
+    names = (f"{section}.{keyword}" for section in ("pipeline", "train", "comm"))
+    name = _OTHERWISE.get(keyword) or next((each for each in names if each in known), "")
+    return known.get(name)
 
 
 # Keywords that the command line calls otherwise, or splits.
@@ -170,36 +181,22 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def _outer_of(given: Outer | Mapping[str, Any]) -> Outer:
-    """Return the settings of the outer data parallelism; ConfigError for an unknown one."""
+    """Return the settings of the outer data parallelism; raises ConfigError."""
     if isinstance(given, Outer):
-        return given
-    known = [each.name for each in fields(Outer)]
+        return given.checked()
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"outer: expected an Outer or a dict of its settings, got {given!r}; write "
             f"outer={{'compress': 'bfloat16'}}, or leave it out"
         )
+    known = [each.name for each in fields(Outer)]
     for name, value in given.items():
         if name not in known:
             raise refusal_of_removed(f"outer.{name}", str(value)) or ConfigError(
                 f"outer: unknown setting {name}, expected some of {', '.join(known)}; "
                 f"{suggestion(name, known)}correct it"
             )
-    named = dict(given)
-    if "bucket_bytes" in named:
-        named["bucket_bytes"] = num_bytes(named["bucket_bytes"], "outer.bucket_bytes")
-    if isinstance(named.get("compress"), str):
-        named["compress"] = canonical_precision(named["compress"])
-    return Outer(**named)
-
-
-def _check_choice(keyword: str, value: object, known: Collection[str]) -> None:
-    """Raise ConfigError for a value that is none of those known."""
-    if value not in known:
-        raise ConfigError(
-            f"{keyword}: expected one of {', '.join(known)}, got {value!r}; "
-            f"{suggestion(str(value), known)}correct it"
-        )
+    return Outer(**given).checked()
 
 
 def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
@@ -211,11 +208,3 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
             raise KeywordError(
                 f"Pipeline: unknown keyword {name}, expected {some}, got {name}; {near}correct it"
             )
-
-
-def name_of(loss_fn: LossFunction | None) -> dict[str, object]:
-    """Return what a loss is called, if there is one: ranks that need none may have none."""
-    if loss_fn is None:
-        return {}
-    inner = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
-    return {"loss_fn": getattr(inner, "__qualname__", type(inner).__qualname__)}

@@ -1,10 +1,10 @@
-"""The settings of a run on the ranks that came: whole pipelines, or one with holes."""
+"""The settings of a run on a number of ranks: whole pipelines, or one with holes."""
 
 from dataclasses import replace
 
-from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.schema import Config
+from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.schedule import Rows, in_rows, refuse_whole_replicas, replicas_on
+from gpipe_hpc.settings import Config, refuse
 
 
 def filled(config: Config, num_ranks: int) -> Config:
@@ -34,7 +34,7 @@ def rows_of(config: Config, num_ranks: int) -> Rows | None:
         return None
     asked = {
         "pipeline.normalise_over_replicas": pipeline.normalise_over_replicas,
-        "outer.every": getattr(outer, "every", 0),
+        "outer.every": outer.every,
         "outer.weights": outer.weights,
         "lr.noise_over": config.lr.scaling == "adascale" and config.lr.noise_over == "replicas",
     }
@@ -77,3 +77,13 @@ def ranks_to_come(config: Config, default_stages: int) -> int:
             "set it, as pipeline.ranks=7",
         )
     return pipeline.ranks or (pipeline.stages or default_stages) * pipeline.num_replicas
+
+
+def portions_of(config: Config) -> MicrobatchSplit:
+    """Return the micro-batches of each replica, all passes of a step together.
+
+    Raises ConfigError for outer.weights that do not divide them.
+    """
+    pipeline, weights = config.pipeline, config.outer.checked_weights()
+    count = pipeline.microbatches * config.train.accumulation
+    return MicrobatchSplit.divide(count, pipeline.num_replicas, weights)

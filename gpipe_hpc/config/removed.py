@@ -1,4 +1,4 @@
-"""Settings that older versions had, and what a run does in their place."""
+"""Settings that older versions had, and what to do in their place. Needs no Hydra."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,12 +6,16 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError
 
-STUDY_OF_COLLECTIVES: Final = "python -m experiments.outer.collectives measure"
-"""Times algorithms of collectives, in a checkout of the repository."""
+_STUDY: Final = "python -m experiments.outer.collectives measure, in a checkout of the repository,"
 
 
 class Removed(NamedTuple):
-    """A setting that was removed. `inert`: the value that asked for what every run does now."""
+    """A setting that was removed.
+
+    Args:
+        inert: The value with which older runs computed what every run computes now.
+        instead: What to do now.
+    """
 
     inert: object
     instead: str
@@ -20,31 +24,31 @@ class Removed(NamedTuple):
 REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
     {
         "train.fuse_accumulation": Removed(
-            False, "autograd adds up weight gradients, which takes as long"
+            False, "autograd accumulates weight gradients, which takes as long"
         ),
         "comm.ports": Removed(
             None,
-            "Gloo and the watch listen on ports of the kernel's range; to bound it, set sysctl "
+            "Gloo and the watchdog listen on ports of the kernel's range; to bound it, set sysctl "
             "net.ipv4.ip_local_port_range on each host, and open that range in the firewall",
         ),
         "outer.algorithm": Removed(
             "backend",
             "gradients are summed by the backend's own all-reduce, or as outer.order=rank and "
-            f"outer.hierarchy say; {STUDY_OF_COLLECTIVES} compares other algorithms with it",
+            f"outer.hierarchy say; {_STUDY} compares other algorithms with it",
         ),
-        "bench.message_bytes": Removed(None, f"{STUDY_OF_COLLECTIVES} takes --bytes"),
-        "bench.repeats": Removed(None, f"{STUDY_OF_COLLECTIVES} takes --repeats"),
+        "bench.message_bytes": Removed(None, f"{_STUDY} takes --bytes"),
+        "bench.repeats": Removed(None, f"{_STUDY} takes --repeats"),
     }
 )
 
 
-def refusal_of_removed(setting: str, value: str) -> ConfigError | None:
-    """Return the error that says what is done instead of a removed setting; None for others."""
+def refusal_of_removed(setting: str, value: str = "") -> ConfigError | None:
+    """Return the error that says what replaces a removed setting; None for others."""
     removed = REMOVED.get(setting)
     if removed is None:
         return None
     got = f"{setting}={value}" if value else setting
     return ConfigError(
-        f"config: {setting} is no setting any more, expected it left out, got {got}; leave it out: "
+        f"config: {setting} was removed, expected it left out, got {got}; leave it out: "
         f"{removed.instead}"
     )

@@ -1,113 +1,157 @@
-"""From a ``_target_`` in the settings to the object it names: a user's own model or loss."""
+"""From a ``_target_`` in the settings to the object it names: a user's own model, data or loss.
+
+Hydra's `instantiate` calls targets that were given to this command, on its command line or by its
+presets. Settings that lie in a run folder may be anybody's: see `build_stored_model`.
+"""
 
 import inspect
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, get_type_hints
 
-from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.spelling import suggestion
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
 from gpipe_hpc.errors import ConfigError, GpipeError, ModelError, words_of
-
-_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+from gpipe_hpc.settings import Setting, suggestion
 
 _TRUSTED: Final = ("gpipe_hpc.models", "gpipe_hpc.models.huggingface")
 
 
 def build_target(section: str, settings: Mapping[str, Any]) -> Any:
-    """Call what ``<section>._target_`` names with the section's other settings as keywords.
+    """Return what ``<section>._target_`` returns, called with the section's other settings.
 
-    Raises ConfigError for a target that cannot be imported or does not take a keyword, and where
-    it fails: then the user's traceback is its cause. A ModelError of ours is one, too.
+    Only for settings that were given to this command. Raises ConfigError for a target that cannot
+    be imported, does not take a keyword, or fails; the cause has the user's traceback.
     """
-    built = bind_target(section, settings)
-    keywords = ", ".join(f"{name}={value!r}" for name, value in built.keywords.items())
-    with own_call(f"config: {section}._target_={settings['_target_']} ({keywords})", ConfigError):
-        try:
-            return built()
-        except ModelError as error:
-            # Sizes that cannot be are settings that cannot be.
-            raise ConfigError(f"config: {section}: {error}") from error
-
-
-def bind_target(section: str, settings: Mapping[str, Any]) -> "partial[Any]":
-    """Return what ``<section>._target_`` names with the section's other settings bound to it."""
-    path = settings["_target_"]
-    target = locate(section, path)
-    keywords = {name: value for name, value in settings.items() if name != "_target_"}
+    target = locate(section, settings["_target_"])
+    _check_types(section, target, settings)
     try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # written in C, without a signature
-        return partial(target, **keywords)
-    kinds = {each.kind for each in parameters}
-    names = [each.name for each in parameters if each.kind in _BY_NAME]
-    unknown = [name for name in keywords if name not in names]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise ConfigError(
-            f"config: {section}._target_={path} does not take {unknown[0]}, expected some of "
-            f"{', '.join(names) or 'no keywords'}, got "
-            f"{section}.{unknown[0]}={keywords[unknown[0]]!r}; correct or remove it"
-        )
-    _check_types(section, target, keywords)
-    return partial(target, **keywords)
-
-
-_SIMPLE: Final = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-_LARGEST: Final = 2**63 - 1  # of an integer of torch
-
-
-def _check_types(section: str, target: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    """Refuse values of another type than a function of ours says; ConfigError names the setting.
-
-    What users' functions are annotated with may say more than it means.
-    """
-    if not getattr(target, "__module__", "").startswith("gpipe_hpc."):
-        return
-    hints = get_type_hints(target)
-    for name, value in keywords.items():
-        expected = _misfit(hints.get(name, Any), value)
-        if expected is not None:
-            setting = f"{section}.{name}"
-            raise refuse(setting, expected, value, f"correct {setting}")
-
-
-def _misfit(hint: Any, value: object) -> str | None:
-    """Return what a value should be by its annotation; None where it is, or nobody can tell."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        wrong = [_misfit(each, value) for each in inner]
-        return None if None in wrong else next(filter(None, wrong))
-    if hint is type(None):
-        return None if value is None else "null"
-    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-        return f"at most {_LARGEST}"
-    if hint in _SIMPLE:
-        taken = (int, float) if hint is float else hint
-        fits = isinstance(value, taken) and (hint is bool or not isinstance(value, bool))
-        return None if fits else _SIMPLE[hint]
-    if origin in (list, Sequence) and inner:
-        if not isinstance(value, list):
-            return f"a list, each {_SIMPLE.get(inner[0], 'of what it takes')}"
-        return next(filter(None, (_misfit(inner[0], each) for each in value)), None)
-    return None
+        return instantiate(dict(settings), _convert_="all")
+    except InstantiationException as error:
+        raise _failed(section, settings, error) from _root(error)
 
 
 def bind_loss(settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the loss that ``loss._target_`` names: a function, or what a class makes.
+    """Return the loss that ``loss._target_`` names: what a class makes, or a function.
 
     ``loss._target_=torch.nn.CrossEntropyLoss`` is made with the keywords, then called as
     ``loss(output, target)``; a function gets the keywords at each call.
     """
-    bound = bind_target("loss", settings)
-    if not isinstance(bound.func, type):
-        return bound
-    made: Callable[..., Any] = build_target("loss", settings)
-    return made
+    target = locate("loss", settings["_target_"])
+    if isinstance(target, type):
+        made: Callable[..., Any] = build_target("loss", settings)
+        return made
+    return partial(target, **{name: v for name, v in settings.items() if name != "_target_"})
+
+
+def build_stored_model(settings: Mapping[str, Any], source: str, *, trusts: bool) -> Any:
+    """Return the model that settings of a run folder describe.
+
+    Such settings may come from somebody else, and a target may be any function. Unless the user
+    `trusts` them, only functions that `gpipe_hpc.models` exports are called, directly, so that no
+    nested ``_target_`` is followed. `source`: the file, for the message. Raises ConfigError.
+    """
+    if trusts:
+        return build_target("model", settings)
+    target = trusted_function(settings, source)
+    keywords = {name: value for name, value in settings.items() if name != "_target_"}
+    _check_types("model", target, keywords)
+    with own_call(f"config: the model of {source}", ConfigError):
+        return target(**keywords)
+
+
+def trusted_function(settings: Mapping[str, Any], source: str) -> Callable[..., Any]:
+    """Return the function of our models that stored settings name; ConfigError for any other."""
+    path = settings.get("_target_")
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    if module in _TRUSTED:
+        shown = import_module(module)
+        target = getattr(shown, name, None) if name in shown.__all__ else None
+        if inspect.isfunction(target) and target.__module__.startswith("gpipe_hpc.models."):
+            return target
+    raise ConfigError(
+        f"export: model._target_ of {source} is not called, expected a function of "
+        f"{' or '.join(_TRUSTED)}, got {path!r}: stored settings may be anybody's, and it could "
+        f"do anything; if you trust them, set export.trust=true"
+    )
+
+
+def locate(section: str, path: str) -> Callable[..., Any]:
+    """Return the function or class that ``<section>._target_`` names.
+
+    Raises ConfigError if there is none, or importing its module fails.
+    """
+    # Modules of the current folder are found after all others, however we were started.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    where = f"config: {section}._target_={path}"
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(_holder(module), name)
+    except Exception as error:
+        hint = "correct it, or add its folder to PYTHONPATH"
+        if isinstance(error, AttributeError):
+            names = [each for each in dir(error.obj) if not each.startswith("_")]
+            hint = f"{suggestion(name, names)}correct it"
+        expected = "" if module else "expected MODULE.FUNCTION: "
+        raise ConfigError(f"{where}: {expected}{words_of(error)}; {hint}") from error
+    if not callable(found):
+        raise ConfigError(
+            f"{where} cannot be called, expected a function or class, got {path!r} of type "
+            f"{type(found).__name__}; name the function that builds it"
+        )
+    called: Callable[..., Any] = found
+    return called
+
+
+def _holder(path: str) -> Any:
+    """Return a module, or a class in one."""
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        module, _, name = path.rpartition(".")
+        if error.name != path or not module:
+            raise
+        try:
+            return getattr(import_module(module), name)
+        except AttributeError:
+            raise error from None
+
+
+def _failed(section: str, settings: Mapping[str, Any], error: Exception) -> ConfigError:
+    cause = _root(error)
+    if isinstance(cause, ModelError):  # sizes that cannot work are settings that cannot work
+        return ConfigError(f"config: {section}: {cause}")
+    keywords = ", ".join(f"{name}={v!r}" for name, v in settings.items() if name != "_target_")
+    return ConfigError(
+        f"config: {section}._target_={settings['_target_']} ({keywords}) failed: "
+        f"{words_of(cause)}; correct it, or its settings"
+    )
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return what has failed in the user's code, of what Hydra reports."""
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _check_types(section: str, target: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Refuse values of another type than a function of ours takes; ConfigError names the setting.
+
+    The annotations of users' functions may say more than they mean.
+    """
+    if not getattr(target, "__module__", "").startswith("gpipe_hpc."):
+        return
+    hints = get_type_hints(target)
+    for name in keywords.keys() & hints.keys():
+        setting = f"{section}.{name}"
+        Setting(setting, hints[name]).check_kind(keywords[name], setting)
 
 
 @contextmanager
@@ -127,87 +171,3 @@ def own_call(
         raise kind(
             f"{where}: failed, expected it to return, got {words_of(error)}; {remedy}"
         ) from error
-
-
-def check_stored_target(section: str, settings: Mapping[str, Any], source: str) -> None:
-    """Refuse a ``_target_`` of settings that were stored, unless it is a function of our models.
-
-    Settings that lie in a folder may come from somebody else, and a target may be any function, so
-    nothing is imported for them but `gpipe_hpc.models`, and only what it shows is called.
-    `source`: where they were read, for the message. Raises ConfigError.
-    """
-    path = settings.get("_target_")
-    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
-    if module in _TRUSTED:
-        shown = import_module(module)
-        target = getattr(shown, name, None) if name in shown.__all__ else None
-        if inspect.isfunction(target) and target.__module__.startswith("gpipe_hpc.models."):
-            return
-    raise ConfigError(
-        f"export: {section}._target_ of {source} is not called, expected a function of "
-        f"{' or '.join(_TRUSTED)}, got {path!r}: stored settings may be anybody's, and it could "
-        f"do anything; if you trust them, set export.trust=true"
-    )
-
-
-def _holder(path: str) -> object:
-    """Return a module, or what a package shows by that name (a class, a module that has moved)."""
-    try:
-        return import_module(path)
-    except ModuleNotFoundError as error:
-        package, _, name = path.rpartition(".")
-        if error.name != path or not package:
-            raise
-        shown: object = getattr(import_module(package), name, None)
-        if shown is None:
-            raise
-        return shown
-
-
-def locate(section: str, path: str) -> Callable[..., Any]:
-    """Return the function or class that ``<section>._target_`` names.
-
-    Raises ConfigError where there is none, or importing its module fails.
-    """
-    module, _, name = path.rpartition(".")
-    _see_current_folder()
-    with own_call(f"config: {section}._target_={path}: importing {module}", ConfigError):
-        try:
-            target = getattr(_holder(module), name)
-        except (ModuleNotFoundError, AttributeError, ValueError) as error:
-            if not _is_absence(error, path):
-                raise
-            raise ConfigError(
-                f"config: {section}._target_ names nothing that can be imported, expected "
-                f"MODULE.FUNCTION, got {path!r} ({type(error).__name__}: {error}); "
-                f"{_remedy(error, name)}"
-            ) from error
-    if not callable(target):
-        raise ConfigError(
-            f"config: {section}._target_ cannot be called, expected a function or class, got "
-            f"{path!r} of type {type(target).__name__}; name the function that builds it"
-        )
-    found: Callable[..., Any] = target
-    return found
-
-
-def _remedy(error: Exception, name: str) -> str:
-    """Return what to do where a name was not found: of a module that was, one like it."""
-    if isinstance(error, AttributeError):
-        return f"{suggestion(name, [each for each in dir(error.obj) if each[0] != '_'])}correct it"
-    return "correct it, or put its folder on PYTHONPATH"
-
-
-def _see_current_folder() -> None:
-    """Let modules of the current folder be found, behind all others, however we were started."""
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
-
-
-def _is_absence(error: Exception, path: str) -> bool:
-    """Say whether an import failed since nothing has this name, not within the user's module."""
-    if isinstance(error, ModuleNotFoundError):
-        return error.name is None or f"{path}.".startswith(f"{error.name}.")
-    # Raised here, not further down in what was imported.
-    trace = error.__traceback__
-    return trace is not None and (trace.tb_next is None or not path.rpartition(".")[0])

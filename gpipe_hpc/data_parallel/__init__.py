@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         make_optimizer,
     )
     from gpipe_hpc.data_parallel.reducer import AccumulationHook, GradientBuckets, GradientReducer
-    from gpipe_hpc.data_parallel.settings import MicrobatchSplit, Outer, log_inexact
+    from gpipe_hpc.data_parallel.settings import MicrobatchSplit, log_inexact
     from gpipe_hpc.data_parallel.sharding import choose_sharding
     from gpipe_hpc.data_parallel.strategies import ReduceStrategy, choose_strategy
 
@@ -55,7 +55,6 @@ __all__ = [
     "MicrobatchSplit",
     "NoParameters",
     "OptimizerSharding",
-    "Outer",
     "OwnedParameter",
     "ReduceStrategy",
     "ShardSpan",
@@ -83,7 +82,6 @@ def __getattr__(name: str) -> Any:
         "MicrobatchSplit": "settings",
         "NoParameters": "optimizers",
         "OptimizerSharding": "optimizers",
-        "Outer": "settings",
         "OwnedParameter": "layout",
         "ReduceStrategy": "strategies",
         "ShardSpan": "layout",

@@ -27,8 +27,8 @@ from gpipe_hpc.data_parallel.compressors import (
 )
 from gpipe_hpc.data_parallel.layout import BucketItem
 from gpipe_hpc.data_parallel.reducer import GradientBuckets
-from gpipe_hpc.data_parallel.settings import Outer
 from gpipe_hpc.models import message_key
+from gpipe_hpc.settings import Outer
 
 _RESIDUAL: Final = re.compile(r"residual\.(.*)\.(\d+)_of_(\d+)")
 _KEPT: Final = "compressor."

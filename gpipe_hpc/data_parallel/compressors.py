@@ -21,9 +21,9 @@ from gpipe_hpc.comm.collectives.plan import even_counts
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.data_parallel.layout import BucketItem
-from gpipe_hpc.data_parallel.settings import Outer
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import mix64
+from gpipe_hpc.settings import Outer
 
 
 class CompressionTask(NamedTuple):

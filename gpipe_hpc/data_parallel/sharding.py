@@ -13,8 +13,8 @@ from gpipe_hpc.data_parallel.layout import Buckets
 from gpipe_hpc.data_parallel.optimizer_checks import check_elementwise
 from gpipe_hpc.data_parallel.optimizers import OptimizerSharding, replace_parameters
 from gpipe_hpc.data_parallel.reducer import GradientBuckets
-from gpipe_hpc.data_parallel.settings import Outer
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import Outer
 
 
 def choose_sharding(

@@ -10,7 +10,7 @@ from gpipe_hpc.comm.collectives.menu import start_hierarchical_all_reduce
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.data_parallel.layout import BucketItem
-from gpipe_hpc.data_parallel.settings import Outer
+from gpipe_hpc.settings import Outer
 
 ReduceStrategy = Callable[[torch.Tensor, Sequence[BucketItem]], Pending]
 """Starts summing a flat tensor over the copies of a stage, in place.

@@ -2,7 +2,7 @@
 
 import sys
 
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config import ExitCode, Job, run_jobs, say_error
 from gpipe_hpc.draw.pictures import columns_of_terminal, draw, put
 from gpipe_hpc.errors import GpipeError
 
@@ -23,7 +23,7 @@ def _task(job: Job) -> int:
         put(draw(job.config, columns_of_terminal(out), given), out)
     except (GpipeError, OSError) as error:
         return say_error(error)
-    return DONE_EXIT_CODE
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

@@ -9,11 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.config import Config, DrawConfig
-from gpipe_hpc.config.checks import check_drawing
-from gpipe_hpc.config.portions import portions_of
-from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
-from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.config import check_drawing, on_ranks, portions_of, ranks_to_come
 from gpipe_hpc.draw.tables import standings
 from gpipe_hpc.drawing import draw_text
 from gpipe_hpc.drawing.chrome_trace import chrome_trace
@@ -40,6 +36,7 @@ from gpipe_hpc.schedule import (
 )
 from gpipe_hpc.schedule.passes.gathers import add_gathers
 from gpipe_hpc.schedule.table.placements import copies_in_rows
+from gpipe_hpc.settings import Config, refuse
 from gpipe_hpc.training.traces.files import read_trace, typical_trace
 
 DEFAULT_STAGES = 4
@@ -94,18 +91,19 @@ def draw(config: Config, columns: int | None = None, given: Collection[str] = ()
             "fit",
             "draw what python -m gpipe_hpc.plan chooses",
         )
-    form = format_of(config.draw)
+    form = format_of(config)
     if form == "table":
         return standings(config, config.pipeline.stages or DEFAULT_STAGES)
     run, size = config.run.dir, Size(config.draw.width, columns)
     return _FORMATS[form](measured(Path(run), config, given) if run else simulated(config), size)
 
 
-def format_of(settings: DrawConfig) -> str:
+def format_of(config: Config) -> str:
     """Return the format to draw in: where none is named the one that draw.out ends in, or text.
 
     Raises ConfigError for an ending that is none.
     """
+    settings = config.draw
     ending = Path(settings.out or "").suffix.lower()
     if settings.format != "auto":
         return settings.format

@@ -1,8 +1,8 @@
 """How schedules stand beside one another, as text."""
 
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.portions import portions_of
+from gpipe_hpc.config import portions_of
 from gpipe_hpc.schedule import compare, comparison_table, gains_table, search_gains
+from gpipe_hpc.settings import Config
 
 
 def standings(config: Config, num_stages: int) -> str:

@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.data_parallel import (
-    BucketItem,
-    Compression,
-    Outer,
-    ReduceStrategy,
-    choose_strategy,
-)
+from gpipe_hpc.data_parallel import BucketItem, Compression, ReduceStrategy, choose_strategy
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
@@ -34,6 +28,7 @@ from gpipe_hpc.engine.sums.step_reduction import unite_flags
 from gpipe_hpc.engine.sums.tied import TiedParameter
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op
+from gpipe_hpc.settings import Outer
 
 # Names in a checkpoint.
 _ANCHOR: Final = "anchor."

@@ -14,7 +14,6 @@ from gpipe_hpc.data_parallel import (
     Compression,
     Divisor,
     MicrobatchSplit,
-    Outer,
     OwnedParameter,
     ReduceStrategy,
     choose_sharding,
@@ -47,6 +46,7 @@ from gpipe_hpc.engine.sums.trainable import (
     warn_nothing_trained,
 )
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.settings import Outer
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.config import Config, build_target, check_stored_target
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config import ExitCode, Job, build_stored_model, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.resuming import newest_whole
 from gpipe_hpc.yaml_files import read_yaml
@@ -35,7 +35,7 @@ def _task(job: Job) -> int:
         print(f"exported {export_run(job.config)}")
     except GpipeError as error:
         return say_error(error)
-    return DONE_EXIT_CODE
+    return ExitCode.DONE
 
 
 def export_run(config: Config) -> Path:
@@ -47,7 +47,8 @@ def export_run(config: Config) -> Path:
     if config.run.dir is None:
         raise ConfigError("export: expected the folder of a run, got none; set run.dir=FOLDER")
     folder = Path(config.run.dir)
-    model = _stored_model(folder / "config.yaml", config.export.trust)
+    settings = folder / "config.yaml"
+    model = _stored_model(settings)
     checkpoint = newest_whole(
         Checkpoints(folder, keep=1), config.checkpoint.resume, False, SoloGroup(0), 0
     )
@@ -56,7 +57,8 @@ def export_run(config: Config) -> Path:
             f"export: {folder} has no checkpoint in its checkpoints/; set checkpoint.resume to "
             "the path of one"
         )
-    layers = normalise_layers(build_target("model", model))
+    built = build_stored_model(model, str(settings), trusts=config.export.trust)
+    layers = normalise_layers(built)
     target = folder / "exported" / checkpoint.path.name
     if config.export.out:
         target = Path(config.export.out)
@@ -76,8 +78,8 @@ def _free_name(taken: Path) -> Path:
     return next(path for path in numbered if not os.path.lexists(path))
 
 
-def _stored_model(settings: Path, trusts: bool) -> dict[str, Any]:
-    """Return the run's settings of its model, as they stand: nothing they refer to is looked up."""
+def _stored_model(settings: Path) -> dict[str, Any]:
+    """Return the run's settings of its model, unresolved."""
     try:
         told = read_yaml(settings)
         model = told.get("model") if isinstance(told, dict) else None
@@ -88,8 +90,6 @@ def _stored_model(settings: Path, trusts: bool) -> dict[str, Any]:
             f"export: {settings.parent} is not a run folder; its config.yaml cannot be used: "
             f"{type(error).__name__}: {error}; {os_remedy(error) or 'correct run.dir'}"
         ) from error
-    if not trusts:
-        check_stored_target("model", model, str(settings))
     return {str(name): value for name, value in model.items()}
 
 

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from gpipe_hpc.data_parallel import MicrobatchSplit, Outer
+from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.memory.by_rank import FoundPaces
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.schedule import Schedule, digest, num_rows, one_table, refuse_whole_replicas
+from gpipe_hpc.settings import Outer, PipelineConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,24 +20,29 @@ class Settings:
     the same name in the sections `pipeline` and `train` of the configuration becomes that field.
     """
 
-    stages: int | str | None = None
+    stages: int | str | None = PipelineConfig.stages
     microbatches: int = 1
-    schedule: str | Schedule = "gpipe"
+    """Micro-batches into which a replica cuts its share of the batch."""
+    schedule: str | Schedule = PipelineConfig.schedule
     schedule_options: Mapping[str, Any] | None = None
-    recompute: str = "except_last"
-    memory_bytes: float | str | Sequence[float | str] | None = None
+    """Options of the schedule by name (pipeline.options on the command line)."""
+    recompute: str = PipelineConfig.recompute
+    memory_bytes: float | str | Sequence[float | str] | None = PipelineConfig.memory_bytes
     optimizer_states: int | OptimizerMemory = 2
-    offload: bool = False
+    """Numbers that the optimizer keeps per parameter, for forecasts of memory."""
+    offload: bool = PipelineConfig.offload
     partition: str | Sequence[int] | Partition = "parameters"
     pins: Mapping[int | str, int] | None = None
-    paces: Sequence[float] | str | None = None
-    seed: int = 0
-    precision: str = "float32"
-    normalise_over_replicas: bool = False
-    buffers: str = "average"
-    compile: bool | str = False
+    paces: Sequence[float] | str | None = PipelineConfig.paces
+    seed: int = TrainConfig.seed
+    precision: str = TrainConfig.precision
+    normalise_over_replicas: bool = PipelineConfig.normalise_over_replicas
+    buffers: str = PipelineConfig.buffers
+    compile: bool | str = TrainConfig.compile
     noise_over: str | None = None
+    """microbatches or replicas: measure how much their gradients differ, for AdaScale."""
     outer: Outer | Mapping[str, Any] = field(default_factory=Outer)
+    """How replicas combine gradients: an Outer, or a dict of its fields."""
 
 
 @dataclass(frozen=True, kw_only=True)

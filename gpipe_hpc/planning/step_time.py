@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import LayerTimes
@@ -20,6 +19,7 @@ from gpipe_hpc.planning.search.summing import Ending, Sum, endings, summed_at
 from gpipe_hpc.planning.stages import StageCount
 from gpipe_hpc.schedule import Cluster, Costs, Op, Placement, Schedule, Timeline, simulate
 from gpipe_hpc.schedule.costs import per_stage
+from gpipe_hpc.settings import Outer
 
 
 class Crowd(NamedTuple):

@@ -9,18 +9,11 @@ import torch.distributed as dist
 from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.commands import (
-    BAD_CONFIG_EXIT_CODE,
-    DONE_EXIT_CODE,
-    FAILED_EXIT_CODE,
-    Job,
-    run_jobs,
-    say_error,
-)
+from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
 from gpipe_hpc.preflight.guard import meeting_within
 from gpipe_hpc.preflight.run import preflight
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
 
@@ -35,7 +28,7 @@ def main() -> None:
     cannot work, 3 something is lacking that the run will need.
     """
     code = run_jobs(_task, "preflight")
-    if code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE) and dist.is_initialized():
+    if code in (ExitCode.FAILED, ExitCode.BAD_CONFIG) and dist.is_initialized():
         end_soon(code)
     sys.exit(code)
 
@@ -55,11 +48,11 @@ def _task(job: Job) -> int:
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
         return say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
     if report is None:
-        return DONE_EXIT_CODE
+        return ExitCode.DONE
     report.doubts[:0] = [doubt.removeprefix("config: ") for doubt in doubts]
     print(report, flush=True)
     if report.is_fit:
-        return DONE_EXIT_CODE
+        return ExitCode.DONE
     tell_torchrun(f"gpipe_hpc: not fit: {'; '.join(report.lacking)}", is_cause=True)
     return UNFIT_EXIT_CODE
 

@@ -14,7 +14,7 @@ from typing import Final
 from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.saying import say
-from gpipe_hpc.config.commands import FAILED_EXIT_CODE
+from gpipe_hpc.config import ExitCode
 
 GRACE_S: Final = 8.0
 """In which ranks that were told why they do not meet have ended by themselves."""
@@ -41,4 +41,4 @@ def _end(launch: Launch, limit_s: float) -> None:
     )
     say(text)
     tell_torchrun(text, is_cause=True)
-    os._exit(FAILED_EXIT_CODE)
+    os._exit(ExitCode.FAILED)

@@ -15,8 +15,6 @@ from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.planning.cluster_file import write_cluster
 from gpipe_hpc.planning.costs.prices import Prices, write_prices
 from gpipe_hpc.planning.costs.speed import paces_of_times, seconds_of_work
@@ -27,6 +25,7 @@ from gpipe_hpc.preflight.facts import Facts, try_device
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure
 from gpipe_hpc.preflight.report import Report, host_number, slow_texts
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.measuring.pricing import measure_prices
 from gpipe_hpc.training.preflight.before import skew_text
 from gpipe_hpc.training.preflight.folder import check_folder
@@ -137,7 +136,7 @@ def _report(config: Config, planned: Planned, told: Sequence[_Told], folder: Pat
     report = Report(_heading(planned, facts), facts, links, _sums(told), str(folder))
     report.lacking += _lacking(facts)
     report.doubts += _doubts(planned, facts)
-    if config.pipeline.layout == AUTO_LAYOUT:
+    if config.pipeline.is_searched:
         report.doubts.append(
             f"pipeline.layout=auto: expected to know the layout, got one that train will search; "
             f"what was looked at is {_ranks_text(planned.mesh)}: search first (python -m "

@@ -5,15 +5,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.checks import check_report
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config import ExitCode, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.report.blocks import Report
 from gpipe_hpc.report.html import render_page
 from gpipe_hpc.report.markdown import render_markdown
 from gpipe_hpc.report.record import read_record
 from gpipe_hpc.report.sections import report_of, report_of_several
+from gpipe_hpc.settings import Config
 
 _ENDINGS: Final = MappingProxyType({".html": "html", ".htm": "html", ".md": "markdown"})
 
@@ -32,7 +31,7 @@ def _task(job: Job) -> int:
         print(f"wrote {write_report(job.config)}")
     except GpipeError as error:
         return say_error(error)
-    return DONE_EXIT_CODE
+    return ExitCode.DONE
 
 
 def write_report(config: Config) -> Path:
@@ -40,7 +39,8 @@ def write_report(config: Config) -> Path:
 
     Raises ConfigError where one of them is no run, or the file cannot be written.
     """
-    check_report(config)
+    config.check_values()
+    config.report.check(config.run.dir)
     settings = config.report
     folders = [Path(each) for each in settings.runs or [config.run.dir or ""]]
     records = [read_record(folder) for folder in folders]

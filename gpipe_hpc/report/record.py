@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.config.flat import flat_settings
 from gpipe_hpc.errors import ConfigError, DataError, GpipeError
 from gpipe_hpc.report.shapes import SUMMARY, disagreement
 from gpipe_hpc.schedule import mean_costs, schedule_of, simulate
@@ -16,6 +15,7 @@ from gpipe_hpc.training.run.opening import CONFIG_FILE
 from gpipe_hpc.training.summary.compose import SUMMARY_FILE
 from gpipe_hpc.training.traces.files import ReadStep, read_step, typical_trace
 from gpipe_hpc.training.writers import METRICS_FILE
+from gpipe_hpc.yaml_files import flat_settings
 
 _MOST_BYTES: Final = 2**31  # of the lines of a long run
 _LINE: Final = re.compile(

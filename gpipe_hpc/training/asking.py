@@ -2,15 +2,14 @@
 
 from dataclasses import fields, replace
 
-from gpipe_hpc.config import Config
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.planning import Request
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.optimizers.optimizer import optimizer_memory
 
 
 def request_of(config: Config) -> Request:
     """Return the request of the settings: those of `pipeline` and `train` that it has, by name."""
-    outer = Outer.of(config.outer)
+    outer = config.outer
     settings = {**vars(config.train), **vars(config.pipeline)}
     named = {each.name: settings[each.name] for each in fields(Request) if each.name in settings}
     return replace(

@@ -12,16 +12,9 @@ import torch.distributed as dist
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.saying import say
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.commands import (
-    BAD_CONFIG_EXIT_CODE,
-    FAILED_EXIT_CODE,
-    NON_FINITE_EXIT_CODE,
-    Job,
-    run_jobs,
-    say_error,
-)
+from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world, leave_notice
 from gpipe_hpc.training.loop import run_training
@@ -47,7 +40,7 @@ def run_command(stop: StopRequest) -> None:
         return _train_of_sweep(job, stop)
 
     code = run_jobs(task, "train", unshared="run.dir")
-    has_failed = code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE, NON_FINITE_EXIT_CODE)
+    has_failed = code in (ExitCode.FAILED, ExitCode.BAD_CONFIG, ExitCode.NON_FINITE)
     if code == REQUEUE_EXIT_CODE and is_one_of_several_agents():
         # Each agent stops its workers when hosts come; one whose workers end before that takes it
         # for a failure, of which it allows --max-restarts.
@@ -112,4 +105,4 @@ def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
         # The others were told to end as well, and one did so sooner. But what one has refused, all
         # would refuse again, whoever ends them because of it.
         is_stopped = isinstance(error, PeerError) and (error.is_stop or stop.is_told_to_end)
-        return REQUEUE_EXIT_CODE if is_stopped and code == FAILED_EXIT_CODE else code
+        return REQUEUE_EXIT_CODE if is_stopped and code == ExitCode.FAILED else code

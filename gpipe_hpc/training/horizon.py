@@ -1,6 +1,6 @@
 """Where a run ends."""
 
-from gpipe_hpc.config import TrainConfig
+from gpipe_hpc.settings import TrainConfig
 
 
 def last_step(train: TrainConfig) -> int:

@@ -9,7 +9,7 @@ from gpipe_hpc.comm.host.allocator import (
 )
 from gpipe_hpc.comm.joining.start import say_stopped, start_world
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.signals import INTERRUPTED_EXIT_CODE, Ending
 
 

@@ -14,16 +14,14 @@ from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, telling, together
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.composing import written
-from gpipe_hpc.config.flat import flat
-from gpipe_hpc.config.ranks import on_ranks
+from gpipe_hpc.config import on_ranks, written
 from gpipe_hpc.engine.recorder import Mark, StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import ConfigError, NonFiniteError
 from gpipe_hpc.planning.memory.by_rank import memory_limits
 from gpipe_hpc.planning.memory.shortage import shortage
 from gpipe_hpc.planning.telling.units import bytes_text
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.figures.metrics import Metrics, open_metrics
 from gpipe_hpc.training.figures.progress import Progress
 from gpipe_hpc.training.figures.results import Line, Results
@@ -63,6 +61,7 @@ from gpipe_hpc.training.summary.compose import Ended
 from gpipe_hpc.training.summary.ledger import Times
 from gpipe_hpc.training.summary.reporting import Reporter
 from gpipe_hpc.training.validation import validate
+from gpipe_hpc.yaml_files import flat
 
 log = logging.getLogger("gpipe_hpc.train")
 

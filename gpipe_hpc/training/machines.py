@@ -7,8 +7,6 @@ from typing import Any
 import torch
 
 from gpipe_hpc.comm.device import Device, name_here
-from gpipe_hpc.config import Config, TokenDataConfig, num_tokens_of
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import Example
 from gpipe_hpc.planning.cluster_file import read_cluster
@@ -20,6 +18,7 @@ from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
 from gpipe_hpc.schedule import Cluster, Link
+from gpipe_hpc.settings import Config, TokenDataConfig, refuse
 
 _SEED = 0  # of samples whose values do not count
 
@@ -238,7 +237,7 @@ def with_values(example: Example, config: Config) -> Example:
     Inputs are any tokens or numbers; targets that count something are 0, which any loss takes.
     """
     drawn = torch.Generator().manual_seed(_SEED)
-    most = num_tokens_of(config.data) if isinstance(config.data, TokenDataConfig) else 2
+    most = config.data.num_tokens if isinstance(config.data, TokenDataConfig) else 2
 
     def valued(shape: Any, top: int) -> Any:
         if shape.dtype.is_floating_point:

@@ -12,9 +12,9 @@ import torch
 
 from gpipe_hpc.checkpoint import BackgroundSaver
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.config import Config
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.forecast import RankForecast
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.data import (
     CorruptTally,
     DataFacts,

@@ -2,7 +2,7 @@
 
 import sys
 
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config import ExitCode, Job, run_jobs, say_error
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.verify.run import verify
 
@@ -24,9 +24,9 @@ def _task(job: Job) -> int:
     except GpipeError as error:
         return say_error(error)
     if report is None:
-        return DONE_EXIT_CODE
+        return ExitCode.DONE
     print(report)
-    return DONE_EXIT_CODE if report.is_same else DIFFERENT_EXIT_CODE
+    return ExitCode.DONE if report.is_same else DIFFERENT_EXIT_CODE
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, tensors_of, unflatten
-from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.config import build_target
 from gpipe_hpc.engine.batch.cutting import (
     cut,
     lists_of,
@@ -17,6 +17,7 @@ from gpipe_hpc.engine.batch.cutting import (
     unwrapped,
 )
 from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.optimizers.lr import set_lr
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from gpipe_hpc.training.session import Session

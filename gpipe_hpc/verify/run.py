@@ -18,11 +18,10 @@ from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config, build_target, check_config
-from gpipe_hpc.config.ranks import filled, ranks_to_come
-from gpipe_hpc.data_parallel import Outer
+from gpipe_hpc.config import build_target, check_config, filled, ranks_to_come
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.one_step import train_one_step
@@ -99,7 +98,7 @@ def _check_comparable(config: Config) -> None:
             "runs one micro-batch after another and cannot normalise several together; compare "
             "with pipeline.replicas=1"
         )
-    outer = Outer.of(config.outer)
+    outer = config.outer
     chosen = [f"outer.compress={outer.compress}"] if outer.compress != "none" else []
     chosen += [f"outer.every={outer.every}"] if outer.uses_local_sgd else []
     if pipeline.num_replicas > 1 and chosen:

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 # In a process of its own: a regression would end this one.
 READER = """
 import json, os, sys
-from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.config import compose_config
 
 for path, words in json.loads(sys.argv[1]):
     train = open_data(compose_config(words).data, 0).train

@@ -12,9 +12,9 @@ from gpipe_hpc.checkpoint.contents import collect
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
-from gpipe_hpc.config import AdamWConfig
 from gpipe_hpc.data_parallel import FlatLayout, ShardSpan, layout
 from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.settings import AdamWConfig
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.support import mean_square
 

@@ -15,10 +15,10 @@ REFUSED = [
     ("pipeline.recompute=sometimes", "expected one of always, except_last, never"),
     (
         "pipeline.partition=fast",
-        "expected time, parameters, uniform, simulated or the number of layers",
+        "expected time, simulated, parameters, uniform or the number of layers",
     ),
     ("pipeline.partition=[1,2,3]", "expected 2 "),
-    ("pipeline.partition=[-1,12]", "counts from 0 up"),
+    ("pipeline.partition=[-1,12]", "counts of at least 0"),
     ("pipeline.memory_bytes=[8GB,0]", "pipeline.memory_bytes, expected at least 1"),
     ("pipeline.memory_bytes=[nan]", "pipeline.memory_bytes, expected at least 1"),
     ("pipeline.paces=guessed", "pipeline.paces, expected measured, or a number above 0"),
@@ -51,7 +51,6 @@ REFUSED = [
     ("comm.backend=mpi4py", "comm.backend, expected one of auto, mpi, gloo"),
     ("draw.format=pdf", "draw.format, expected one of"),
     ("outer.order=rnak", "outer.order, expected one of backend, rank, got 'rnak'; did you mean"),
-    ("outer.algorithm=ring", "outer.algorithm is no setting any more, .*got outer.algorithm=ring"),
     ("outer.shard=zero", "outer.shard, expected one of none, flat, oss, got 'zero'"),
 ]
 
@@ -92,7 +91,10 @@ def test_settings_that_work_pass(overrides, world_size):
         (["train.batch_size=7"], "some micro-batches stay empty"),
         (["trace.from_step=400"], "trace.from_step=400 lies after the last step, 300"),
         (["trace.from_step=9", "train.stop_at=8"], "no step is traced"),
-        (["pipeline.ranks=8"], "pipeline.ranks=8 is for commands that start no ranks; 2 came"),
+        (
+            ["pipeline.ranks=8"],
+            "pipeline.ranks=8 is for commands that start no ranks; the run uses its 2 ranks",
+        ),
     ],
 )
 def test_doubtful_settings_warn(overrides, words):
@@ -103,7 +105,7 @@ def test_doubtful_settings_warn(overrides, words):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("comm.timeout_s=1e300", "at most 1000000 seconds"),
+        ("comm.timeout_s=1e300", "more than 0, at most 1000000"),
         ("comm.timeout_s=inf", "more than 0"),
         ("comm.timeout_s=nan", "more than 0"),
         ("comm.timeout_s=-1", "more than 0"),

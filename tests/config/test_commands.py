@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_hpc.config import commands, compose_config, conf_dir
-from gpipe_hpc.config.commands import exit_code_of, run_jobs, say_error
-from gpipe_hpc.config.elsewhere import Elsewhere, without_launcher
+from gpipe_hpc.config import commands, compose_config, conf_dir, run_jobs, say_error
+from gpipe_hpc.config.commands import Elsewhere, exit_code_of, without_launcher
 from gpipe_hpc.draw.__main__ import main as draw
 from gpipe_hpc.errors import ConfigError, DataError, ModelError, PeerError, ScheduleError
 from gpipe_hpc.training import command

@@ -6,50 +6,54 @@ import sys
 
 import pytest
 
-from gpipe_hpc.config import conf_dir
-from gpipe_hpc.config.explained import sections_of
-from gpipe_hpc.config.help import COMMANDS, help_of, list_of_commands
+from gpipe_hpc.config import list_of_commands
+from gpipe_hpc.config.help import COMMANDS, GROUPS, help_of
+from gpipe_hpc.settings import Config, Level, settings_of
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_the_settings_of_a_command_with_their_meanings(name):
-    text = help_of(name, conf_dir(), [])
-    for section in sections_of(conf_dir() / "config.yaml"):
-        shown = section.name not in COMMANDS[name].without
-        for each in section.settings:
-            line = f"\n  {each.name}={each.default}"
-            assert (line in text) is shown, each.name
-            meaning = " ".join(each.meaning.split())
-            assert not shown or meaning in " ".join(text.split()), each.name
-    assert "example: " in text and "model=NAME, one of alexnet" in text
+    text, sections = help_of(name, ["all"]), COMMANDS[name].sections.split()
+    assert set(sections) <= {each.name.partition(".")[0] for each in settings_of(Config)}
+    for each in settings_of(Config):
+        section = each.name.partition(".")[0]
+        if section in GROUPS:
+            continue
+        assert (f"\n  {each.name}=" in text) is (section in sections), each.name
+        assert section not in sections or each.meaning in " ".join(text.split()), each.name
+    assert "example: " in text and ("model=NAME, one of alexnet" in text) is ("model" in sections)
+
+
+def test_help_without_more_shows_what_most_users_need():
+    """It had 400 lines, of which a user needs a tenth."""
+    text = help_of("train", [])
+    for each in settings_of(Config):
+        if each.name.partition(".")[0] in ("train", "pipeline", "comm"):
+            assert (f"\n  {each.name}=" in text) is (each.level is not Level.EXPERT), each.name
 
 
 def test_help_begins_with_what_is_used_most():
     """`plan --help` had its own settings at the end of 200 lines."""
     for name, first in (("train", "train"), ("plan", "plan"), ("draw", "draw")):
-        text = help_of(name, conf_dir(), [])
-        sections = re.findall(r"^  (\w+)[.=]", text, re.MULTILINE)
+        sections = re.findall(r"^  (\w+)[.=]", help_of(name, []), re.MULTILINE)
         assert sections[0] == first
         assert "pipeline" in list(dict.fromkeys(sections))[:3]
 
 
 def test_help_of_one_section_is_that_section_alone():
-    text = help_of("train", conf_dir(), ["--help", "checkpoint"])
+    text = help_of("train", ["--help", "checkpoint"])
     assert "\n  checkpoint.every=" in text and "\n  train." not in text
+    assert "\n  checkpoint.neighbour_dir=null" in text, "those of experts, too"
     assert len(text.splitlines()) < 50
 
 
 def test_help_shows_the_settings_of_the_presets_that_are_chosen():
-    assert "data.root" in help_of("train", conf_dir(), [])
-    chosen = help_of("train", conf_dir(), ["data=tokens", "--help"])
+    assert "data.root" in help_of("train", [])
+    chosen = help_of("train", ["data=tokens", "--help"])
     assert "data.root" not in chosen and "  data.paths=[]" in chosen
-    assert "read as one text" in " ".join(chosen.split())
-
-
-def test_every_setting_has_a_meaning():
-    for section in sections_of(conf_dir() / "config.yaml"):
-        for each in section.settings:
-            assert each.meaning or section.name == "draw", each.name
+    assert "data.vocab_size=50257" in chosen and "read as one text" in " ".join(chosen.split())
+    assert "outer.every=64" in help_of("train", ["outer=diloco"])
+    assert "model.num_layers=48" in help_of("train", ["model=gpt2_xl"])
 
 
 def test_commands_are_listed():

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
+from gpipe_hpc.config import check_config, compose_config, on_ranks, ranks_to_come
 from gpipe_hpc.errors import ConfigError
 from tests.support import train_here
 

@@ -4,7 +4,6 @@ import pytest
 
 from gpipe_hpc import Pipeline
 from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.config.spelling import num_bytes
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.schedule import build, canonical_schedule, schedule_names
 
@@ -65,7 +64,8 @@ def test_the_nearest_may_be_a_name_that_the_field_gives(given, meant):
     ],
 )
 def test_sizes_may_have_units(given, bytes_):
-    assert num_bytes(given, "pipeline.memory_bytes") == bytes_
+    given = "null" if given is None else repr(given)
+    assert compose_config([f"pipeline.memory_bytes={given}"]).pipeline.memory_bytes == bytes_
 
 
 def test_the_library_takes_the_same_names():

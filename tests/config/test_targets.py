@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.failing.tracebacks import users_traceback
-from gpipe_hpc.config import bind_loss, bind_target, build_target, check_config, compose_config
+from gpipe_hpc.config import bind_loss, build_target, check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 
 
@@ -55,10 +55,10 @@ def test_a_preset_of_ones_own_keeps_its_keywords(own_module, tmp_path):
 def test_a_name_that_a_module_lacks_is_answered_with_one_it_has(own_module):
     """The advice was PYTHONPATH, though the module was found."""
     with pytest.raises(ConfigError, match=r"did you mean build\?") as found:
-        bind_target("model", {"_target_": f"{own_module}.buidl"})
+        build_target("model", {"_target_": f"{own_module}.buidl"})
     assert "PYTHONPATH" not in str(found.value)
     with pytest.raises(ConfigError, match="PYTHONPATH"):
-        bind_target("model", {"_target_": f"{own_module}_absent.build"})
+        build_target("model", {"_target_": f"{own_module}_absent.build"})
 
 
 def test_own_model_needs_no_preset_of_another(own_module):
@@ -85,27 +85,29 @@ def test_own_model_needs_no_data_of_tokens(own_module):
 
 def test_keyword_that_own_model_does_not_take_is_refused(own_module):
     model = compose_config([f"model._target_={own_module}.build", "model.dept=3"]).model
-    with pytest.raises(ConfigError, match=r"does not take dept, expected some of width, depth"):
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument .dept.; correct"):
         build_target("model", model)
 
 
 def test_a_keyword_of_another_preset_is_refused():
     """`depth` is U-Net's; a GPT with it once trained as if nothing had been said."""
     model = compose_config(["model=gpt", "model.depth=3"]).model
-    with pytest.raises(ConfigError, match=r"does not take depth, expected some of vocab_size"):
+    with pytest.raises(
+        ConfigError, match=r"build_gpt.. got an unexpected keyword argument .depth."
+    ):
         build_target("model", model)
 
 
 def test_own_loss_keeps_its_keywords(own_module):
-    loss = bind_target("loss", {"_target_": f"{own_module}.loss", "beta": 2})
+    loss = bind_loss({"_target_": f"{own_module}.loss", "beta": 2})
     assert loss("a", "b") == ("a", "b", 2)
 
 
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("no_such_module.build", "ModuleNotFoundError"),
-        ("own_targets.bild", "AttributeError"),
+        ("no_such_module.build", "No module named"),
+        ("own_targets.bild", "has no attribute"),
         ("build", "expected MODULE.FUNCTION"),
         ("own_targets.text", "cannot be called"),
     ],
@@ -127,7 +129,7 @@ def test_a_loss_may_be_a_class(own_module):
 
 def test_what_fails_in_the_users_code_is_named_and_keeps_his_frames(own_module):
     with pytest.raises(
-        ConfigError, match=r"model\._target_=own_targets\.fails \(width=5\): fai"
+        ConfigError, match=r"model\._target_=own_targets\.fails \(width=5\) failed: KeyError"
     ) as it:
         build_target("model", {"_target_": f"{own_module}.fails", "width": 5})
     told = users_traceback(it.value)
@@ -152,7 +154,7 @@ def test_what_fails_when_the_users_module_is_imported_is_no_wrong_path(
     """It said that the path names nothing, and where in the file it failed was lost."""
     (tmp_path / "broken_module.py").write_text(f"{text}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"importing broken_module: failed") as raised:
+    with pytest.raises(ConfigError, match=r"_target_=broken_module\.build: ") as raised:
         build_target("model", {"_target_": "broken_module.build"})
     assert word in str(raised.value)
     assert "broken_module.py" in users_traceback(raised.value) or "SyntaxError" in word

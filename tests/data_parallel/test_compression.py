@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.data_parallel import FlatLayout, Outer
+from gpipe_hpc.data_parallel import FlatLayout
 from gpipe_hpc.errors import ModelError, PeerError
-from tests.support import batches, square_sum
+from gpipe_hpc.settings import Outer
+from tests.support import batches, choices_of, square_sum
 
 WIDTH, ROWS = 6, 16
-NAMES = Outer.CHOICES["compress"][1:]
+NAMES = choices_of(Outer, "compress")[1:]
 
 
 class Sometimes(nn.Module):

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.data_parallel import MicrobatchSplit, Outer
+from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import build, schedule_names
+from gpipe_hpc.settings import Outer
 from tests.data_parallel.replicas import (
     WIDTH,
     blocks,
@@ -208,8 +209,8 @@ def test_portions_are_all_micro_batches_once(weights, microbatches):
 
 @pytest.mark.parametrize("bad", [[], [3, 0], [3, -1], [1.5, 2], "31", [True, 1], 4])
 def test_weights_that_are_none_are_refused(bad):
-    with pytest.raises(ConfigError, match=r"outer\.weights: expected a whole number above 0"):
-        Outer(weights=bad)
+    with pytest.raises(ConfigError, match=r"outer\.weights, expected a "):
+        Outer(weights=bad).checked()
 
 
 @pytest.mark.parametrize(

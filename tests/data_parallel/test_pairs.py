@@ -9,8 +9,8 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.errors import ConfigError, PeerError
+from gpipe_hpc.settings import Outer
 from tests.support import batches, square_sum
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 4, 32, 4, 4

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.data_parallel import Outer
+from gpipe_hpc.settings import Outer
 from tests.comm.collectives.wide_threads import WideWorld
-from tests.support import batches, linears, product, square_sum
+from tests.support import batches, choices_of, linears, product, square_sum
 
 SIZE, WIDTH, STEPS = 10, 5, 3
 SUMS = [
-    *({"order": order} for order in Outer.CHOICES["order"]),
-    *({"hierarchy": name} for name in (*Outer.CHOICES["hierarchy"][1:], SIZE // 2)),
-    *({"compress": name, "topk_fraction": 0.2} for name in Outer.CHOICES["compress"][1:]),
+    *({"order": order} for order in choices_of(Outer, "order")),
+    *({"hierarchy": name} for name in (*("none", "host")[1:], SIZE // 2)),
+    *({"compress": name, "topk_fraction": 0.2} for name in choices_of(Outer, "compress")[1:]),
 ]
 DIVIDED = [
-    {"shard": name} for name in Outer.CHOICES["shard"] if name != "oss"
+    {"shard": name} for name in choices_of(Outer, "shard") if name != "oss"
 ]  # that is tried on processes
 DIVIDED += [{"shard": "flat", "order": "rank"}]
 APART = [{"every": 2, "behind": 1, "parts": 2} | each for each in SUMS]

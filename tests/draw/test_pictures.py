@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from PIL import Image
 
-from gpipe_hpc.config import DrawConfig, check_config, compose_config
+from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.draw import draw
 from gpipe_hpc.draw.pictures import columns_of_terminal, format_of, put
 from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
@@ -136,7 +136,7 @@ def test_trace_of_a_run_has_both_as_processes(run_folder):
         ("draw.costs.forward=[1,x]", "draw.costs.forward"),
         ("draw.costs.send=null", "draw.costs.send"),
         ("draw.costs.backward=[]", "draw.costs.backward"),
-        ("draw.compare=[nonesuch]", "draw.compare, expected names out of gpipe"),
+        ("draw.compare=[nonesuch]", "draw.compare, expected one of gpipe"),
     ],
 )
 def test_settings_that_cannot_be_drawn_are_refused(override, message):
@@ -259,7 +259,7 @@ def test_table_names_every_schedule_and_what_a_search_gains():
 
 
 def format_for(out):
-    return format_of(DrawConfig(out=out))
+    return format_of(compose_config([f"draw.out={out or 'null'}"], reads_data=False))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,12 @@ def format_for(out):
 def test_the_ending_of_the_file_chooses_the_format(out, form):
     """`draw.out=a.png` alone wrote a text into a.png."""
     assert format_for(out) == form
-    assert format_of(DrawConfig("html", out)) == "html"
+    assert (
+        format_of(
+            compose_config(["draw.format=html", f"draw.out={out or 'null'}"], reads_data=False)
+        )
+        == "html"
+    )
 
 
 def test_an_ending_that_is_no_format_is_refused():

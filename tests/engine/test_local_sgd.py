@@ -6,10 +6,10 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.engine.local_sgd import OuterSteps
 from gpipe_hpc.errors import ConfigError, PeerError
 from gpipe_hpc.schedule import Op
+from gpipe_hpc.settings import Outer
 from tests.support import batches, largest, product, square_sum
 
 WIDTH, ROWS, RATE = 4, 16, 0.05
@@ -409,7 +409,7 @@ def test_a_float16_overflow_on_one_replica_skips_the_step_on_all():
     [
         ({"every": -1}, r"outer\.every"),
         ({"lr": 0.7}, r"outer\.lr: is for replicas that train apart.*every=64"),
-        ({"every": 4, "parts": 5}, r"outer\.parts: expected 1 to outer\.every=4"),
+        ({"every": 4, "parts": 5}, r"outer\.parts, expected 1 to outer\.every=4"),
         ({"every": 64, "parts": 40}, r"outer\.parts: expected at most the 4 buckets"),
         ({"every": 4, "behind": 4}, r"outer\.behind"),
         ({"every": 4, "nesterov": True}, r"outer\.nesterov"),

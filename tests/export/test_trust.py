@@ -8,11 +8,15 @@ import yaml
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.config import check_stored_target, compose_config
+from gpipe_hpc.config import build_stored_model, compose_config
+from gpipe_hpc.config.targets import trusted_function
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.export import export_checkpoint
 from gpipe_hpc.export.__main__ import _stored_model, export_run
 from gpipe_hpc.models import build_mlp
+from gpipe_hpc.report.__main__ import write_report
+from gpipe_hpc.verify.run import verify
+from tests.support import train_here
 
 EVIL = """
 from pathlib import Path
@@ -84,6 +88,36 @@ def test_a_target_that_is_no_model_of_ours_is_refused_and_not_imported(
     assert not (folder / "exported").exists()
 
 
+def test_a_target_within_a_trusted_one_is_not_called(run, tmp_path):
+    """Hydra's instantiate follows nested targets, so stored settings do not reach it."""
+    mark = tmp_path / "mark"
+    inner = {"_target_": "os.mkdir", "_args_": [str(mark)]}
+    with pytest.raises(ConfigError):
+        export(run("gpipe_hpc.models.build_mlp", widths=inner))
+    with pytest.raises(ConfigError):
+        export(run("gpipe_hpc.models.build_mlp", widths=[2, inner]))
+    assert not mark.exists()
+
+
+def test_resume_verify_and_report_call_nothing_of_a_run_folder(tmp_path, monkeypatch, tiny):
+    """Its config.yaml may be anybody's: it is compared and shown, and what it names is not run."""
+    words = [*tiny, "train.steps=2", f"run.dir={tmp_path}/run"]
+    train_here(1, *words, "train.stop_at=1")
+    mark, path = tmp_path / "mark", tmp_path / "run" / "config.yaml"
+    (tmp_path / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(tmp_path)
+    text = path.read_text()
+    hostile = yaml.safe_load(text)
+    for section in ("model", "data", "loss", "optimizer"):
+        hostile[section] = {"_target_": "evil.build", "x": "${oc.env:HOME}"}
+    for stored in (yaml.safe_dump(hostile), text + f"x: !!python/object/apply:os.mkdir ['{mark}']"):
+        path.write_text(stored)
+        verify(compose_config([*words, "verify.steps=1"]))
+        write_report(compose_config([f"run.dir={tmp_path}/run"]))
+        train_here(1, *words)
+        assert not mark.exists() and "evil" not in sys.modules
+
+
 def test_with_trust_a_model_of_ones_own_is_exported(run, tmp_path, monkeypatch):
     mark = tmp_path / "mark"
     (tmp_path / "mine_of_test_trust.py").write_text(EVIL.format(mark=str(mark)))
@@ -103,7 +137,7 @@ def test_every_preset_is_trusted(repository):
     for preset in sorted((repository / "conf" / "model").glob("*.yaml")):
         settings = yaml.safe_load(preset.read_text())
         if settings["_target_"] is not None:  # model=own, where the user names it
-            check_stored_target("model", settings, str(preset))
+            trusted_function(settings, str(preset))
             trusted.append(preset.stem)
     assert {"gpt", "bert48", "resnet_small"} <= {*trusted}
 
@@ -113,25 +147,25 @@ def test_what_settings_refer_to_is_not_looked_up(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "gpipe_hpc.models.build_mlp")
     settings = tmp_path / "config.yaml"
     settings.write_text("model: {_target_: gpipe_hpc.models.build_mlp, x: '${oc.env:SECRET}'}")
-    assert _stored_model(settings, False)["x"] == "${oc.env:SECRET}"
+    assert _stored_model(settings)["x"] == "${oc.env:SECRET}"
     for text in ("model: {_target_: '${oc.env:SECRET}'}", "model: '${oc.create:{_target_: x}}'"):
         settings.write_text(text)
         with pytest.raises(ConfigError):
-            _stored_model(settings, False)
+            build_stored_model(_stored_model(settings), "config.yaml", trusts=False)
 
 
 @pytest.mark.parametrize("text", ["", "[", "model: 3", "a: &a [*a]", "!!python/object:x.Y {}"])
 def test_settings_that_are_none_are_refused(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"is not a run folder; its config\.yaml cannot be used"):
-        _stored_model(tmp_path / "config.yaml", True)
+        _stored_model(tmp_path / "config.yaml")
 
 
 def test_yaml_makes_no_objects(tmp_path):
     mark = tmp_path / "mark"
     (tmp_path / "config.yaml").write_text(f"model: !!python/object/apply:os.mkdir ['{mark}']")
     with pytest.raises(ConfigError):
-        _stored_model(tmp_path / "config.yaml", True)
+        _stored_model(tmp_path / "config.yaml")
     assert not mark.exists()
 
 

@@ -31,8 +31,7 @@ import gpipe_hpc.export.__main__ as export
 import gpipe_hpc.verify.__main__ as verify
 from gpipe_hpc import plan
 from gpipe_hpc.comm.threads import run_on_threads
-from gpipe_hpc.config import check_config
-from gpipe_hpc.config.commands import Job, run_jobs, say_error
+from gpipe_hpc.config import Job, check_config, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.training import loop
 from gpipe_hpc.training.command import run_command

@@ -1,71 +1,46 @@
 """The schema as a list: each setting with its type, its default and what it may be.
 
-Nothing is listed here by name that the schema, the checks or ``conf/`` tell: a new setting is among
-these once it is a field.
+Nothing is listed here by name that the settings or ``conf/`` tell: a new setting is among these
+once it is a field.
 """
 
 import types
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from gpipe_hpc.config.checks import CHOICES, RANGES
-from gpipe_hpc.config.presets import preset, presets
-from gpipe_hpc.config.schema import Config
-from gpipe_hpc.config.schemas import SCHEMAS
+from gpipe_hpc.config.compose import presets
+from gpipe_hpc.schedule import schedule_names
+from gpipe_hpc.settings import OPTIMIZERS, Config, Outer, Setting, settings_of
 from tests.generated.values import FLOATS, NUMBERS, PATHS, TEXTS
 
 _GROUPS = ("model", "data", "optimizer", "outer")
 
 
-class Setting(NamedTuple):
-    name: str
-    kind: Any  # its type; Any where that is free
-    default: Any = None
-
-
-def _default(each: Any) -> Any:
-    if each.default is not MISSING:
-        return each.default
-    return None if each.default_factory is MISSING else each.default_factory()
-
-
-def below(schema: Any, prefix: str) -> list[Setting]:
-    """Return the settings of a dataclass, those of the groups in it too."""
-    hints = get_type_hints(schema)
-    found = []
-    for each in fields(schema):
-        kind, name = hints[each.name], f"{prefix}{each.name}"
-        found += (
-            below(kind, f"{name}.") if is_dataclass(kind) else [Setting(name, kind, _default(each))]
-        )
-    return found
-
-
 @cache
 def of_run() -> list[Setting]:
     """Return the settings that every run has, whatever is chosen for its groups."""
-    found = below(Config, "")
-    return [each for each in found if each.name.partition(".")[0] not in _GROUPS]
+    return [each for each in settings_of(Config) if each.name.partition(".")[0] not in _GROUPS]
 
 
 @cache
 def of_choice(group: str, name: str) -> list[Setting]:
     """Return the settings that a run has with a preset of a group."""
-    schemas = dict(SCHEMAS)
-    if group in ("optimizer", "outer"):
-        return below(schemas.get(name, schemas["outer"]), f"{group}.")
-    written = preset(group, name)
+    if group == "outer":
+        return list(settings_of(Outer, "outer."))
+    if group == "optimizer":
+        return list(settings_of(OPTIMIZERS[name], "optimizer."))
+    written = presets(group)[name]
     target = written.get("_target_")
     if target is None:
         return [Setting(f"{group}.{key}", Any, value) for key, value in written.items()]
     module, _, called = target.rpartition(".")
     built = getattr(import_module(module), called)
     if is_dataclass(built):
-        return below(built, f"{group}.")
+        return list(settings_of(built, f"{group}."))
     hints = get_type_hints(built)
     return [Setting(f"{group}.{key}", hints.get(key, Any), value) for key, value in written.items()]
 
@@ -83,8 +58,10 @@ def groups() -> list[str]:
 
 def fitting(setting: Setting) -> st.SearchStrategy[Any]:
     """Draw what the type of a setting, its range and its choices allow; small, near the least."""
-    if setting.name in CHOICES:
-        return st.sampled_from(CHOICES[setting.name])
+    if setting.name == "pipeline.schedule":
+        return st.sampled_from(schedule_names())
+    if setting.choices is not None and setting.kind is str:
+        return st.sampled_from(setting.choices.names)
     return _of_kind(setting.kind, setting)
 
 
@@ -92,7 +69,8 @@ def _of_kind(kind: Any, setting: Setting) -> st.SearchStrategy[Any]:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return st.one_of(*(_of_kind(each, setting) for each in inner))
-    least, most = RANGES.get(setting.name, (0, 4))
+    found = setting.range
+    least, most = (0, 4) if found is None else (found.least, found.most)
     if kind is type(None):
         return st.none()
     if kind is bool:

@@ -60,7 +60,7 @@ def assert_all_report(errors, failed, kind, *words):
         ({"schedule": build("gpipe", ranks=2, microbatches=1)}, ConfigError, "3 ranks and 1"),
         ({"schedule_options": {"waves": 2}}, ScheduleError, "waves"),
         ({"recompute": "often"}, ConfigError, "always, except_last, never"),
-        ({"microbatches": 0}, ScheduleError, "microbatches"),
+        ({"microbatches": 0}, ConfigError, "microbatches"),
         ({"device": "tpu", "world": None}, ConfigError, "expected auto, cpu, cuda"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",

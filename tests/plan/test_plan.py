@@ -13,16 +13,7 @@ from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.transport.memory import MemoryTransport
-from gpipe_hpc.config import (
-    AdamWConfig,
-    LAMBConfig,
-    LARSConfig,
-    RMSPropConfig,
-    SGDConfig,
-    build_target,
-    check_config,
-    compose_config,
-)
+from gpipe_hpc.config import build_target, check_config, compose_config
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import (
     build_model,
@@ -39,6 +30,7 @@ from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.telling.sums import ring_bytes
 from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import build, lower
+from gpipe_hpc.settings import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch

@@ -16,7 +16,7 @@ import gpipe_hpc.planning.costs.gauges
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.pickling import dumps, loads
-from gpipe_hpc.config import PipelineConfig, build_target, compose_config, conf_dir
+from gpipe_hpc.config import build_target, compose_config, conf_dir
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, loss_function
 from gpipe_hpc.plan import make_plan
@@ -24,6 +24,7 @@ from gpipe_hpc.planning import LayerTimes, Measured, Partition, Request, cut, la
 from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.forecast import held_bytes
 from gpipe_hpc.schedule import build, schedule_names, simulate, to_text
+from gpipe_hpc.settings import PipelineConfig
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.training.start import building

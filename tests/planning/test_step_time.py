@@ -10,7 +10,6 @@ from torch import nn
 from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
@@ -23,6 +22,7 @@ from gpipe_hpc.planning.search.trial import Choices, try_out
 from gpipe_hpc.planning.search.whole_step import step_of
 from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.schedule import Cluster, Link
+from gpipe_hpc.settings import Outer
 from gpipe_hpc.training.measuring import as_a_rank
 from tests.support import mean_square
 

@@ -10,10 +10,11 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.data_parallel import GradientBuckets, Outer, choose_strategy
+from gpipe_hpc.data_parallel import GradientBuckets, choose_strategy
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import Tie
 from gpipe_hpc.schedule import Placement
+from gpipe_hpc.settings import Outer
 
 
 class TiedParameter(NamedTuple):

@@ -1,6 +1,6 @@
 """A step of a layout that is decided, on a machine."""
 
-from gpipe_hpc.data_parallel import GradientSize, Outer
+from gpipe_hpc.data_parallel import GradientSize
 from gpipe_hpc.models import sizes_of_layers
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.layout import Layout
@@ -17,6 +17,7 @@ from gpipe_hpc.planning.step_time import (
     reduced_s,
     with_copies,
 )
+from gpipe_hpc.settings import Outer
 
 
 def step_of(

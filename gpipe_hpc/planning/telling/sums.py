@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.layout import Layout
 from gpipe_hpc.planning.telling.units import bytes_text
+from gpipe_hpc.settings import Outer
 
 _MOST_SHOWN: Final = 8  # stages
 _WIDE: Final = 4  # bytes of a float32

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config.data import DataConfig, Shape, Shapes
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import ConfigError, UnfitDataError
+from gpipe_hpc.settings import Choices, DataConfig, Level, Shape, Shapes, refuse
 from gpipe_hpc.training.data.array_files import StoredArray, open_array
 from gpipe_hpc.training.data.pairs import (
     PairSource,
@@ -21,7 +20,7 @@ from gpipe_hpc.training.data.pairs import (
     split,
 )
 
-_DTYPES: Final = (
+_DTYPES: Final = Choices(
     *("auto", "stored", "float64", "float32", "bfloat16", "float16"),
     *("int64", "int32", "uint8", "bool"),
 )
@@ -38,15 +37,34 @@ class ArraysConfig(DataConfig):
         "validation_targets",
     }
 
-    inputs: str | None = None
-    targets: str | None = None
+    inputs: Annotated[str | None, Level.EVERYDAY] = None
+    """File of the inputs; the first dimension counts the samples."""
+
+    targets: Annotated[str | None, Level.EVERYDAY] = None
+    """File of the targets. null: an array in the file of the inputs."""
+
     inputs_key: str | None = None
+    """Name of the inputs in an archive (.npz, .safetensors). null: its only array, or inputs."""
+
     targets_key: str | None = None
-    inputs_dtype: str = "auto"
-    targets_dtype: str = "auto"
-    validation_inputs: str | None = None
-    validation_targets: str | None = None
-    validation_fraction: float = 0.05
+    """Name of the targets in an archive. null: its only array, or targets."""
+
+    inputs_dtype: Annotated[str, _DTYPES] = "auto"
+    """Type of the inputs in training. auto: float32, whole numbers int64. stored: as in the file.
+    float32 keeps 0 to 255 of pictures."""
+
+    targets_dtype: Annotated[str, _DTYPES] = "auto"
+    """Type of the targets, as inputs_dtype. Whole numbers are classes and get another loss than
+    other numbers."""
+
+    validation_inputs: Annotated[str | None, Level.EVERYDAY] = None
+    """File of inputs for validation. null: validation_fraction of the rows."""
+
+    validation_targets: Annotated[str | None, Level.EVERYDAY] = None
+    """File of targets for validation."""
+
+    validation_fraction: Annotated[float, Level.EVERYDAY] = 0.05
+    """Fraction of the rows for validation, spread over the file, the same ones each time."""
 
     def check(self) -> None:
         """Refuse settings that cannot work; raises ConfigError that names one."""
@@ -54,10 +72,6 @@ class ArraysConfig(DataConfig):
         if not self.inputs:
             remedy = "as data.inputs=x.npy data.targets=y.npy"
             raise refuse("data.inputs", "a file", self.inputs, remedy)
-        for name in ("inputs_dtype", "targets_dtype"):
-            given = getattr(self, name)
-            if given not in _DTYPES:
-                raise refuse(f"data.{name}", f"one of {', '.join(_DTYPES)}", given, "choose one")
         if self.validation_targets and not self.validation_inputs:
             remedy = "give the inputs that go with data.validation_targets"
             raise refuse("data.validation_inputs", "a file", self.validation_inputs, remedy)

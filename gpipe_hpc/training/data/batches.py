@@ -8,8 +8,8 @@ import torch
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.config import DataConfig
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.settings import DataConfig
 from gpipe_hpc.training.data import (
     BatchReader,
     CorruptTally,

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Iterable, Mapping
 
-from gpipe_hpc.config import DataConfig
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.settings import DataConfig
 
 log = logging.getLogger("gpipe_hpc.train")
 

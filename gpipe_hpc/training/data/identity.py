@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpipe_hpc.comm.nests import flatten
-from gpipe_hpc.config import DataConfig, TrainConfig
+from gpipe_hpc.settings import DataConfig, TrainConfig
 from gpipe_hpc.training.data.dataset import (
     CorruptSampleError,
     Dataset,

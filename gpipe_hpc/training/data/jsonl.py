@@ -6,14 +6,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config import TokenDataConfig
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError, UnfitDataError
+from gpipe_hpc.settings import Choices, Level, Range, TokenDataConfig, refuse
 from gpipe_hpc.training.data.corpus import TextSource, Tokens, TokenWindows, about_text
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
 from gpipe_hpc.training.data.indices import Keeping, indexed
@@ -28,15 +27,30 @@ from gpipe_hpc.training.indexing.parts import Part
 class JsonLinesConfig(TokenDataConfig):
     """Documents, one JSON object a line, bytes as tokens."""
 
-    paths: list[str] = field(default_factory=list)
-    validation_paths: list[str] = field(default_factory=list)
-    validation_percent: int = 5
-    key: str = "text"
+    paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
+    """Files, patterns or folders, as [corpus/*.jsonl]."""
+
+    validation_paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
+    """Files, patterns or folders for validation. []: a part of paths."""
+
+    validation_percent: Annotated[int, Range(0, 99), Level.EVERYDAY] = 5
+    """Percentage of documents for validation, chosen by a hash of their text."""
+
+    key: Annotated[str, Level.EVERYDAY] = "text"
+    """Key of the text in each object."""
+
     separator: int = 256
+    """Token that ends each document; bytes are 0 to 255."""
+
     vocab_size: int = field(default=257, kw_only=True)
-    index_dir: str | None = field(default=None, kw_only=True)
-    corrupt: str = "stop"
-    max_corrupt: int = 100
+    index_dir: Annotated[str | None, Level.CLUSTER] = field(default=None, kw_only=True)
+    """Folder of the index for later runs. null: .gpipe_hpc next to the data, or run.dir."""
+
+    corrupt: Annotated[str, Choices("stop", "skip")] = "stop"
+    """What happens at a line that cannot be read: stop, or skip it."""
+
+    max_corrupt: Annotated[int, Range(1)] = 100
+    """Largest number of skipped lines."""
 
     @property
     def holds_bytes(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config import TokenDataConfig, mask_token_of
+from gpipe_hpc.settings import TokenDataConfig
 from gpipe_hpc.training.data.dataset import Dataset, DataSource
 from gpipe_hpc.training.data.hashing import Words, hash_words
 
@@ -106,7 +106,7 @@ class MaskedSource:
 
 def hide_tokens(source: DataSource, config: TokenDataConfig, seed: int) -> MaskedSource:
     """Return a source of which some tokens are hidden; `seed` is that of the run."""
-    hiding = _Hiding(mask_token_of(config), config.mask_fraction, config.vocab_size, (_TRAIN, seed))
+    hiding = _Hiding(config.hidden_token, config.mask_fraction, config.vocab_size, (_TRAIN, seed))
     fixed = hiding._replace(key=(_VALIDATION, 0))
     return MaskedSource(
         source, MaskedTokens(source.train, hiding), MaskedTokens(source.validation, fixed)

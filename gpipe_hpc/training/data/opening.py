@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpipe_hpc.config import DataConfig, TokenDataConfig
+from gpipe_hpc.settings import DataConfig, TokenDataConfig
 from gpipe_hpc.training.data.dataset import DataSource, reads_in_processes
 from gpipe_hpc.training.data.masking import hide_tokens
 from gpipe_hpc.training.data.processes import ProcessReaders

@@ -13,20 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpipe_hpc.comm.nests import Nest, flatten, with_dicts
-from gpipe_hpc.config import bind_target
-from gpipe_hpc.config.data import DataConfig, Shape, Shapes
-from gpipe_hpc.config.targets import own_call
+from gpipe_hpc.config import build_target, locate, own_call
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import without_samples
-from gpipe_hpc.errors import ConfigError, DataError, UnfitDataError
+from gpipe_hpc.errors import DataError, UnfitDataError
 from gpipe_hpc.models import GENERATOR_LOCK
+from gpipe_hpc.settings import DataConfig, Level, Shape, Shapes
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.hashing import hash_words
 from gpipe_hpc.training.data.pairs import (
@@ -50,9 +49,18 @@ class OwnDataConfig(DataConfig):
     no_matter: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch", "_target_"})
 
     target: str = ""
+    """MODULE.FUNCTION or class, set as data._target_, that returns the data set or a pair
+    (training, validation)."""
+
     keywords: dict[str, Any] = field(default_factory=dict)
-    collate: str | None = None
-    validation_fraction: float = 0.05
+    """Keywords of it, set as data.KEYWORD=VALUE."""
+
+    collate: Annotated[str | None, Level.EVERYDAY] = None
+    """MODULE.FUNCTION that makes a batch (inputs, targets) of a list of items. null: torch's
+    default_collate."""
+
+    validation_fraction: Annotated[float, Level.EVERYDAY] = 0.05
+    """Fraction of the items for validation, if the function returns one data set."""
 
     @property
     def kind(self) -> str:
@@ -203,12 +211,10 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
     Reads the first item, to see which loss fits. Raises ConfigError where what ``data._target_``
     names cannot be called or fails, DataError where what it returns is no data set.
     """
-    build = bind_target("data", {"_target_": config.target, **config.keywords})
-    with own_call(f"config: data._target_={config.target}", ConfigError):
-        made = build()
+    made = build_target("data", {"_target_": config.target, **config.keywords})
     collate: Collate = default_collate
     if config.collate is not None:
-        collate = bind_target("data.collate", {"_target_": config.collate})
+        collate = locate("data.collate", config.collate)
     if isinstance(made, tuple) and len(made) == 2:
         if all(isinstance(each, np.ndarray | torch.Tensor) for each in made):
             raise UnfitDataError(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.settings import refuse
 from gpipe_hpc.training.data.dataset import Dataset, read_both, reads_in_processes
 from gpipe_hpc.training.data.sampler import permute
 

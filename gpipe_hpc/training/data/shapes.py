@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.config import Config, DataConfig
-from gpipe_hpc.config.data import Shape
 from gpipe_hpc.planning.costs.meta import META
+from gpipe_hpc.settings import Config, DataConfig, Shape
 
 
 class Sample(NamedTuple):

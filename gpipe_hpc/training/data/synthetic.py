@@ -3,15 +3,22 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config import ImageDataConfig, TokenDataConfig
-from gpipe_hpc.config.data import DataConfig, Shape, Shapes
+from gpipe_hpc.settings import (
+    DataConfig,
+    ImageDataConfig,
+    Level,
+    Range,
+    Shape,
+    Shapes,
+    TokenDataConfig,
+)
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.hashing import Words, hash_words
 
@@ -40,9 +47,14 @@ class SyntheticSource:
 class SyntheticTokensConfig(TokenDataConfig):
     """Token sequences made from the sample's number."""
 
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    seed: int = 0
+    num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
+    """Samples of an epoch."""
+
+    num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
+    """Samples of the validation set."""
+
+    seed: Annotated[int, Level.EVERYDAY] = 0
+    """Seed of the samples."""
 
     def open(self, seed: int, spare: Path | None) -> SyntheticSource:
         """Return what `open_synthetic_tokens` does."""
@@ -53,11 +65,20 @@ class SyntheticTokensConfig(TokenDataConfig):
 class SyntheticVectorsConfig(DataConfig):
     """Vectors and their classes, made from the sample's number."""
 
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    width: int = 64
-    num_classes: int = 10
-    seed: int = 0
+    num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
+    """Samples of an epoch."""
+
+    num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
+    """Samples of the validation set."""
+
+    width: Annotated[int, Range(1), Level.EVERYDAY] = 64
+    """Numbers of a vector."""
+
+    num_classes: Annotated[int, Range(2), Level.EVERYDAY] = 10
+    """Number of classes."""
+
+    seed: Annotated[int, Level.EVERYDAY] = 0
+    """Seed of the samples."""
 
     def shapes(self, num_samples: int) -> Shapes:
         """Return the shapes of a batch."""
@@ -73,9 +94,14 @@ class SyntheticVectorsConfig(DataConfig):
 class SyntheticImagesConfig(ImageDataConfig):
     """Images and their classes, made from the sample's number."""
 
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    seed: int = 0
+    num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
+    """Samples of an epoch."""
+
+    num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
+    """Samples of the validation set."""
+
+    seed: Annotated[int, Level.EVERYDAY] = 0
+    """Seed of the samples."""
 
     def open(self, seed: int, spare: Path | None) -> SyntheticSource:
         """Return what `open_synthetic_images` does."""
@@ -86,12 +112,19 @@ class SyntheticImagesConfig(ImageDataConfig):
 class SyntheticMasksConfig(ImageDataConfig):
     """Images and the class of each pixel, made from the sample's number."""
 
-    num_samples: int = 4096
-    num_validation_samples: int = 256
+    num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
+    """Samples of an epoch."""
+
+    num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
+    """Samples of the validation set."""
+
     height: int = field(default=64, kw_only=True)
     width: int = field(default=64, kw_only=True)
     num_classes: int = field(default=2, kw_only=True)
-    seed: int = 0
+    """Classes of pixels; 0 is the background, the others are brighter."""
+
+    seed: Annotated[int, Level.EVERYDAY] = 0
+    """Seed of the samples."""
 
     def shapes(self, num_samples: int) -> Shapes:
         """Return the shapes of a batch: each pixel has a class."""

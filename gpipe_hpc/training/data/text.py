@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from gpipe_hpc.config import TokenDataConfig
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import UnfitDataError
+from gpipe_hpc.settings import Choices, Level, Range, TokenDataConfig, refuse
 from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows, about_text
 from gpipe_hpc.training.data.mapped import MappedFiles
 from gpipe_hpc.training.data.paths import expand
@@ -26,13 +25,18 @@ from gpipe_hpc.training.data.token_files import (
 )
 from gpipe_hpc.training.indexing.parts import percentile
 
+_DTYPES: Final = Choices("uint8", "uint16", "int16", "uint32", "int32", "int64")
+
 
 @dataclass
 class PythonSourceConfig(TokenDataConfig):
     """The Python files of a folder, bytes as tokens."""
 
-    root: str | None = None
-    validation_percent: int = 10
+    root: Annotated[str | None, Level.EVERYDAY] = None
+    """Folder of *.py files. null: the standard library of this Python, without its tests."""
+
+    validation_percent: Annotated[int, Range(0, 99), Level.EVERYDAY] = 10
+    """Percentage of files for validation, chosen by a hash of their path."""
 
     @property
     def holds_bytes(self) -> bool:
@@ -56,10 +60,19 @@ class PythonSourceConfig(TokenDataConfig):
 class TextConfig(TokenDataConfig):
     """Files of bytes or of token numbers."""
 
-    paths: list[str] = field(default_factory=list)
-    validation_paths: list[str] = field(default_factory=list)
-    validation_fraction: float = 0.05
-    dtype: str = "uint8"
+    paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
+    """Files or patterns, as [corpus/*.txt]; data=tokens also takes folders. They are read as one
+    text in the order of their names."""
+
+    validation_paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
+    """Files or patterns for validation. []: the ends of up to 64 equal parts of
+    each file of paths."""
+
+    validation_fraction: Annotated[float, Level.EVERYDAY] = 0.05
+    """Fraction of each file for validation, without validation_paths."""
+
+    dtype: Annotated[str, _DTYPES, Level.EVERYDAY] = "uint8"
+    """Type of a token in files without a header (little-endian)."""
 
     @property
     def holds_bytes(self) -> bool:

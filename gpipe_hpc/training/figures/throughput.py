@@ -1,7 +1,7 @@
 """How much a step trains on in a second, and how far from the best that is."""
 
-from gpipe_hpc.config import DataConfig, TokenDataConfig
 from gpipe_hpc.planning.costs.device_peaks import peak_flops_per_s
+from gpipe_hpc.settings import DataConfig, TokenDataConfig
 from gpipe_hpc.training.session import Session
 
 

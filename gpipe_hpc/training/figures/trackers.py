@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.config.tracker_names import TRACKERS
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import Config, settings_of
 from gpipe_hpc.small_files import read_json
 from gpipe_hpc.training.writers import MetricsWriter, Scalars, TensorBoard
 
@@ -183,12 +183,9 @@ _FOREIGN: Final[Mapping[str, Callable[[Tracked], MetricsWriter]]] = MappingProxy
 
 def refuse_missing(names: Sequence[str]) -> None:
     """Raise ConfigError for a tracker that is not known, or not installed."""
+    settings = {each.name: each for each in settings_of(Config)}
     for name in names:
-        if name not in TRACKERS:
-            known = ", ".join(TRACKERS)
-            raise ConfigError(
-                f"metrics: expected trackers among {known}, got {name!r}; correct metrics.to"
-            )
+        settings["metrics.to"].check(name)
         if name in _FOREIGN and not _is_installed(name):
             raise ConfigError(
                 f"metrics.to: {name} is not installed; pip install {name}, or remove it from "

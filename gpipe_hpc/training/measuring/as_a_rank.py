@@ -13,10 +13,10 @@ import torch
 
 from gpipe_hpc.comm.cores.to_come import Share, share_to_come
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.config import Config
 from gpipe_hpc.planning import Counted, Measured
 from gpipe_hpc.planning.costs.gauges import MEASURED_HERE
 from gpipe_hpc.planning.costs.stretch import MOST_STRETCH_BYTES
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import cluster_of, with_values
 from gpipe_hpc.training.measuring.companions import companions

@@ -15,8 +15,8 @@ from typing import IO, Final, NamedTuple
 from gpipe_hpc.comm.cores.to_come import Share
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.pickling import dumps
-from gpipe_hpc.config import Config
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.settings import Config
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 

@@ -20,13 +20,13 @@ from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices
 from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.joining import settle_memory
 from gpipe_hpc.training.machines import optimizer_kind
 from gpipe_hpc.training.measuring.short_run import prices_of_short_run

@@ -22,12 +22,11 @@ from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.schema import BatchRampConfig, OuterConfig, PipelineConfig, RunConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning.costs.calibration import read_calibration
 from gpipe_hpc.planning.costs.prices import Prices
+from gpipe_hpc.settings import Config, Outer, PipelineConfig
 from gpipe_hpc.training.calibrating import CALIBRATION_FILE
 from gpipe_hpc.training.data.synthetic import SyntheticVectorsConfig
 from gpipe_hpc.training.loop import run_training
@@ -105,12 +104,13 @@ def _settings(config: Config, world: World, mesh: Mesh, folder: Path) -> Config:
     """Return the settings of the run: of the user's, those that count beside layers."""
     num_samples = _SAMPLES * _MICROBATCHES * mesh.replicas
     num_read = 0 if world.device.is_accelerator else _READ
+    plain = Config()
     train = replace(
         config.train,
         steps=_STEPS,
         stop_at=None,
         batch_size=num_samples,
-        batch_ramp=BatchRampConfig(),
+        batch_ramp=plain.train.batch_ramp,
         accumulation=1,
         validate_every=0,
         validate_batches=1,
@@ -129,12 +129,14 @@ def _settings(config: Config, world: World, mesh: Mesh, folder: Path) -> Config:
         model={"_target_": target, "num_layers": mesh.stages, "num_read": num_read},
         data=SyntheticVectorsConfig(num_samples=num_samples, width=_WIDTH, num_classes=_WIDTH),
         optimizer=replace(config.optimizer, lr=_RATE),
-        outer=OuterConfig(bucket_bytes=_BUCKET_BYTES),
+        outer=Outer(bucket_bytes=_BUCKET_BYTES),
         pipeline=pipeline,
         train=train,
         comm=config.comm,
         metrics=replace(config.metrics, to=sorted(_LOCAL.intersection(config.metrics.to))),
-        run=RunConfig(dir=str(folder)),
+        run=replace(config.run, dir=str(folder)),
+        lr=replace(plain.lr, warmup_steps=0),
+        checkpoint=replace(plain.checkpoint, every=0),
         preflight=replace(config.preflight, before_run=False),
     )
 

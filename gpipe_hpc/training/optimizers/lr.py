@@ -4,7 +4,7 @@ import math
 
 from torch.optim import Optimizer
 
-from gpipe_hpc.config import Config
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.optimizers.large_batch.ramp import batch_size_at
 
 

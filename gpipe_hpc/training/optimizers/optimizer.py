@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_hpc.config import (
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning import OptimizerMemory
+from gpipe_hpc.settings import (
     AdamWConfig,
     LAMBConfig,
     LARSConfig,
@@ -16,8 +18,6 @@ from gpipe_hpc.config import (
     RMSPropConfig,
     SGDConfig,
 )
-from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.training.optimizers.adamw import AdamW
 from gpipe_hpc.training.optimizers.large_batch.lamb import LAMB
 from gpipe_hpc.training.optimizers.large_batch.lars import LARS

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 from gpipe_hpc.comm.host.open_files import allow_files, num_open
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
 from gpipe_hpc.planning.forecast import RankForecast
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.neighbour.place import Place
 from gpipe_hpc.training.preflight.room import NOTHING_KEPT, Kept, Room, Rooms, own_rooms
 

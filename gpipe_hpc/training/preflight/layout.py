@@ -6,14 +6,14 @@ from typing import Any
 
 from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.config import Config, bind_loss, build_target
-from gpipe_hpc.config.ranks import on_ranks
+from gpipe_hpc.config import bind_loss, build_target, on_ranks
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.planning import FIT, Counted, Example, Layout, Request, fit_stages, lay_out
 from gpipe_hpc.planning.forecast import RankForecast, rank_forecasts
 from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.training.machines import with_process

@@ -14,9 +14,9 @@ from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.host.host_memory import free_bytes
 from gpipe_hpc.comm.host.machine import kernel_identity, shared_identity
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER
 from gpipe_hpc.training.neighbour.place import Place
 

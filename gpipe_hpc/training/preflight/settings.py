@@ -9,8 +9,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config
 from gpipe_hpc.engine.stages.assembly import check_agreement
+from gpipe_hpc.settings import Config
 
 # All that says what is trained and when all ranks do something together; the rest is about other
 # commands, about rank 0 alone, or about how a host reaches the others.

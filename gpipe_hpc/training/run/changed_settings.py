@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.composing import written
-from gpipe_hpc.config.removed import REMOVED
+from gpipe_hpc.config import REMOVED, written
+from gpipe_hpc.settings import Config
 from gpipe_hpc.yaml_files import read_yaml
 
 # What a run trains, and on what, is in these sections; all others are about this start of it.

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.checkpoint import read_facts
-from gpipe_hpc.config import Config, config_yaml
-from gpipe_hpc.config.composing import written
+from gpipe_hpc.config import config_yaml, written
 from gpipe_hpc.errors import (
     ConfigError,
     GpipeError,
@@ -22,6 +21,7 @@ from gpipe_hpc.errors import (
     is_users_mistake,
     os_remedy,
 )
+from gpipe_hpc.settings import Config
 from gpipe_hpc.small_files import read_bytes
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings

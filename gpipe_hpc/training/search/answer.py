@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from gpipe_hpc.config import Config
-from gpipe_hpc.config.checks import check_planning
+from gpipe_hpc.config import check_planning
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest
@@ -19,6 +18,7 @@ from gpipe_hpc.planning.search.text import (
 )
 from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial
 from gpipe_hpc.planning.telling.units import bytes_text
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.search.from_settings import Came, Searching
 
 _TOLD: Final = 8  # ranks of which it is said what they lack

@@ -8,10 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.cores.to_come import Share, share_of_bound
 from gpipe_hpc.comm.device import Device, device_to_come, name_here
-from gpipe_hpc.config import Config, bind_loss, build_target
-from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.schema import MEASURED_COSTS
-from gpipe_hpc.data_parallel import Outer
+from gpipe_hpc.config import bind_loss, build_target
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning import Counted, Example, Gauge, Measured
@@ -28,6 +25,7 @@ from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.machine import FREE, Machine
 from gpipe_hpc.planning.search.scaling import Scaling
 from gpipe_hpc.schedule import Cluster
+from gpipe_hpc.settings import Config, refuse
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch
 from gpipe_hpc.training.machines import (
@@ -121,7 +119,7 @@ class Searching:
         device = device_to_come(config.train.device)
         counted = _counting(config, model, device)
         scaling, doubts = _scaling(config, counted, device)
-        is_measured = config.plan.costs == MEASURED_COSTS and scaling is None
+        is_measured = config.plan.measures_layers and scaling is None
         if came is not None:
             rates = came.rates
         elif is_measured:
@@ -190,7 +188,7 @@ class Searching:
         paces = [float(pace) for pace in given or ()]
         # Where ranks came, times are those of the fastest.
         plan = self.config.plan
-        is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
+        is_measured = plan.measures_layers or plan.calibration is not None
         of_rank_0 = self.came is None and is_measured
         own = 1.0 if of_rank_0 or not paces else paces[0]
         return self.ground.on(slow_once(cluster, paces, own))
@@ -258,7 +256,7 @@ def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
             config.outer.weights,
             "leave it out",
         )
-    outer = Outer.of(config.outer)
+    outer = config.outer
     if "replicas" not in fixed and (outer.uses_local_sgd or _compares_replicas(config)):
         how = f"outer.every={outer.every}" if outer.uses_local_sgd else "lr.noise_over=replicas"
         raise refuse(

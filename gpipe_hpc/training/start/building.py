@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config, bind_loss
+from gpipe_hpc.config import bind_loss
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, looks_back, loss_function, normalise_layers
@@ -15,6 +15,7 @@ from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.costs.gauges import MEASURED
 from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data import DataFacts
 from gpipe_hpc.training.machines import process_bytes_of, with_process

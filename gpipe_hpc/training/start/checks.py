@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from gpipe_hpc.config import Config, TokenDataConfig, num_tokens_of
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import (
@@ -18,6 +17,7 @@ from gpipe_hpc.models import (
 )
 from gpipe_hpc.planning.batchnorm import check_batchnorm
 from gpipe_hpc.planning.vocabulary import check_vocabulary
+from gpipe_hpc.settings import Config, TokenDataConfig
 from gpipe_hpc.training.data import DataSource
 from gpipe_hpc.training.data.pairs import SHIFTED, UNSHIFTED, PairSource, labels_are
 from gpipe_hpc.training.horizon import last_step
@@ -35,7 +35,7 @@ def check_model(config: Config, source: DataSource | None, layers: Sequence[Laye
     if isinstance(config.data, TokenDataConfig):
         model = normalise_layers(layers)
         holds_bytes = config.data.holds_bytes
-        check_vocabulary(model, num_tokens_of(config.data), holds_bytes=holds_bytes)
+        check_vocabulary(model, config.data.num_tokens, holds_bytes=holds_bytes)
         _check_objective(model, config.data)
     _check_positions(config, source, normalise_layers(layers))
     _check_batchnorm(config, source, layers)

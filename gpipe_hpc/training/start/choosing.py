@@ -15,14 +15,14 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
+from gpipe_hpc.config import check_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.costs.rates import Rates, host_copy_rate
 from gpipe_hpc.planning.costs.speed import paces_of_times
 from gpipe_hpc.planning.cutting.distance import Distance
 from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.memory.by_rank import FoundPaces
+from gpipe_hpc.settings import Config
 from gpipe_hpc.small_files import read_json
 from gpipe_hpc.training.data.shapes import samples_per_microbatch
 from gpipe_hpc.training.machines import rates_of
@@ -63,7 +63,7 @@ def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) ->
     the run has done so for as many ranks with the same settings. Every rank calls it. Raises
     ConfigError where no layout fits.
     """
-    if config.pipeline.layout != AUTO_LAYOUT:
+    if not config.pipeline.is_searched:
         return None
     where, path = "choosing the layout", run.folder / LAYOUT_FILE
     asked = _asked(config, world.size, words)
@@ -141,7 +141,7 @@ def _came(config: Config, world: World) -> Came | None:
     """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
     where = "measuring how fast ranks are"
     took_s = None
-    if config.plan.costs == MEASURED_COSTS and world.size > 1:
+    if config.plan.measures_layers and world.size > 1:
         took_s = patiently(world, where, partial(_layers_s, config, world))
     with together(world, where):
         own = rates_of(config, world.device, is_here=True)

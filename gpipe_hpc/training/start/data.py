@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
 from gpipe_hpc.engine.stages.assembly import check_agreement
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.data import DataFacts, DataSource, Identity, identify, open_data
 
 log = logging.getLogger("gpipe_hpc.train")

@@ -2,10 +2,10 @@
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
 from gpipe_hpc.engine.batch.cutting import unwrapped
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.cutting.partition import SIMULATED
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.data import BatchReader, DataSource, ReadRequest, ShuffledSampler, tolerance
 from gpipe_hpc.training.data.dataset import samples_that_fit
 

@@ -9,11 +9,11 @@ from typing import Any
 from gpipe_hpc.checkpoint import BackgroundSaver
 from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config, build_target
-from gpipe_hpc.config.ranks import on_ranks
+from gpipe_hpc.config import build_target, on_ranks
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.forecast import RankForecast
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.data import CorruptTally, ShuffledSampler, tolerance
 from gpipe_hpc.training.data.position import goes_on
 from gpipe_hpc.training.foresight import Foresight, foresee

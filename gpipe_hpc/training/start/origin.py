@@ -9,9 +9,9 @@ import torch
 
 from gpipe_hpc.checkpoint import Verified, read_facts
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.settings import Config
 from gpipe_hpc.small_files import Number, OrNull, Values, mismatch
 from gpipe_hpc.training.data import Identity
 from gpipe_hpc.training.data.position import IDENTITY, check_data

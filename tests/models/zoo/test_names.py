@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.config.targets import build_target
+from gpipe_hpc.config import build_target
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_layer, build_mlp, build_model, model_names
 

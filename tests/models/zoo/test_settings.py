@@ -4,9 +4,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.config import Config, build_target, check_config, compose_config, conf_dir
+from gpipe_hpc.config import build_target, check_config, compose_config, conf_dir
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_model, find_skips, loss_function
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 

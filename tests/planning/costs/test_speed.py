@@ -121,7 +121,7 @@ def test_paces_of_another_name_are_refused():
     def body(world):
         Pipeline([nn.Linear(3, 3)] * 2, mean_square, world=world, paces="guessed")
 
-    with pytest.raises(ConfigError, match="paces: expected one of measured, got 'guessed'"):
+    with pytest.raises(ConfigError, match="paces, expected one of measured, got 'guessed'"):
         run_on_threads(1, body)
 
 

@@ -6,12 +6,12 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.config import AdamWConfig, SGDConfig
 from gpipe_hpc.models import mean_squared_error, normalise_layers
 from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.forecast import rank_states
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.settings import AdamWConfig, SGDConfig
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory
 
 WIDTH = 7

@@ -8,20 +8,14 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import BackgroundSaver
-from gpipe_hpc.config import (
-    AdamWConfig,
-    LAMBConfig,
-    LARSConfig,
-    RMSPropConfig,
-    SGDConfig,
-    compose_config,
-)
+from gpipe_hpc.config import compose_config
 from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.forecast import RankForecast, rank_states
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.memory.workspace import LiveBytes
 from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.settings import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.neighbour import open_copies
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc.comm.device import device_to_come
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.models import normalise_layers, stage_layers
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
@@ -37,6 +36,7 @@ from gpipe_hpc.planning.search.why import parts_s, why_worse
 from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.schedule import Cluster, Link, simulate_job
 from gpipe_hpc.schedule.families.rerouted import ORDERS
+from gpipe_hpc.settings import Outer
 from tests.support import mean_square
 
 WIDTHS = (64, 96, 32, 128, 64, 64)

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpipe_hpc.config import TrainConfig
 from gpipe_hpc.errors import CheckpointError, ConfigError
+from gpipe_hpc.settings import TrainConfig
 from gpipe_hpc.training.data import ShuffledSampler, differences, identify, open_data
 from gpipe_hpc.training.data.dataset import samples_that_fit
 from gpipe_hpc.training.data.images.cifar import CifarConfig

@@ -16,8 +16,9 @@ import torch
 import yaml
 
 from gpipe_hpc import run_on_threads
-from gpipe_hpc.config import Config, check_config, compose_config
+from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import CheckpointError, DataError
+from gpipe_hpc.settings import Config
 from gpipe_hpc.training import session as session_module
 from gpipe_hpc.training.data import ShuffledSampler, open_data
 from gpipe_hpc.training.data.array_files import StoredArray

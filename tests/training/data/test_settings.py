@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 import yaml
 
-from gpipe_hpc.config import Config, check_config, compose_config
+from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import Config
 
 MODEL = {"tokens": "gpt", "jsonl": "gpt"}
 REFUSED = [
@@ -30,7 +31,7 @@ REFUSED = [
     ("cifar100", "data.label=both", "data.label, expected one of fine, coarse"),
     ("image_folder", "data.channels=2", "data.mean, expected a number for each of 2"),
     ("image_folder", "data.resize=200", "data.resize, expected at least data.height=224"),
-    ("image_folder", "data.min_area=0", "data.min_area, expected 0 < area <= 1"),
+    ("image_folder", "data.min_area=0", "data.min_area, expected more than 0, at most 1"),
     ("image_folder", "data.corrupt=go_on", "data.corrupt, expected one of stop, skip"),
     ("image_shards", "data.max_corrupt=0", "data.max_corrupt, expected at least 1"),
     ("digits", "data.workers=-1", "data.workers, expected 0 to 1024"),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpipe_hpc.config import DataConfig
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import DataConfig
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.synthetic import (
     SyntheticImagesConfig,

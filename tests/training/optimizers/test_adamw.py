@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_hpc.config import AdamWConfig
+from gpipe_hpc.settings import AdamWConfig
 from gpipe_hpc.training.optimizers.adamw import AdamW
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gpipe_hpc.config import Config, LrConfig, OptimizerConfig, TrainConfig
+from gpipe_hpc.settings import Config, OptimizerConfig, TrainConfig
+from gpipe_hpc.settings.training import LrConfig
 from gpipe_hpc.training.optimizers.lr import lr_at, set_lr
 
 
@@ -48,7 +49,9 @@ def test_warmup_longer_than_the_run_only_rises(steps):
 def scaled(batch_size, scaling="linear", **more) -> Config:
     return Config(
         optimizer=OptimizerConfig(lr=0.1),
-        lr=LrConfig(decay="constant", base_batch_size=32, scaling=scaling, **more),
+        lr=LrConfig(
+            **{"warmup_steps": 0} | more, decay="constant", base_batch_size=32, scaling=scaling
+        ),
         train=TrainConfig(batch_size=batch_size),
     )
 

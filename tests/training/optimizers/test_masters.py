@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.config import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
 from gpipe_hpc.models import mean_squared_error
 from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.planning.costs.trial import Weight
+from gpipe_hpc.settings import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
 from gpipe_hpc.training.optimizers.masters import keep_masters
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory
 from tests.played.alone import alone

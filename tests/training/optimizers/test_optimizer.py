@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LAMB, LARS
-from gpipe_hpc.config import (
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import (
     AdamWConfig,
     LAMBConfig,
     LARSConfig,
@@ -15,7 +16,6 @@ from gpipe_hpc.config import (
     RMSPropConfig,
     SGDConfig,
 )
-from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.optimizers.lr import set_lr
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 

@@ -9,8 +9,7 @@ import pytest
 from gpipe_hpc import plan
 from gpipe_hpc.comm.cores.to_come import Share
 from gpipe_hpc.comm.host.machine import processor_name
-from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.config.commands import Job
+from gpipe_hpc.config import Job, check_config, compose_config
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices, write_prices

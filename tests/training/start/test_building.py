@@ -10,11 +10,11 @@ from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import build_target, compose_config
-from gpipe_hpc.data_parallel import Outer
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.planning.costs.prices import Measured, Prices, write_prices
+from gpipe_hpc.settings import Outer
 from gpipe_hpc.training.data.shapes import microbatch
 from gpipe_hpc.training.start import building
 from tests.support import run_on_threads

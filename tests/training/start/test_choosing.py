@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from gpipe_hpc import run_on_threads
-from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.config.checks import check_drawing
+from gpipe_hpc.config import check_config, check_drawing, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.training import loop

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.settings import Choices, Level, refuse
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
 from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
@@ -22,7 +22,9 @@ from gpipe_hpc.training.data.paths import folder, refuse_shrunk, unreadable
 class CifarConfig(StoredImagesConfig):
     """CIFAR-10, binary version."""
 
-    path: str | None = None
+    path: Annotated[str | None, Level.EVERYDAY] = None
+    """Folder of the files (cifar-10-batches-bin, cifar-100-binary)."""
+
     height: int = field(default=32, kw_only=True)
     width: int = field(default=32, kw_only=True)
     num_classes: int = field(default=10, kw_only=True)
@@ -44,7 +46,9 @@ class CifarConfig(StoredImagesConfig):
 class Cifar100Config(CifarConfig):
     """CIFAR-100, binary version."""
 
-    label: str = "fine"
+    label: Annotated[str, Choices("fine", "coarse"), Level.EVERYDAY] = "fine"
+    """fine has 100 classes, coarse 20."""
+
     num_classes: int = field(default=100, kw_only=True)
 
 

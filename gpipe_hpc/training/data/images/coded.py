@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Protocol
+from typing import Annotated, ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import MissingDataError
+from gpipe_hpc.settings import Choices, Level, Range, refuse
 from gpipe_hpc.training.data.dataset import CorruptSampleError
 from gpipe_hpc.training.data.images.augmentation import (
     CentreCrop,
@@ -39,11 +39,21 @@ from gpipe_hpc.training.indexing.tar import IMAGE_SUFFIXES
 class CodedImagesConfig(PixelDataConfig):
     """JPEG and PNG images of any size, cut and scaled to one."""
 
-    resize: int = field(default=256, kw_only=True)
-    min_area: float = field(default=0.08, kw_only=True)
-    max_pixels: int = field(default=2**26, kw_only=True)
-    corrupt: str = field(default="stop", kw_only=True)
-    max_corrupt: int = field(default=100, kw_only=True)
+    resize: Annotated[int, Range(1), Level.EVERYDAY] = field(default=256, kw_only=True)
+    """Shorter side in pixels to which images are scaled for validation; the center is cut out."""
+
+    min_area: Annotated[float, Range(0, 1, excludes_least=True)] = field(default=0.08, kw_only=True)
+    """Smallest fraction of an image that the random part of augmentation covers."""
+
+    max_pixels: Annotated[int, Range(1)] = field(default=2**26, kw_only=True)
+    """Largest width x height of an image; a larger one is not decoded and counts as corrupt."""
+
+    corrupt: Annotated[str, Choices("stop", "skip")] = field(default="stop", kw_only=True)
+    """What happens at a sample that cannot be read: stop, or skip it, and
+    take the next readable one."""
+
+    max_corrupt: Annotated[int, Range(1)] = field(default=100, kw_only=True)
+    """Largest number of skipped samples."""
 
     augmentations: ClassVar[tuple[str, ...]] = ("none", "resized_crop_flip")
 
@@ -52,10 +62,6 @@ class CodedImagesConfig(PixelDataConfig):
         super().check()
         if self.channels not in (1, 3):
             raise refuse("data.channels", "3 (colour) or 1 (grey)", self.channels, "choose one")
-        if not 0 < self.min_area <= 1:
-            raise refuse(
-                "data.min_area", "0 < area <= 1", self.min_area, "it is a share of the image"
-            )
         if self.resize < max(self.height, self.width):
             raise refuse(
                 "data.resize",

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import UnfitDataError
+from gpipe_hpc.settings import Level, Range, refuse
 from gpipe_hpc.training.data.images.coded import (
     SUFFIXES,
     CodedImagesConfig,
@@ -31,11 +31,20 @@ from gpipe_hpc.training.indexing.parts import Arrays, Part
 class ImageFolderConfig(CodedImagesConfig):
     """A folder of images for each class."""
 
-    index_dir: str | None = field(default=None, kw_only=True)
-    path: str | None = None
+    index_dir: Annotated[str | None, Level.CLUSTER] = field(default=None, kw_only=True)
+    """Folder of the index for later runs. null: .gpipe_hpc next to the data, or run.dir."""
+
+    path: Annotated[str | None, Level.EVERYDAY] = None
+    """Folder that holds those of training and validation."""
+
     train: str = "train"
+    """Folder within path; its folders, in order of their names, are the classes."""
+
     validation: str | None = "val"
-    validation_percent: int = 5
+    """The same for validation. null: validation_percent of the training images."""
+
+    validation_percent: Annotated[int, Range(0, 99), Level.EVERYDAY] = 5
+    """Percentage of images for validation, chosen by a hash of their name."""
 
     def check(self) -> None:
         """Refuse settings that cannot work together; raises ConfigError."""

@@ -10,13 +10,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import Annotated, BinaryIO, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError, MissingDataError, UnfitDataError
+from gpipe_hpc.settings import Level, refuse
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
 from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
@@ -27,11 +27,21 @@ from gpipe_hpc.training.data.paths import folder, refuse_shrunk, unreadable
 class IdxConfig(StoredImagesConfig):
     """Four files in the format of MNIST."""
 
-    path: str | None = None
+    path: Annotated[str | None, Level.EVERYDAY] = None
+    """Folder of the files."""
+
     train_images: str = "train-images-idx3-ubyte"
+    """File within path; NAME.gz is read if NAME does not exist."""
+
     train_labels: str = "train-labels-idx1-ubyte"
+    """File within path."""
+
     validation_images: str = "t10k-images-idx3-ubyte"
+    """File within path."""
+
     validation_labels: str = "t10k-labels-idx1-ubyte"
+    """File within path."""
+
     channels: int = field(default=1, kw_only=True)
     height: int = field(default=28, kw_only=True)
     width: int = field(default=28, kw_only=True)

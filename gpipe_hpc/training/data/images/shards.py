@@ -8,13 +8,13 @@ Nothing is ever extracted: names in a tar file lead nowhere.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.settings import Level, Range, refuse
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
 from gpipe_hpc.training.data.images.coded import CodedImagesConfig, coded_source, corrupt, split
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
@@ -29,11 +29,20 @@ from gpipe_hpc.training.indexing.parts import Part
 class ImageShardsConfig(CodedImagesConfig):
     """Tar files of images and their labels."""
 
-    paths: list[str] = field(default_factory=list)
-    validation_paths: list[str] = field(default_factory=list)
-    validation_percent: int = 5
+    paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
+    """Files, patterns or folders, as [shards/train-*.tar]; files are not compressed."""
+
+    validation_paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
+    """Files, patterns or folders for validation. []: a part of paths."""
+
+    validation_percent: Annotated[int, Range(0, 99), Level.EVERYDAY] = 5
+    """Percentage of samples for validation, chosen by a hash of their name."""
+
     label_key: str = "label"
-    index_dir: str | None = field(default=None, kw_only=True)
+    """Key of the class in a .json label."""
+
+    index_dir: Annotated[str | None, Level.CLUSTER] = field(default=None, kw_only=True)
+    """Folder of the index for later runs. null: .gpipe_hpc next to the data, or run.dir."""
 
     def check(self) -> None:
         """Refuse settings that cannot work together; raises ConfigError."""

@@ -3,16 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config import ImageDataConfig
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import UnfitDataError
+from gpipe_hpc.settings import ImageDataConfig, Level, refuse
 from gpipe_hpc.training.data.corpus import frequency_cost
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.images.augmentation import Pixels
@@ -22,9 +21,16 @@ from gpipe_hpc.training.data.images.augmentation import Pixels
 class PixelDataConfig(ImageDataConfig):
     """Real images: how they are varied in training, and brought to mean 0 and deviation 1."""
 
-    augment: str = field(default="none", kw_only=True)
-    mean: list[float] = field(default_factory=list, kw_only=True)
-    std: list[float] = field(default_factory=list, kw_only=True)
+    augment: Annotated[str, Level.EVERYDAY] = field(default="none", kw_only=True)
+    """Augmentation of training images: none; pad_crop (shifted by up to padding) or pad_crop_flip
+    (also mirrored) for images stored by pixel; resized_crop_flip (a random part, scaled, also
+    mirrored) for JPEG and PNG."""
+
+    mean: Annotated[list[float], Level.EVERYDAY] = field(default_factory=list, kw_only=True)
+    """Mean of each channel (0 to 1), which is subtracted."""
+
+    std: Annotated[list[float], Level.EVERYDAY] = field(default_factory=list, kw_only=True)
+    """Standard deviation of each channel, by which the difference is divided."""
 
     augmentations: ClassVar[tuple[str, ...]] = ("none",)
 

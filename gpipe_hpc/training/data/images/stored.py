@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import MissingDataError
+from gpipe_hpc.settings import Range, refuse
 from gpipe_hpc.training.data.images.augmentation import PadCropFlip, Pixels, Shift, uniform
 from gpipe_hpc.training.data.images.source import (
     Classes,
@@ -24,7 +24,8 @@ from gpipe_hpc.training.data.images.source import (
 class StoredImagesConfig(PixelDataConfig):
     """Images stored pixel by pixel, all of one size."""
 
-    padding: int = field(default=4, kw_only=True)
+    padding: Annotated[int, Range(0)] = field(default=4, kw_only=True)
+    """Largest shift in pixels of an augmented image."""
 
     augmentations: ClassVar[tuple[str, ...]] = ("none", "pad_crop", "pad_crop_flip")
     stored_size: ClassVar[tuple[int, int, int] | None] = None  # where all files have the same

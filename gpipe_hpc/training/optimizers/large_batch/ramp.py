@@ -1,6 +1,6 @@
 """The size of the global batch as a pure function of the step: nothing to save or restore."""
 
-from gpipe_hpc.config import TrainConfig
+from gpipe_hpc.settings import TrainConfig
 
 
 def batch_size_at(step: int, train: TrainConfig) -> int:

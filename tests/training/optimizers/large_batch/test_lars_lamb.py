@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LAMB, LARS, LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.config import LAMBConfig, LARSConfig
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import LAMBConfig, LARSConfig
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.support import batches, mean_square
 

@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_hpc.config import (
-    BatchRampConfig,
-    Config,
-    LrConfig,
-    OptimizerConfig,
-    TrainConfig,
-    check_config,
-    compose_config,
-)
+from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import CheckpointError, ConfigError
+from gpipe_hpc.settings import Config, OptimizerConfig, TrainConfig
+from gpipe_hpc.settings.training import BatchRampConfig, LrConfig
 from gpipe_hpc.training.data import ShuffledSampler
 from gpipe_hpc.training.optimizers.large_batch.ramp import batch_size_at, smallest_batch
 from gpipe_hpc.training.optimizers.lr import lr_at
@@ -78,7 +72,7 @@ def test_the_rate_follows_the_batch_of_the_step():
     """Goyal et al.: lr x batch / base; with start_ratio=1 it rises from that of the base batch."""
     config = Config(
         optimizer=OptimizerConfig(lr=0.5),
-        lr=LrConfig(decay="constant", base_batch_size=4),
+        lr=LrConfig(0, decay="constant", base_batch_size=4),
         train=ramped(steps=4),
     )
     assert [lr_at(step, config) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.5, 2.5]

@@ -1,0 +1,262 @@
+"""What is wrong with a command line, said before Hydra reads it; and Hydra's own messages."""
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from gpipe_hpc.config.removed import refusal_of_removed
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import (
+    OPTIMIZERS,
+    Config,
+    ImageDataConfig,
+    Setting,
+    TokenDataConfig,
+    nearest,
+    refuse,
+    settings_of,
+    suggestion,
+)
+
+OPEN_SECTIONS: Final = (
+    "model",
+    "data",
+    "loss",
+    "pipeline.options",
+    "pipeline.pins",
+    "plan.precisions",
+)
+"""Sections with keywords of somebody's function: any key may be set, without Hydra's plus."""
+
+_GROUPS: Final = ("model", "data", "optimizer", "outer")
+_OF_COMPOSING: Final = (HydraException, OmegaConfBaseException)
+
+
+@cache
+def all_settings() -> Mapping[str, Setting]:
+    """Return all settings by their dotted names, those of every optimizer and common data too."""
+    found = [setting for kind in OPTIMIZERS.values() for setting in settings_of(kind, "optimizer.")]
+    for kind in (TokenDataConfig, ImageDataConfig):
+        found += settings_of(kind, "data.")
+    return MappingProxyType({each.name: each for each in (*settings_of(Config), *found)})
+
+
+# What others have settings for, and how it is done here.
+_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "tokenizer": "data=text takes bytes as tokens; for another tokenizer write its numbers to "
+        "files and read them with data=tokens data.paths=[FOLDER] (docs/how-to/data.md)"
+    }
+)
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse words of a command line that name no setting; raises ConfigError.
+
+    Values and names of presets are Hydra's to check. Its messages about names advise what does not
+    work here (``+train.step=5``).
+    """
+    parser = OverridesParser.create()
+    for word in words:
+        if not word.lstrip("+~").partition("=")[0].strip():
+            raise ConfigError(
+                f"config: cannot read {word!r}, expected NAME=VALUE, got no name; correct or "
+                f"remove it"
+            )
+        try:
+            override = parser.parse_override(word)
+        except HydraException as error:
+            raise _unreadable(word, error) from None
+        _check_name(word, override)
+
+
+def _unreadable(word: str, error: Exception) -> ConfigError:
+    if "=" not in word:
+        return ConfigError(
+            f"config: cannot read {word!r}, expected NAME=VALUE, got no value; "
+            f"{suggestion(word, all_settings())}write NAME=VALUE, and see --help"
+        )
+    return ConfigError(
+        f"config: cannot read {word!r}, expected NAME=VALUE with a list as [1,2] and quotes around "
+        f"what holds spaces: {_one_line(error)}"
+    )
+
+
+def _check_name(word: str, override: Override) -> None:
+    name, known = override.key_or_group, all_settings()
+    section = name.partition(".")[0]
+    if section == "hydra" or name.startswith("hydra/") or "/" in name or "@" in word:
+        return
+    if name in _GROUPS and not word.startswith("~"):
+        _check_preset(name, override)
+        return
+    if any(name.startswith(f"{each}.") for each in OPEN_SECTIONS):
+        return
+    value = word.partition("=")[2]
+    removed = refusal_of_removed(name, value)
+    if removed is not None:
+        raise removed
+    above = next((n for n in _parents(name) if n in known), None)
+    if above is not None:
+        raise ConfigError(
+            f"config: {above} is a setting by itself, expected {above}=VALUE, got {word}; leave "
+            f"out {name.removeprefix(above)}"
+        )
+    is_group = name in _group_names()
+    if name not in known and not is_group:
+        raise unknown_setting(name)
+    if word.startswith("~"):
+        raise ConfigError(
+            f"config: {name} cannot be removed, expected a value for every setting, got {word}; "
+            f"leave the word out for the default"
+        )
+    if word.startswith("+") and not word.startswith("++"):
+        raise ConfigError(
+            f"config: {name} exists, expected it without +, got {word}; write {name}=VALUE"
+        )
+    if not is_group or name in OPEN_SECTIONS or override.is_sweep_override():
+        return
+    if not isinstance(override.value(), dict) and "${" not in value:
+        raise group_error(name, value)
+
+
+def _check_preset(group: str, override: Override) -> None:
+    value = None if override.is_sweep_override() else override.value()
+    if not override.is_sweep_override() and not isinstance(value, str | dict):
+        raise refuse(group, "the name of a preset", value, f"choose one, as {group}=NAME")
+
+
+def _parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:number]) for number in range(len(parts) - 1, 1, -1))
+
+
+@cache
+def _group_names() -> frozenset[str]:
+    """Return the dotted names of all sections."""
+    found = {each.name for each in fields(Config)} | set(OPEN_SECTIONS)
+    return frozenset(found | {parent for name in all_settings() for parent in _parents(name)})
+
+
+def unknown_setting(key: str) -> ConfigError:
+    """Return the error for a name that no setting has, with what was probably meant."""
+    section, _, name = key.rpartition(".")
+    own = [each.rpartition(".")[2] for each in all_settings() if each.startswith(f"{section}.")]
+    if name == "_target_":
+        return ConfigError(
+            f"config: {section} takes no function of your own, expected one of {', '.join(own)}, "
+            f"got {key}; only model, data and loss have a _target_"
+        )
+    if name in _ELSEWHERE:
+        return ConfigError(f"config: unknown setting {key}, got {key}; {_ELSEWHERE[name]}")
+    meant = nearest(name, own)
+    found = (
+        f"{section}.{meant}"
+        if section and meant
+        else nearest(key, {*all_settings(), *_group_names()})
+    )
+    is_section = found is not None and key.startswith(f"{found}.")  # which is right already
+    hint = f"did you mean {found}? " if found and not is_section else ""
+    expected = ", ".join(own) if section and own else ", ".join(e.name for e in fields(Config))
+    return ConfigError(
+        f"config: unknown setting {key}, expected one of {expected}, got {key}; {hint}see --help"
+    )
+
+
+def unknown_option(word: str) -> ConfigError:
+    """Return the error for a word such as ``--steps=5``: settings have no dashes."""
+    name, _, value = word.lstrip("-").partition("=")
+    wanted = name.replace("-", "_")
+    last = {each: each.rpartition(".")[2] for each in all_settings()}
+    found = wanted if wanted in last.values() else nearest(wanted, last.values())
+    same = [wanted] if wanted in last else [each for each in last if last[each] == found]
+    meant = min(same, key=_by_use, default=None)
+    hint = f"did you mean {meant}={value or '...'}? " if meant else ""
+    return ConfigError(
+        f"config: cannot read {word!r}, expected NAME=VALUE, got an option with a dash; {hint}see "
+        f"--help"
+    )
+
+
+_MUCH_USED: Final = ("train", "pipeline", "optimizer", "data", "model")
+
+
+def _by_use(setting: str) -> int:
+    section = setting.partition(".")[0]
+    return _MUCH_USED.index(section) if section in _MUCH_USED else len(_MUCH_USED)
+
+
+def group_error(key: str, value: object) -> ConfigError:
+    """Return the error for one value in place of a group of settings."""
+    inner = [each for each in all_settings() if each.startswith(f"{key}.")] or [f"{key}.NAME"]
+    same = [each for each in all_settings() if each.rpartition(".")[2] == key]
+    hint = f"did you mean {same[0]}={value}? " if same else ""
+    return ConfigError(
+        f"config: {key} is a group of settings, expected one of {', '.join(inner)}, got "
+        f"{key}={value}; {hint}name the setting in it"
+    )
+
+
+def composing_error(error: BaseException, section: str = "") -> ConfigError:
+    """Return the error with which Hydra or OmegaConf have refused settings, in one line.
+
+    `section`: where they have looked, if not at all settings.
+    """
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        options = list(error.options or ())
+        return ConfigError(
+            f"config: no preset {group}={name}, expected one of {', '.join(options)}, got "
+            f"{name!r}; {suggestion(name, options)}choose one of them"
+        )
+    cause: BaseException = error
+    if isinstance(error, HydraException):
+        inner = error.__cause__ or error.__context__
+        cause = inner if isinstance(inner, OmegaConfBaseException) else error
+    setting = getattr(cause, "full_key", None)
+    if setting and section:
+        setting = f"{section}.{setting}"
+    removed = refusal_of_removed(str(setting))
+    if removed is not None:
+        return removed
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and setting:
+        return _of_another_optimizer(setting)
+    where = f"bad {setting}: " if setting and setting != "_dummy_" else ""
+    return ConfigError(f"config: {where}{_one_line(cause)}; correct it, or see --help")
+
+
+def _of_another_optimizer(setting: str) -> ConfigError:
+    """Return the error for a setting that only other optimizers have, or none."""
+    name = setting.removeprefix("optimizer.")
+    kinds = [kind for kind, schema in OPTIMIZERS.items() if hasattr(schema(), name)]
+    if name == setting or not kinds:
+        return unknown_setting(setting)
+    return ConfigError(
+        f"config: {setting} is no setting of the chosen optimizer; it belongs to "
+        f"optimizer={', '.join(kinds)}: choose that, or leave it out"
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the message of Hydra or OmegaConf without its details, which name our schema."""
+    details = ("full_key:", "object_type=", "reference_type=")
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(details))
+
+
+_PACKAGES: Final = frozenset({"hydra", "omegaconf", "antlr4", "yaml"})
+
+
+def is_of_composing(error: Exception) -> bool:
+    """Say whether Hydra has refused the settings: it does not raise its own kinds alone."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    return isinstance(error, _OF_COMPOSING) or module.partition(".")[0] in _PACKAGES

@@ -1,0 +1,57 @@
+"""Settings: one dataclass field is the only place where a setting is defined.
+
+The command line, the keywords of `Pipeline`, checks, ``--help`` and docs/reference/settings.md
+follow from these fields. Nothing here loads torch or Hydra.
+"""
+
+from gpipe_hpc.settings.data import DataConfig, ImageDataConfig, Shape, Shapes, TokenDataConfig
+from gpipe_hpc.settings.fields import (
+    Choices,
+    Level,
+    Range,
+    Setting,
+    nearest,
+    refuse,
+    settings_of,
+    suggestion,
+)
+from gpipe_hpc.settings.parallel import CommConfig, Outer, PipelineConfig
+from gpipe_hpc.settings.run import Config
+from gpipe_hpc.settings.training import (
+    OPTIMIZERS,
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    RMSPropConfig,
+    SGDConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "OPTIMIZERS",
+    "AdamWConfig",
+    "Choices",
+    "CommConfig",
+    "Config",
+    "DataConfig",
+    "ImageDataConfig",
+    "LAMBConfig",
+    "LARSConfig",
+    "Level",
+    "OptimizerConfig",
+    "Outer",
+    "PipelineConfig",
+    "RMSPropConfig",
+    "Range",
+    "SGDConfig",
+    "Setting",
+    "Shape",
+    "Shapes",
+    "TokenDataConfig",
+    "TrainConfig",
+    "nearest",
+    "refuse",
+    "settings_of",
+    "suggestion",
+]
