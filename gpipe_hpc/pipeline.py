@@ -756,10 +756,10 @@ class Pipeline:
 
     @property
     def outer_sent_bytes(self) -> int:
-        """Return how many bytes this rank has sent for compressed reductions or outer steps.
+        """Return how many bytes this rank has sent so far to combine replicas.
 
-        Exchanges are counted; for the backend's all-reduce, what a ring sends. Reductions of whole
-        gradients are not included.
+        Compressed exchanges are counted as sent. A reduction of whole gradients by the backend
+        counts as what a ring sends, 2 (n - 1) / n of its bytes; those of tied weights are left out.
         """
         return self._steps.outer_sent_bytes
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpipe_hpc.comm.group import Gathering, Group, SoloGroup
+from gpipe_hpc.comm.group import Gathering, Group, Pending, SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.data_parallel import (
+    BucketItem,
     Compression,
     Divisor,
     MicrobatchSplit,
@@ -121,6 +122,7 @@ class Steps:
         self.compression = Compression(
             outer, seed, may_skip=loss_scale is not None and not uses_local_sgd
         )
+        self._sent_bytes = 0  # by sums of whole gradients
         self.loss_scale = loss_scale
         self._part_of = part_of
         self._site = site
@@ -215,8 +217,22 @@ class Steps:
             strategy = strategies[copies]
             if strategy is not None and outer.compress != "none" and not uses_local_sgd:
                 strategy = self.compression.reduction(index, stage.gradients, copies).start
+            elif strategy is not None:
+                strategy = self._counted(strategy, copies.size)
             is_bucketed = strategy is not None and bool(tables.buckets)
             stage.gradients.reduce_by(strategy, tables.buckets[index] if is_bucketed else ())
+
+    def _counted(self, strategy: ReduceStrategy, size: int) -> ReduceStrategy:
+        """Return a strategy that counts what it sends: as a ring does, whatever the backend does.
+
+        If the optimizer is sharded, half of it is sent later, by gathering the parameters.
+        """
+
+        def start(flat: torch.Tensor, items: Sequence[BucketItem]) -> Pending:
+            self._sent_bytes += 2 * (size - 1) * flat.nbytes // size
+            return strategy(flat, items)
+
+        return start
 
     def sharers(self, stage: int) -> Group:
         """Return the ranks that combine gradients of one of this rank's stages."""
@@ -471,9 +487,9 @@ class Steps:
 
     @property
     def outer_sent_bytes(self) -> int:
-        """Return how much this rank has sent so far to combine copies other than exactly."""
+        """Return how much this rank has sent so far to combine copies of stages."""
         local_sgd = 0 if self.local_sgd is None else self.local_sgd.steps.sent_bytes
-        return self.compression.sent_bytes + local_sgd
+        return self._sent_bytes + self.compression.sent_bytes + local_sgd
 
     def evaluate(self, run: Run) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""

@@ -318,7 +318,7 @@ class _Loop:
             scalars["gain"] = self._session.adascale.gain
             scalars["base_steps"] = self._session.adascale.progress
         outer = self._config.outer
-        if getattr(outer, "every", 0) or outer.compress != "none":
+        if getattr(outer, "every", 0) or pipe.outer_sent_bytes:
             scalars["outer_sent_bytes"] = pipe.outer_sent_bytes - self._outer_sent_bytes
             self._outer_sent_bytes = pipe.outer_sent_bytes
         if pipe.uses_local_sgd:

@@ -313,9 +313,12 @@ def test_tied_parameters_are_summed_whole(compress):
             assert name not in mine[1]
 
 
-def test_bytes_sent_in_a_step_are_counted():
+@pytest.mark.parametrize(("compress", "sent_bytes"), [("bfloat16", 2), ("none", 4)])
+def test_bytes_sent_in_a_step_are_counted(compress, sent_bytes):
+    """With two copies a ring sends each element once, as often as an exchange does."""
+
     def body(world):
-        pipe = make(world, "bfloat16", 1, num_layers=2, dtype=torch.float32)
+        pipe = make(world, compress, 1, num_layers=2, dtype=torch.float32)
         found = []
         for batch in batches(2, ROWS, WIDTH, dtype=torch.float32):
             before = pipe.outer_sent_bytes
@@ -329,7 +332,7 @@ def test_bytes_sent_in_a_step_are_counted():
         return found, sum(rows)
 
     for found, count in run_on_threads(2, body):
-        assert found == [2 * count] * 2
+        assert found == [sent_bytes * count] * 2
         assert count >= 2 * (WIDTH * WIDTH + WIDTH)
 
 
