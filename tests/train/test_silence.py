@@ -94,7 +94,7 @@ def test_a_stuck_layer_is_named_with_action_and_stack_and_all_end(start_ranks, m
     assert ranks.codes[:2] == [1, 1]
     assert ranks.codes[2] == (1 if kind == "sleep" else -signal.SIGKILL)
     assert all("PeerError" in output and "rank 2" in output for output in ranks.outputs[:2])
-    assert "expected to end" in ranks.outputs[2], "it says why it ends"
+    assert "did not end within" in ranks.outputs[2], "it says why it ends"
 
 
 def test_a_long_call_that_keeps_the_interpreter_is_no_silence(start_ranks, mine):

@@ -68,7 +68,8 @@ def test_one_rank_says_what_it_did(train, tiny, tmp_path, repository):
     assert sum(parts) == planned["total_bytes"]
     num_parameters = 256 * 16 + 16 * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16 + 16 * 256
     assert planned["weight_bytes"] == pytest.approx(4 * num_parameters, rel=0.1)
-    text = (repository / "docs" / "reference" / "files.md").read_text()
+    pages = [repository / "docs" / "reference" / name for name in ("metrics.md", "summary.md")]
+    text = "".join(page.read_text() for page in pages)
     documented = set(re.findall(r"`([a-z_]+)`", text))
     assert set(keys_of(summary)) <= documented
     assert {key for each in lines(run) for key in each} <= documented

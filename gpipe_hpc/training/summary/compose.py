@@ -1,4 +1,4 @@
-"""``summary.json``: everything that is known of a run when it ends; see docs/reference/files.md."""
+"""``summary.json``: everything known of a run when it ends; see docs/reference/summary.md."""
 
 import json
 import logging
