@@ -247,8 +247,8 @@ class Watcher:
         how = "stopped by a signal" if told.stopped_s is not None else "stuck"
         with contextlib.suppress(OSError):
             text = (
-                f"gpipe_hpc: rank {self._rank}: expected to end within {_KILL_S:.0f} s of the "
-                f"failure, got {how} in {told.text}; its watcher ends it now\n"
+                f"gpipe_hpc: rank {self._rank}: did not end within {_KILL_S:.0f} s of the failure "
+                f"and is {how} in {told.text}; its watcher ends it now\n"
             )
             os.write(2, text.encode())
         self._own.send(signal.SIGKILL)
