@@ -1,11 +1,19 @@
-"""Run a rank's list of actions: a table of binders makes each action a call, once."""
+"""Run one rank's list of actions: the pipeline algorithm on one page.
+
+    rank 1 of 3, 1F1B, 4 micro-batches:   F0 F1 B0 F2 B1 F3 B2 B3
+
+A forward takes the output of the previous stage, runs this stage's layers, and passes the result
+on. A backward takes the gradient of that output and passes the gradient of its input back. What a
+micro-batch needs between its forward and its backward lies in `StageRunner.saved`. Transfers and
+reductions are actions of the list too: it was checked for deadlocks before anything runs.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Final
 
 import torch
 
@@ -15,41 +23,26 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output
-from gpipe_hpc.engine.batch.intake import Intake
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
-from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
-from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.recorder import Recorder, Span
 from gpipe_hpc.engine.remedies import remedy_of
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Intake, Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import BATCH
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
-from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
-
-Place = tuple[int, int]
-"""A stage and a micro-batch."""
 
 Hop = tuple[int, int, int]
 """From a stage to a stage, and a micro-batch."""
 
-
-class Gain(NamedTuple):
-    """What the forward of a stage adds to the outcome of a run."""
-
-    stage: int
-    microbatch: int
-    num_samples: int
-    made: Made
-
-
-Call = Callable[[Run], Gain | None]
-"""An action, bound to what it works with."""
+_NOTHING: Final = nullcontext()
 
 
 @dataclass
@@ -64,17 +57,6 @@ class Outcome:
     outputs: dict[int, Output] = field(default_factory=dict)
     noted: dict[int, list[Noted]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-
-    def add(self, gain: Gain) -> None:
-        """Add what one forward has made."""
-        stage, microbatch, num_samples, made = gain
-        self.samples[stage] += num_samples
-        if made.noted:
-            self.noted[microbatch] += made.noted
-        if made.term is not None:
-            self.losses[microbatch] = made.term
-        for output in made.outputs:
-            self.outputs[microbatch] = Output(output, num_samples)
 
 
 class Executor:
@@ -97,21 +79,20 @@ class Executor:
         overlaps: bool = True,
         outsiders: Outsiders | None = None,
     ) -> None:
-        self._schedule = schedule
-        self._stages = stages
-        self._wiring = wiring
-        self._world = world
+        self._schedule, self._stages, self._wiring, self._world = schedule, stages, wiring, world
+        self._transport, self._overlaps = wiring.transport, overlaps
         self._precision = next((stage.precision for stage in stages.values()), "float32")
         self.recorder = Recorder(world.device)
         # Made and not yet taken by the next stage or a SEND: outputs upwards, gradients downwards.
         self._made: dict[Hop, Message] = {}
-        self._intake = Intake(world.device)
         self._actions = schedule.ranks[rank]
+        self._all = frozenset(self._actions)
+        self._intake = Intake(world.device)
         self._offloading = {a.stage for a in self._actions if a.op is Op.OFFLOAD}
         self._room = HostRoom(world.device) if self._offloading else None
         sending = {a.stage for a in self._actions if a.op is Op.SEND_F}
-        self._works = {
-            i: StageWork(
+        self._runners = {
+            i: StageRunner(
                 stage,
                 wiring.peers,
                 self._intake,
@@ -121,32 +102,48 @@ class Executor:
             )
             for i, stage in stages.items()
         }
-        binders: dict[Op, Callable[[Action], Call]] = {
-            Op.F: self._bind_forward,
-            Op.R: self._bind_recompute,
-            Op.B: self._bind_backward,
-            Op.I: self._bind_backward,
-            Op.W: self._bind_weights,
-            Op.SEND_F: self._bind_send,
-            Op.SEND_B: self._bind_send,
-            Op.RECV_F: self._bind_receive,
-            Op.RECV_B: self._bind_receive,
-            Op.REDUCE_GRAD: self._bind_reduce,
-            Op.UNSHARD: self._bind_gather,
-            Op.OFFLOAD: self._bind_offload,
-            Op.FETCH: self._bind_fetch,
-        }
-        self._all = frozenset(self._actions)
         self._reducer = GradientReducer(
             [(a.stage, a.bucket) for a in self._actions if a.op is Op.REDUCE_GRAD],
             {index: stage.gradients for index, stage in stages.items()},
             self._start_reduction,
         )
-        self._overlaps = overlaps
         self._last_backwards = {a.stage: a for a in self._actions if a.op in ENDS_BACKWARD}
-        self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
-        calls = ((action, binders[action.op](action)) for action in self._actions)
-        self._program = [(action, self._behind_copies(action, call)) for action, call in calls]
+        # An I and a W of a stage's last micro-batch both bring gradients of the last backward.
+        self._ends = {
+            a
+            for a in self._actions
+            if a.op in (Op.B, Op.I, Op.W)
+            and overlaps
+            and wiring.reductions[a.stage].size > 1
+            and a.microbatch == self._last_backwards[a.stage].microbatch
+        }
+        # After a stage's last forward of a step, statistics of BatchNorm layers are summed.
+        forwards = {a.stage: a for a in self._actions if a.op is Op.F}
+        self._measured = {a for a in forwards.values() if len(stages[a.stage].statistics)}
+        handlers: dict[Op, Callable[[Action, Run], None]] = {
+            Op.F: self._forward,
+            Op.R: self._recompute,
+            Op.B: self._backward,
+            Op.I: self._backward,
+            Op.W: self._weight_gradients,
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.RECV_F: self._post_receive,
+            Op.RECV_B: self._post_receive,
+            Op.REDUCE_GRAD: lambda action, run: self._reducer.reach(action.stage, action.bucket),
+            Op.UNSHARD: self._gather,
+            Op.OFFLOAD: lambda action, run: self._runners[action.stage].offload(_number(action)),
+            Op.FETCH: lambda action, run: self._runners[action.stage].fetch(_number(action)),
+        }
+        # Looked up once, so that a step is a plain loop over calls.
+        self._program = [(action, partial(handlers[action.op], action)) for action in self._actions]
+        self._plans = {a: self._plan(a) for a in self._actions if a.op is Op.F}
+        placement, transfers = schedule.placement, (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)
+        self._channels = {
+            a: wiring.channels[channel_of(a, placement)] for a in self._actions if a.op in transfers
+        }
+        self._incoming = self._incoming_channels()
+        self._outcome = Outcome()
 
     def run(self, run: Run) -> Outcome:
         """Run the whole list; leaves torch's random generators as they were.
@@ -154,28 +151,26 @@ class Executor:
         Raises ActionError if an action failed (Exhausted where it found no memory),
         ConnectionError or TimeoutError if a wait did.
         """
-        outcome = Outcome()
+        outcome = self._outcome = Outcome()
         self.recorder.start_step()
-        for work in self._works.values():
-            work.begin()
+        for runner in self._runners.values():
+            runner.begin()
         self._reducer.begin()
         self._note_gathering()
         index = 0
         try:
-            # Under the caller's inference mode, writes in place could not be told.
+            # Under the caller's inference mode, writes in place could not be seen.
             with torch.inference_mode(False), keeping_casts(self._precision, self._world.device):
-                while index < len(self._program):
-                    self._world.activity, call = self._program[index]
-                    gain = call(run)
-                    if gain is not None:
-                        outcome.add(gain)
+                for action, call in self._program:
+                    self._world.activity = action  # named if it stalls
+                    call(run)
                     index += 1
             if self._room is not None:
                 self._room.end()
             self._world.activity = "waiting until all it sent has left"
-            self._wiring.transport.finish()
-            for work in self._works.values() if self._last_backwards else ():
-                work.refuse_draws()
+            self._transport.finish()
+            for runner in self._runners.values() if self._last_backwards else ():
+                runner.refuse_draws()
         except (ConnectionError, TimeoutError) as error:
             raise type(error)(f"{self._position(index)}: {error}") from error
         except Exception as error:
@@ -187,32 +182,143 @@ class Executor:
             raise ActionError(f"{self._position(index)}: {what}: {shown}") from error
         finally:
             # A step that failed leaves nothing behind: no memory, and nothing for the next one.
-            num_left = len(self._made) + sum(work.num_kept for work in self._works.values())
+            num_left = len(self._made) + sum(runner.num_kept for runner in self._runners.values())
             self._made.clear()
             if self._room is not None and index < len(self._program):
                 with suppress(RuntimeError):  # of a broken device: what broke it is raised above
                     self._room.end()
-            for work in self._works.values():
-                work.end()
+            for runner in self._runners.values():
+                runner.end()
         self._world.activity = "ending"
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
         return outcome
 
-    def _behind_copies(self, action: Action, call: Call) -> Call:
-        """Return a call ahead of which there is room: the compute has waited for what has left."""
-        room = self._room
-        if room is None or action.op not in COMPUTE:
-            return call
+    def _forward(self, action: Action, run: Run) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None, "checked with the table"
+        routes, plan = self._stages[stage].routes, self._plans[action]
+        if self._room is not None:
+            self._room.before_compute()
+        parts, num_samples = [], 0
+        for edge in routes.sources:
+            part, num_samples = self._take(edge.stage, stage, microbatch, run)
+            parts.append(part)
+        start = self.recorder.mark()
+        result = self._runners[stage].forward(run, microbatch, parts, num_samples, plan)
+        if num_samples:
+            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
+        for edge, part in zip(routes.destinations, result.parts, strict=True):
+            self._made[stage, edge.stage, microbatch] = Message(part, num_samples)
+        # In training alone: an evaluation changes no statistics.
+        if action in self._measured and plan.mode is not RunMode.EVALUATE:
+            self._stages[stage].statistics.start_reduction(self._wiring.reductions[stage])
+        outcome = self._outcome
+        outcome.samples[stage] += num_samples
+        if result.noted:
+            outcome.noted[microbatch] += result.noted
+        if result.term is not None:
+            outcome.losses[microbatch] = result.term
+        for output in result.outputs:
+            outcome.outputs[microbatch] = Output(output, num_samples)
 
-        def behind_copies(run: Run) -> Gain | None:
-            room.before_compute()
-            return call(run)
+    def _recompute(self, action: Action, run: Run) -> None:
+        if self._room is not None:
+            self._room.before_compute()
+        start = self.recorder.mark()
+        if self._runners[action.stage].recompute(run, _number(action)):
+            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
 
-        return behind_copies
+    def _backward(self, action: Action, run: Run) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None, "checked with the table"
+        runner, routes = self._runners[stage], self._stages[stage].routes
+        if self._room is not None:
+            self._room.before_compute()
+        gradients: list[torch.Tensor | None] = []
+        for edge in routes.destinations:
+            gradients += self._take(edge.stage, stage, microbatch, run).nest or ()
+        num_samples = runner.saved[microbatch].num_samples
+        start = self.recorder.mark()
+        with self._reducing(action) if action in self._ends else _NOTHING:
+            parts = runner.backward(microbatch, gradients)
+        if num_samples:
+            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
+        for edge, part in zip(routes.sources, parts, strict=True):
+            if edge.stage != BATCH:
+                self._made[stage, edge.stage, microbatch] = Message(part, num_samples)
+
+    def _weight_gradients(self, action: Action, run: Run) -> None:
+        if self._room is not None:
+            self._room.before_compute()
+        start = self.recorder.mark()
+        with self._reducing(action) if action in self._ends else _NOTHING:
+            has_run = self._runners[action.stage].weights(_number(action))
+        if has_run:
+            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
+
+    def _reducing(self, action: Action) -> AbstractContextManager[None]:
+        """Return the block for a stage's last backward: its buckets may leave within it."""
+        is_last = action == self._last_backwards[action.stage]
+        return self._reducer.overlapping(action.stage, is_last=is_last)
+
+    def _take(self, source: int, stage: int, microbatch: int, run: Run) -> Message:
+        """Return what another stage, or the batch, has for this one: an output, or gradients."""
+        if source == BATCH:
+            return run.input(microbatch, self._intake)
+        hop = source, stage, microbatch
+        channel = self._incoming.get(hop)
+        if channel is not None:
+            return self._transport.wait(channel, run.lane, microbatch)
+        message = self._made.pop(hop)
+        if source > stage:
+            return message
+        # As it would come from another rank: cut off from the graph.
+        return Message(handed_over(message.nest), message.num_samples)
+
+    def _send(self, action: Action, run: Run) -> None:
+        channel, microbatch = self._channels[action], _number(action)
+        ends = channel.channel
+        nest, num_samples = self._made.pop((ends.source, ends.destination, microbatch))
+        self._transport.send(channel, run.lane, microbatch, nest, num_samples)
+
+    def _post_receive(self, action: Action, run: Run) -> None:
+        self._transport.post(self._channels[action], run.lane, _number(action))
+
+    def _gather(self, action: Action, run: Run) -> None:
+        shards = self._stages[action.stage].gradients.shards
+        if shards is None or self._overlaps:
+            return  # each layer waits for its own
+        if action.bucket is None:
+            shards.wait_for_all()
+        else:
+            shards.wait(action.bucket)
+
+    def _plan(self, action: Action) -> ForwardPlan:
+        """Return what the list says of a forward: how its backward comes."""
+        others = {op for op in Op if Action(op, action.stage, action.microbatch) in self._all}
+        if Op.I not in others and Op.B not in others:
+            return ForwardPlan(RunMode.EVALUATE)
+        mode = RunMode.RECORD if Op.R in others else RunMode.TRAIN
+        # A graph that moves to the host may hold no cast that others use as well. Then those that
+        # stay make their own, too, and let go of them: shared ones would last until the step ends.
+        shares_casts = action.stage not in self._offloading
+        return ForwardPlan(mode, Op.I in others, Op.OFFLOAD in others, shares_casts)
+
+    def _incoming_channels(self) -> dict[Hop, PlacedChannel]:
+        """Return what comes from other ranks, and by which channel."""
+        placement = self._schedule.placement
+        found: dict[Hop, PlacedChannel] = {}
+        for stage, own in self._stages.items():
+            for edge in (*own.routes.sources, *own.routes.destinations):
+                for microbatch, route in enumerate(placement.route_of):
+                    channel = self._wiring.channels.get(Channel(edge.stage, stage, route))
+                    if channel is not None:
+                        found[edge.stage, stage, microbatch] = channel
+        return found
 
     def _exhausted(self, index: int, error: Exception) -> Exhausted:
         layers = [layer for stage in self._stages.values() for layer in stage.layers.values()]
-        num_kept = sum(work.num_kept for work in self._works.values())
+        num_kept = sum(runner.num_kept for runner in self._runners.values())
         what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
         return Exhausted(
             f"{self._position(index)}: {what}: {str(error).strip()}",
@@ -233,152 +339,6 @@ class Executor:
             f"rank {self._world.rank}, stage {action.stage}, micro-batch {action.microbatch}, "
             f"action {action} (table: {' '.join(around)})"
         )
-
-    def _bind_forward(self, action: Action) -> Call:
-        place = stage, microbatch = _place(action)
-        work, recipe = self._works[stage], self._recipe(place)
-        routes = self._stages[stage].routes
-        takes = [self._bind_take(edge.stage, stage, microbatch) for edge in routes.sources]
-        hops = [(stage, edge.stage, microbatch) for edge in routes.destinations]
-
-        # In training alone: an evaluation changes no statistics.
-        ends_step = recipe.keep is not Keep.NOTHING and action == self._last_forwards[stage]
-        statistics, copies = self._stages[stage].statistics, self._wiring.reductions[stage]
-
-        def forward(run: Run) -> Gain:
-            messages = [take(run) for take in takes]
-            num_samples = messages[0].num_samples
-            start = self.recorder.mark()
-            parts = [message.nest for message in messages]
-            made = work.forward(run, microbatch, parts, num_samples, recipe)
-            if num_samples:
-                self.recorder.add(action, start)
-            for hop, part in zip(hops, made.parts, strict=True):
-                self._made[hop] = Message(part, num_samples)
-            if ends_step:
-                statistics.start_reduction(copies)
-            return Gain(stage, microbatch, num_samples, made)
-
-        return forward
-
-    def _recipe(self, place: Place) -> Recipe:
-        splits = Action(Op.I, *place) in self._all
-        if not splits and Action(Op.B, *place) not in self._all:
-            return Recipe(Keep.NOTHING)
-        keep = Keep.INPUT if Action(Op.R, *place) in self._all else Keep.GRAPH
-        # A graph that moves to the host may hold no cast that others use as well. Then those that
-        # stay make their own, too, and let go of them: shared ones would last until the step ends.
-        is_shared = place[0] not in self._offloading
-        return Recipe(keep, splits, Action(Op.OFFLOAD, *place) in self._all, is_shared)
-
-    def _bind_recompute(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        work = self._works[stage]
-
-        def recompute(run: Run) -> None:
-            start = self.recorder.mark()
-            if work.recompute(run, microbatch):
-                self.recorder.add(action, start)
-
-        return recompute
-
-    def _bind_backward(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        work, routes = self._works[stage], self._stages[stage].routes
-        takes = [self._bind_take(edge.stage, stage, microbatch) for edge in routes.destinations]
-        hops = [(stage, edge.stage, microbatch) for edge in routes.sources if edge.stage != BATCH]
-        watch = self._bind_watch(action)
-
-        def backward(run: Run) -> None:
-            gradients = [gradient for take in takes for gradient in take(run).nest or ()]
-            num_samples = work.num_samples(microbatch)
-            start = self.recorder.mark()
-            with watch():
-                parts = work.backward(microbatch, gradients)
-            if num_samples:
-                self.recorder.add(action, start)
-            for hop, part in zip(hops, parts, strict=False):
-                self._made[hop] = Message(part, num_samples)
-
-        return backward
-
-    def _bind_weights(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        work, watch = self._works[stage], self._bind_watch(action)
-
-        def weights(run: Run) -> None:
-            start = self.recorder.mark()
-            with watch():
-                has_run = work.weights(microbatch)
-            if has_run:
-                self.recorder.add(action, start)
-
-        return weights
-
-    def _bind_watch(self, action: Action) -> Callable[[], AbstractContextManager[None]]:
-        """Return what goes around a backward: of a stage's last one, what lets buckets leave."""
-        last = self._last_backwards[action.stage]
-        is_summed = self._wiring.reductions[action.stage].size > 1
-        if self._overlaps and is_summed and action.microbatch == last.microbatch:
-            return partial(self._reducer.overlapping, action.stage, is_last=action == last)
-        return nullcontext
-
-    def _bind_offload(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        work = self._works[stage]
-        return lambda run: work.offload(microbatch)
-
-    def _bind_fetch(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        work = self._works[stage]
-        return lambda run: work.fetch(microbatch)
-
-    def _bind_take(self, source: int, stage: int, microbatch: int) -> Callable[[Run], Message]:
-        """Return how a stage gets what another one made for it: an output, or gradients."""
-        intake, transport = self._intake, self._wiring.transport
-        if source == BATCH:
-            return lambda run: run.input(microbatch, intake)
-        route = self._schedule.placement.route_of[microbatch]
-        channel = self._wiring.channels.get(Channel(source, stage, route))
-        if channel is not None:
-            return lambda run: transport.wait(channel, run.lane, microbatch)
-        hop = (source, stage, microbatch)
-        if source > stage:
-            return lambda run: self._made.pop(hop)
-        return lambda run: _handed_over(self._made.pop(hop))
-
-    def _bind_send(self, action: Action) -> Call:
-        microbatch = _place(action)[1]
-        channel, transport = self._channel(action), self._wiring.transport
-        hop = (channel.channel.source, channel.channel.destination, microbatch)
-
-        def send(run: Run) -> None:
-            nest, num_samples = self._made.pop(hop)
-            transport.send(channel, run.lane, microbatch, nest, num_samples)
-
-        return send
-
-    def _bind_receive(self, action: Action) -> Call:
-        channel, transport = self._channel(action), self._wiring.transport
-        microbatch = _place(action)[1]
-        return lambda run: transport.post(channel, run.lane, microbatch)
-
-    def _bind_reduce(self, action: Action) -> Call:
-        return lambda run: self._reducer.reach(action.stage, action.bucket)
-
-    def _bind_gather(self, action: Action) -> Call:
-        gradients = self._stages[action.stage].gradients
-
-        def gather(run: Run) -> None:
-            shards = gradients.shards
-            if shards is None or self._overlaps:
-                return  # each layer waits for its own
-            if action.bucket is None:
-                shards.wait_for_all()
-            else:
-                shards.wait(action.bucket)
-
-        return gather
 
     def _note_gathering(self) -> None:
         """Note from when to when parameters are gathered beside this run's compute.
@@ -402,15 +362,7 @@ class Executor:
         for pending in own.gradients.start_reduction(number):
             self.recorder.add_beside(Action(Op.REDUCE_GRAD, stage, number), start, pending)
 
-    def _channel(self, transfer: Action) -> PlacedChannel:
-        return self._wiring.channels[channel_of(transfer, self._schedule.placement)]
 
-
-def _place(action: Action) -> Place:
+def _number(action: Action) -> int:
     assert action.microbatch is not None, f"{action} has no micro-batch"
-    return action.stage, action.microbatch
-
-
-def _handed_over(message: Message) -> Message:
-    """Return a boundary as the next stage of the same rank gets it: cut off from the graph."""
-    return Message(handed_over(message.nest), message.num_samples)
+    return action.microbatch

@@ -143,14 +143,13 @@ class StepMarks:
     def __init__(self, mark: Callable[[], Mark], begin: Beginning | None = None) -> None:
         """Begin; `mark` returns the present, `begin` is that of a device's marks."""
         self._begin, self._mark = begin, mark
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []  # of compute
         self._beside: list[_Beside] = []
         self._read: Moments | None = None
 
     def add(self, action: Action, start: Mark) -> None:
         """Note that an action ran from `start` until now."""
-        self._spans.append(Span(action, start, self._mark()))
-        self._read = None
+        self.spans.append(Span(action, start, self._mark()))
 
     def add_beside(self, action: Action, start: Mark, pending: Pending) -> None:
         """Note that something runs beside the compute, from `start` until it is done."""
@@ -164,15 +163,16 @@ class StepMarks:
 
         What is returned does not change any more. What ran beside compute is over.
         """
-        if self._read is None:
+        num_marked = len(self.spans) + len(self._beside)
+        if self._read is None or len(self._read.actions) != num_marked:
             beside = [each.span(self._mark) for each in self._beside]
-            self._read = self._moments([*self._spans, *beside])
+            self._read = self._moments([*self.spans, *beside])
         return self._read
 
     @property
     def times(self) -> StepTimes:
         """Return when this rank computed; what ran beside it may be under way still."""
-        return self._moments(self._spans).times
+        return self._moments(self.spans).times
 
     def _moments(self, spans: Sequence[Span]) -> Moments:
         marks = (mark for span in spans for mark in (span.start, span.end))
@@ -197,10 +197,6 @@ class Recorder:
     def start_step(self) -> None:
         """Begin a new step; whoever holds the last one's marks may read them still."""
         self.step = StepMarks(self.mark, self._clock.begin() if self._clock else None)
-
-    def add(self, action: Action, start: Mark) -> None:
-        """Note that an action ran from `start` until now."""
-        self.step.add(action, start)
 
     def add_beside(self, action: Action, start: Mark, pending: Pending) -> None:
         """Note that something runs beside the compute, from `start` until it is done."""

@@ -1,18 +1,78 @@
-"""What one run of a table works on; frozen, and handed to each action."""
+"""What one run of a table works on, and how the caller's batch comes to the device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
+from torch import Tensor
 
-from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.device import Device, Stream
+from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.transport.base import Message
+from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.batch.cutting import Pieces
-from gpipe_hpc.engine.batch.intake import Intake
-from gpipe_hpc.engine.state.keyed import LayerKey
+from gpipe_hpc.engine.layer_runner import LayerKey
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import microbatch_keys
+
+_ASTRAY: Final = "leave a batch on the host, or bring it to that device"
+
+
+class Intake:
+    """Brings micro-batches to a device, beside what it computes.
+
+    Each is first copied into pinned memory of our own. So the host does not wait for the device, as
+    it would with memory that is not pinned, and what the caller's memory held is safe when `bring`
+    returns: that of a pinned batch may be written again as soon as the step has returned.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream: Stream | None = None  # once there is something to bring
+
+    def bring(self, nest: Nest) -> Nest:
+        """Return a nest whose tensors lie on the device and belong to no graph.
+
+        Raises DataError for a tensor of another accelerator.
+        """
+        if not self._device.is_accelerator:
+            if isinstance(nest, torch.Tensor) and nest.device == self._device.torch:
+                return nest.clone() if nest.is_inference() else nest.detach()
+            return map_tensors(lambda tensor: self._device.bring(_apart(tensor)), nest)
+        refuse_astray(nest, self._device, "batch", _ASTRAY, DataError)
+        arriving: list[Tensor] = []
+
+        def brought(tensor: Tensor) -> Tensor:
+            if self._device.holds(tensor):
+                return _apart(tensor)
+            if tensor.layout is not torch.strided:
+                return self._device.bring(_apart(tensor))
+            own = self._copied(tensor)
+            arriving.append(own)
+            return own
+
+        there = map_tensors(brought, nest)
+        if arriving:
+            assert self._stream is not None, "something was copied on it"
+            current = self._device.current_stream()
+            current.wait_event(self._stream.record_event())
+            for tensor in arriving:
+                self._device.lend(tensor, current)
+        return there
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device, of the strides that torch would give it, on its way."""
+        strides = torch.empty_like(tensor, device="meta").stride()
+        staged = self._device.pinned((tensor.numel(),), tensor.dtype)
+        staged.as_strided(tensor.shape, strides).copy_(tensor.detach())
+        if self._stream is None:
+            self._stream = self._device.stream()
+        with self._device.on(self._stream):
+            own = self._device.empty((tensor.numel(),), tensor.dtype)
+            self._device.bring_into(own, staged)
+            return own.as_strided(tensor.shape, strides)
 
 
 @dataclass(frozen=True)
@@ -74,4 +134,8 @@ def random_keys(
 ) -> Callable[[int], LayerKey]:
     """Return the published keys of a step: of `layers`, for `microbatches` of the global batch."""
     keys = microbatch_keys(seed, step, microbatches, layers)
-    return lambda microbatch: keys[microbatch].__getitem__
+    return [of_layer.__getitem__ for of_layer in keys].__getitem__
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor.detach()

@@ -28,6 +28,7 @@ from gpipe_hpc.models.direction import looks_back, sees_ahead
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
     Reductions,
+    TorchLoss,
     bert_pretraining,
     causal_lm,
     classification,
@@ -57,6 +58,7 @@ from gpipe_hpc.models.randomness import (
     source_key,
 )
 from gpipe_hpc.models.reports import (
+    CURRENT_REPORTS,
     MAIN_LOSS,
     Reports,
     add_loss,
@@ -80,6 +82,7 @@ from gpipe_hpc.models.zoo.unet import build_unet
 from gpipe_hpc.models.zoo.vgg import build_vgg
 
 __all__ = [
+    "CURRENT_REPORTS",
     "GENERATOR_LOCK",
     "MAIN_LOSS",
     "Conversion",
@@ -94,6 +97,7 @@ __all__ = [
     "SkipNames",
     "SumOver",
     "Tie",
+    "TorchLoss",
     "Within",
     "add_loss",
     "add_metric",

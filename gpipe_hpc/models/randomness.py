@@ -126,10 +126,11 @@ def microbatch_keys(
 
     A single key takes some microseconds; a thousand here take little more.
     """
-    prefixes = [microbatch_prefix(seed, step, m) for m in microbatches]
-    states = np.array(prefixes, dtype=np.uint64)[:, None]
+    assert step >= 0 and microbatches.start >= 0, f"step {step}, {microbatches}: negative"
+    prefix = np.uint64(_absorb(_absorb(_absorb(0, _MICROBATCH), seed), step))
+    states = _mix64(prefix + np.array([_GOLDEN * (m + 1) & _MASK for m in microbatches], np.uint64))
     words = np.array([_GOLDEN * (layer + 1) & _MASK for layer in layers], dtype=np.uint64)
-    keys = _mix64(states + words) & np.uint64(_MASK >> 1)
+    keys = _mix64(states[:, None] + words) & np.uint64(_MASK >> 1)
     return [dict(zip(layers, row, strict=True)) for row in keys.tolist()]
 
 

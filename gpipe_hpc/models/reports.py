@@ -41,8 +41,8 @@ class Reports:
         return taken
 
 
-# Bound for the run of one micro-batch, in the thread that runs it.
-_CURRENT: Final[ContextVar[Reports | None]] = ContextVar("gpipe_hpc_reports", default=None)
+CURRENT_REPORTS: Final = ContextVar[Reports | None]("gpipe_hpc_reports", default=None)
+"""Where reports go: bound for the run of one micro-batch, in the thread that runs it."""
 
 
 def add_loss(name: str, total: Tensor) -> None:
@@ -63,7 +63,7 @@ def add_loss(name: str, total: Tensor) -> None:
             f"give the tensor that was computed, or nothing where there is none"
         )
     _check("add_loss", name, total)
-    reports = _CURRENT.get()
+    reports = CURRENT_REPORTS.get()
     if reports is not None:
         total = total.reshape(())
         before = reports.losses.get(name)
@@ -77,7 +77,7 @@ def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
     """
     _check("add_metric", name, total)
     _check("add_metric", name, weight)
-    reports = _CURRENT.get()
+    reports = CURRENT_REPORTS.get()
     if reports is not None:
         before = reports.metrics.get(name, (0.0, 0.0))
         reports.metrics[name] = (before[0] + _plain(total), before[1] + _plain(weight))
@@ -93,17 +93,17 @@ class reporting:
 
     def __enter__(self) -> Reports:
         """Return what reports go to from now on."""
-        self._token = _CURRENT.set(self._reports)
+        self._token = CURRENT_REPORTS.set(self._reports)
         return self._reports
 
     def __exit__(self, *error: object) -> None:
         """Let them go where they went before."""
-        _CURRENT.reset(self._token)
+        CURRENT_REPORTS.reset(self._token)
 
 
 def current_reports() -> Reports | None:
     """Return where reports go now; None outside of a pipeline."""
-    return _CURRENT.get()
+    return CURRENT_REPORTS.get()
 
 
 def _plain(number: Number) -> Number:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.data_parallel import MicrobatchSplit
-from gpipe_hpc.engine.state.sources import own_generators
+from gpipe_hpc.engine.random_state import own_generators
 from gpipe_hpc.models import (
     GENERATOR_LOCK,
     Layer,

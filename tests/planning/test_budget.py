@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import stage_routes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ConfigError, PartitionError
@@ -188,9 +189,9 @@ def kept_by_the_engine(layers, counts, index, recomputed) -> tuple[int, int]:
         names={i: skip_names(layers[i]) for i in span},
         recomputed=frozenset(recomputed),
     )
-    work = StageWork(stage)
+    work = StageRunner(stage)
     run = Given("test", lambda _: lambda _: 0, 7, loss_fn=total, seed=torch.tensor(1.0))
-    recipe = Recipe(Keep.INPUT)
+    recipe = ForwardPlan(RunMode.RECORD)
     # The first time copies inputs, to see whether layers write into them.
     work.forward(run, 0, parts_of(layers, span.start, routes), SAMPLES, recipe)
     parts = parts_of(layers, span.start, routes)

@@ -34,11 +34,11 @@ from gpipe_hpc.comm.torch_face import _PendingWork
 from gpipe_hpc.comm.two_sided import TwoSidedGroup
 from gpipe_hpc.data_parallel import ShardSpan
 from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
-from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.device_clock import DeviceClock
 from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.recorder import seconds_between, take_mark
+from gpipe_hpc.engine.run import Intake
 from gpipe_hpc.engine.sums.fetched import Fetched
 from tests.played.backend import RANKS, OnHost, group_over
 from tests.played.device import PlayedDevice
@@ -444,7 +444,7 @@ def both_of_torchs(device: PlayedDevice) -> None:
 DRIVES: dict[str, Drive] = {
     "comm/collectives/on_stream.py": plans,
     "data_parallel/compression.py": all_jobs,
-    "engine/batch/intake.py": intake,
+    "engine/run.py": intake,
     "engine/memory/host_room.py": offloads,
     "engine/memory/offload.py": offloads,
     "engine/sums/fetched.py": fetched,

@@ -42,7 +42,7 @@ NEAR = {
     "engine/memory/": ["one rank", "zb_h1", "nests offloaded"],
     "engine/recorder.py": ["one rank", "uneven"],
     "engine/device_clock.py": ["one rank", "gpipe"],
-    "engine/batch/": ["one rank", "uneven"],
+    "engine/run.py": ["one rank", "uneven"],
     "engine/sums/": ["one rank", "uneven", "float16 with an overflow"],
 }
 CALLS = list(calls())

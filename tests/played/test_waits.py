@@ -30,7 +30,7 @@ ARGUED = {
     "checkpoint/metadata.py fill reader.read_data(planner.create_local_plan(), planner)": (
         "torch has read all when it gives its future back; others may not have"
     ),
-    "engine/executor.py Executor._bind_gather.gather shards": (
+    "engine/executor.py Executor._gather shards": (
         "layers wait for their own: here all begin when all is there, as outer.overlap=false says"
     ),
     "data_parallel/sharding.py _finish each": (
@@ -53,7 +53,7 @@ NEAR = {
     "comm/threads.py": ["sums", "flat shards"],
     "comm/transport/outbox.py": ["staged blocks", "direct blocks"],
     "comm/transport/payload.py": ["staged uneven"],
-    "engine/microbatch.py": ["one rank", "nests offloaded"],
+    "engine/stage_runner.py": ["one rank", "nests offloaded"],
     "data_parallel/buckets.py": ["sums", "flat shards", "shards that are read"],
     "data_parallel/compress": ["powersgd"],
     "data_parallel/reducer.py": ["float16 of replicas", "flat shards", "shards that are read"],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpipe_hpc.engine.microbatch import StageWork
+from gpipe_hpc.engine.stage_runner import StageRunner
 from gpipe_hpc.errors import DeviceMemoryError
 from gpipe_hpc.training.optimizers.adamw import AdamW
 from tests.support import train_here
@@ -11,14 +11,14 @@ from tests.support import train_here
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_plan_is_shown_on_the_rank_that_needs_it(tiny, tmp_path, monkeypatch, stage):
     """Rank 0 has counted; what it found was shown to nobody but the reader of its log."""
-    backward = StageWork.backward
+    backward = StageRunner.backward
 
     def greedy(self, *args, **keywords):
         if self.stage.index == stage:
             raise MemoryError("Tried to allocate 2 GiB")
         return backward(self, *args, **keywords)
 
-    monkeypatch.setattr(StageWork, "backward", greedy)
+    monkeypatch.setattr(StageRunner, "backward", greedy)
     with pytest.raises(DeviceMemoryError) as told:
         train_here(2, *tiny, "pipeline.stages=2", "train.steps=2", f"run.dir={tmp_path}")
     text = str(told.value)

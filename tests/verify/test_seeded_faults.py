@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from gpipe_hpc.checkpoint import contents
-from gpipe_hpc.engine import steps
-from gpipe_hpc.engine.memory import outlets
-from gpipe_hpc.engine.memory.promises import Promises
-from gpipe_hpc.engine.microbatch import StageWork
-from gpipe_hpc.engine.state import passage
-from gpipe_hpc.engine.state.buffers import LayerBuffers
+from gpipe_hpc.engine import layer_runner, outputs, steps
+from gpipe_hpc.engine import run as engine_run
+from gpipe_hpc.engine.buffers import LayerBuffers
+from gpipe_hpc.engine.outputs import RequiresGradTracker
+from gpipe_hpc.engine.random_state import RandomState
+from gpipe_hpc.engine.stage_runner import StageRunner
 from gpipe_hpc.engine.state.drift import Drift
-from gpipe_hpc.engine.state.keyed import Drawing
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import batchnorm
 from gpipe_hpc.verify.comparing import Verdict
@@ -70,7 +69,7 @@ def test_buffers_that_drift_apart(compared, monkeypatch):
 
 def test_an_output_that_a_layer_writes_into_again(compared, monkeypatch):
     """Fault and remedy are not in one place: what is kept for R is looked at, too."""
-    monkeypatch.setattr(outlets, "_copied", lambda nest, held: nest)
+    monkeypatch.setattr(outputs, "_copied", lambda nest, held: nest)
     try:
         report = compared("model.kind=scratch", "pipeline.recompute=always")
     except ActionError as error:
@@ -81,16 +80,16 @@ def test_an_output_that_a_layer_writes_into_again(compared, monkeypatch):
 
 def draws_in_between(monkeypatch):
     """Let each third layer find torch's generator drawn from, as by a thread that reads data."""
-    seed, calls = Drawing.seed, [0]
+    seed, calls = RandomState.seed, [0]
 
-    def disturbed(self, draws, key, **how):
-        block = seed(self, draws, key, **how)
+    def disturbed(self, key, draws, **how):
+        block = seed(self, key, draws, **how)
         calls[0] += 1
         if calls[0] % 3 == 0:
             torch.rand(1)
         return block
 
-    monkeypatch.setattr(Drawing, "seed", disturbed)
+    monkeypatch.setattr(RandomState, "seed", disturbed)
 
 
 def test_draws_of_another_thread_stop_the_run_by_name(compared, monkeypatch):
@@ -101,18 +100,22 @@ def test_draws_of_another_thread_stop_the_run_by_name(compared, monkeypatch):
 
 def test_draws_of_another_thread_that_nobody_looks_for(compared, monkeypatch):
     draws_in_between(monkeypatch)
-    monkeypatch.setattr(passage, "_is_moved", lambda one, other: False)
+    monkeypatch.setattr(layer_runner, "_is_moved", lambda one, other: False)
     report = compared("model.kind=dropped", "pipeline.recompute=always")
     assert "gradients" in differing(report)
 
 
 def test_boundaries_that_are_marked_as_trained(compared, monkeypatch):
-    flags = Promises.flags
-    monkeypatch.setattr(Promises, "flags", lambda self, *given: [True for _ in flags(self, *given)])
+    flags = RequiresGradTracker.flags
     monkeypatch.setattr(
-        Promises,
+        RequiresGradTracker,
+        "flags",
+        lambda self, *given, **how: [True for _ in flags(self, *given, **how)],
+    )
+    monkeypatch.setattr(
+        RequiresGradTracker,
         "keep",
-        lambda self, segment, promised, left: [t if t.requires_grad else None for t in left],
+        lambda self, runner, promised, left: [t if t.requires_grad else None for t in left],
     )
     report = compared("model.kind=masking", "pipeline.recompute=always")
     assert "loss" in differing(report)
@@ -128,14 +131,14 @@ def test_extra_state_that_a_checkpoint_keeps_wrong(compared, monkeypatch):
 
 def test_another_mask_in_recomputation(compared, monkeypatch):
     """R draws under another key than F: the first recomputed dropout layer is named."""
-    monkeypatch.setattr(passage, "_is_moved", lambda one, other: False)
-    recompute = StageWork.recompute
+    monkeypatch.setattr(layer_runner, "_is_moved", lambda one, other: False)
+    recompute = StageRunner.recompute
 
     def recompute_otherwise(self, run, microbatch):
         other = replace(run, keys=lambda m: lambda layer: run.keys(m)(layer) + 1)
         return recompute(self, other, microbatch)
 
-    monkeypatch.setattr(StageWork, "recompute", recompute_otherwise)
+    monkeypatch.setattr(StageRunner, "recompute", recompute_otherwise)
     report = compared("model.kind=dropped", "pipeline.recompute=always")
     assert "gradients" in differing(report) and "loss" not in differing(report)
     assert "step 1, micro-batch 0, layers.1 (Dropped): its output when it was recompu" in str(
@@ -144,10 +147,12 @@ def test_another_mask_in_recomputation(compared, monkeypatch):
 
 
 def test_keys_that_depend_on_the_stage(compared, monkeypatch):
-    seed = Drawing.seed
-    monkeypatch.setattr(
-        Drawing, "seed", lambda self, draws, key, **how: seed(self, draws, key ^ 1, **how)
-    )
+    keys = engine_run.microbatch_keys
+
+    def other_keys(*given):
+        return [{layer: key ^ 1 for layer, key in each.items()} for each in keys(*given)]
+
+    monkeypatch.setattr(engine_run, "microbatch_keys", other_keys)
     report = compared("model.kind=dropped")
     assert "loss" in differing(report)
     assert "micro-batch 0, layers.1 (Dropped): its output differs first" in str(report)
@@ -163,14 +168,14 @@ def test_gradients_divided_twice(compared, monkeypatch):
 
 def test_a_micro_batch_whose_gradient_is_lost(compared, monkeypatch):
     """As when a message is taken for another's: only the third micro-batch is wrong."""
-    backward = StageWork.backward
+    backward = StageRunner.backward
 
     def forgetful(self, microbatch, gradients):
         if microbatch == 2 and self.stage.index == 0:
             gradients = [None if g is None else torch.zeros_like(g) for g in gradients]
         return backward(self, microbatch, gradients)
 
-    monkeypatch.setattr(StageWork, "backward", forgetful)
+    monkeypatch.setattr(StageRunner, "backward", forgetful)
     report = compared("model.kind=plain")
     assert differing(report)[0] == "gradients"
     assert "micro-batch 2, layers.2 (Plain): the gradient of its output differs first" in str(

@@ -26,7 +26,7 @@ from gpipe_hpc.models import Layer, named_layer_parameters
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
-NUM_LOOKED: Final = 3
+NUM_LOOKED: Final = 2
 """In how many steps a stage's graph is looked at."""
 _DEPTH: Final = 5  # of what a loss refers to: partials, methods, closures, attributes, containers
 _ENDS: Final = (torch.Tensor, type, ModuleType, str, bytes, int, float)

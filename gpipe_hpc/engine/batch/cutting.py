@@ -150,11 +150,8 @@ def share_of(num_samples: int, pieces: int, first: int, count: int) -> slice:
     The cut is `torch.tensor_split`'s: the first num_samples % pieces have one sample more.
     """
     size, extra = divmod(num_samples, pieces)
-
-    def start(piece: int) -> int:
-        return piece * size + min(piece, extra)
-
-    return slice(start(first), start(first + count))
+    last = first + count
+    return slice(first * size + min(first, extra), last * size + min(last, extra))
 
 
 class _Rule:

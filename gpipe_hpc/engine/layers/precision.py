@@ -53,7 +53,7 @@ def keeping_casts(precision: str, device: Device) -> Iterator[None]:
     copy of it. Autocast keeps the cast of every leaf, also of those that a reentrant
     `torch.utils.checkpoint` makes of its inputs: those live until the step ends.
     """
-    if PRECISIONS[precision] is None or not _casts_keep_their_graph():
+    if PRECISIONS[precision] is None or not casts_keep_their_graph():
         yield
         return
     # torch forgets casts at the end of the outermost block, also of one that casts nothing. The
@@ -69,6 +69,7 @@ class StageCasts:
 
     def __init__(self, precision: str, device: Device, parameters: Iterable[nn.Parameter]) -> None:
         self._precision, self._device = precision, device
+        self.is_casting = precision != "float32"
         self._parameters = [] if precision == "float32" else list(parameters)
         self._last = self._versions()
         self._known: dict[Hashable, bool] = {}  # whether this place changes its own weights
@@ -110,18 +111,8 @@ class StageCasts:
         return [parameter._version for parameter in self._parameters]
 
 
-def forget_detached_casts() -> None:
-    """Let a forward cast its weights itself if torch would give it casts that have no graph.
-
-    It would within an autocast block of the user's around the whole step: those casts are then
-    kept from the first forward, which has no graph, to the recomputation.
-    """
-    if not _casts_keep_their_graph():
-        torch.clear_autocast_cache()
-
-
 @cache
-def _casts_keep_their_graph() -> bool:
+def casts_keep_their_graph() -> bool:
     """Say whether a cast first made without a graph serves a forward with one.
 
     Torch up to 2.10 hands out the same detached cast: the weight would get no gradient.

@@ -60,6 +60,11 @@ class HostCopy:
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
+    def forget(self) -> None:
+        """Let go of everything: the forward runs once more."""
+        self._memories.clear()
+        self._held.clear()
+
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take hold of tensors that are kept as they are: inputs, which gradients come for.
 

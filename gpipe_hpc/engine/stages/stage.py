@@ -9,12 +9,11 @@ from torch import nn
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.data_parallel import GradientBuckets, OwnedParameter
+from gpipe_hpc.engine.buffers import Home, Lasting, homes_of
+from gpipe_hpc.engine.layer_runner import Layer, LayerRunner
 from gpipe_hpc.engine.layers.compiling import Call
-from gpipe_hpc.engine.layers.segment import PlacedLayer, Segment
+from gpipe_hpc.engine.random_state import RandomState
 from gpipe_hpc.engine.stages.routes import StageRoutes
-from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
-from gpipe_hpc.engine.state.keyed import Keyed
-from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.parameters import StageParameters
 from gpipe_hpc.engine.sums.loss import LossWatch
 from gpipe_hpc.engine.sums.squares import Squares, squares_of
@@ -79,14 +78,16 @@ class Stage:
         self.statistics = StageStatistics(self.layers.values())
         self.routes = routes
         self.recomputed = recomputed
-        self.keyed = Keyed(device)
+        self.random = RandomState(device)
         self.lasting = Lasting()
         self.is_compiled = False
         self.loss_watch: LossWatch | None = None  # for training and evaluation
         self._elsewhere = elsewhere or {}
         self._placed = self._place_layers(names or {})
-        self.whole = self._segment(self.layers)
-        self._segments = {False: ((self.whole, False),), True: self._cut_segments()}
+        self.whole = self._runner(self.layers)
+        # The layers in stretches, each with whether an R makes its graph: without recomputation,
+        # and with it. One stretch if nothing is recomputed, or everything is.
+        self.runners = {False: ((self.whole, False),), True: self._cut_runners()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this stage's parameters by global name, each once.
@@ -149,21 +150,15 @@ class Stage:
         for index in self.layers:
             self._placed[index].call = compiled[index]
 
-    def segments(self, recomputes: bool) -> tuple[tuple[Segment, bool], ...]:
-        """Return the layers in runs, each with whether an ``R`` makes its graph.
-
-        One run where nothing is recomputed, or everything is.
-        """
-        return self._segments[recomputes]
-
-    def _cut_segments(self) -> tuple[tuple[Segment, bool], ...]:
+    def _cut_runners(self) -> tuple[tuple[LayerRunner, bool], ...]:
         if self.recomputed is None:
             return ((self.whole, True),)
         runs = groupby(self.layers, key=self.recomputed.__contains__)
-        return tuple((self._segment(list(indices)), again) for again, indices in runs)
+        return tuple((self._runner(list(indices)), again) for again, indices in runs)
 
-    def _segment(self, indices: Iterable[int]) -> Segment:
-        return Segment(self.index, [self._placed[index] for index in indices], self.keyed)
+    def _runner(self, indices: Iterable[int]) -> LayerRunner:
+        placed = [self._placed[index] for index in indices]
+        return LayerRunner(self.index, placed, self.random, self.device)
 
     def refuse_other_parameters(self) -> None:
         """Raise ModelError for a parameter that was added, or replaced, since the stage was made.
@@ -173,7 +168,7 @@ class Stage:
         if self.parameters.refuse_others():
             homes = {index: homes_of(layer) for index, layer in self.layers.items()}
             for index, placed in self._placed.items():
-                placed.state.renew(_sharing(index, homes))
+                placed.renew(_sharing(index, homes))
 
     def refuse_changes(self) -> None:
         """End a step. Raises ModelError or ConfigError for what its forwards may not write.
@@ -185,15 +180,21 @@ class Stage:
         if shards is not None and self.parameters.has_other_memory:
             shards.check_memory()
 
-    def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, PlacedLayer]:
+    def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, Layer]:
         homes = {index: homes_of(layer) for index, layer in self.layers.items()}
-        placed = {}
-        for index, layer in self.layers.items():
-            where, sharing = f"layers.{index} ({type(layer).__name__})", _sharing(index, homes)
-            others = self._elsewhere.get(index, {})
-            state = LayerState(index, layer, where, self.keyed, self.lasting, sharing, others)
-            placed[index] = PlacedLayer(index, layer, state, names.get(index, SkipNames()))
-        return placed
+        return {
+            index: Layer(
+                index,
+                layer,
+                f"layers.{index} ({type(layer).__name__})",
+                self.random,
+                self.lasting,
+                names=names.get(index),
+                sharing=_sharing(index, homes),
+                elsewhere=self._elsewhere.get(index),
+            )
+            for index, layer in self.layers.items()
+        }
 
 
 def _sharing(index: int, homes: Mapping[int, Sequence[tuple[str, Home]]]) -> list[tuple[str, Home]]:

@@ -19,10 +19,8 @@ from typing import Final, NamedTuple
 import torch
 
 from gpipe_hpc.comm.threads import RankThread
-from gpipe_hpc.engine.layers.segment import Segment
-from gpipe_hpc.engine.state.keyed import Draws, DrawWatch
-from gpipe_hpc.engine.state.layer import LayerState
-from gpipe_hpc.engine.state.sources import ProcessMarks
+from gpipe_hpc.engine.layer_runner import Layer, LayerRunner
+from gpipe_hpc.engine.random_state import DrawsFrom, DrawWatch, ProcessState, RandomState
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import GENERATOR_LOCK
 
@@ -31,7 +29,7 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 Threads = dict[int, tuple[str, int]]
 """By number: the name of a thread, and for how many nanoseconds it has computed."""
 
-_FIRST: Final = 3  # steps in which all generators are compared around each backward
+_FIRST: Final = 2  # steps in which all generators are compared around each backward
 _REMEDY: Final = (
     "draw them in the forward and keep them for the backward (ctx.save_for_backward), or make them "
     "of numbers that the forward was given"
@@ -42,21 +40,21 @@ class _Marks(NamedTuple):
     """The states of all generators that a stage's layers may draw from."""
 
     torchs: list[torch.Tensor]
-    process: ProcessMarks
+    process: ProcessState
     own: list[bytes]
 
     @classmethod
-    def now(cls, generators: Sequence[torch.Generator], states: Sequence[LayerState]) -> "_Marks":
+    def now(cls, generators: Sequence[torch.Generator], layers: Sequence[Layer]) -> "_Marks":
         """Return the present ones."""
         with GENERATOR_LOCK:
             torchs = [generator.get_state() for generator in generators]
-            return cls(torchs, ProcessMarks.now(), _held(states))
+            return cls(torchs, ProcessState.now(), _held(layers))
 
     def drawn(self, now: "_Marks") -> str:
         """Return the name of a generator that has been drawn from since; empty if none."""
         if not all(map(torch.equal, self.torchs, now.torchs)):
             return "torch's default generator"
-        python, numpy = self.process.differ(now.process)
+        python, numpy = now.process.drawn_since(self.process)
         if python or numpy:
             return "Python's default generator" if python else "NumPy's default generator"
         return "a generator that a layer holds" if self.own != now.own else ""
@@ -70,8 +68,8 @@ class BackwardDraws:
     has drawn, around each backward from then on. `whole`: all layers of the stage.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], whole: Segment) -> None:
-        self._generators, self._whole = generators, whole
+    def __init__(self, random: RandomState, whole: LayerRunner) -> None:
+        self._generators, self._whole = random.generators, whole
         self._num_steps = 0
         self._is_suspected = self._is_told = False
         self._start: tuple[Threads, _Marks] | None = None
@@ -91,12 +89,12 @@ class BackwardDraws:
         if self._start is None:
             return
         others, before = self._start
-        drawn = before.drawn(_Marks.now(self._generators, self._whole.states))
+        drawn = before.drawn(_Marks.now(self._generators, self._whole.layers))
         if drawn and not _has_other_ranks() and not _running(others):
             raise self._refusal(self._whole.where, drawn)
         self._is_suspected = bool(drawn)
 
-    def refused_in_weights(self, segment: Segment) -> AbstractContextManager[object]:
+    def refused_in_weights(self, runner: LayerRunner) -> AbstractContextManager[object]:
         """Return a block for a W, which may draw no random numbers either.
 
         A W may wait for other ranks, so it takes no lock. If ranks are threads, they move the
@@ -104,42 +102,42 @@ class BackwardDraws:
         """
         if not self.looks:
             return nullcontext()
-        return self._refused_calls(segment) if _has_other_ranks() else self.refused(segment)
+        return self._refused_calls(runner) if _has_other_ranks() else self.refused(runner)
 
     @contextmanager
-    def _refused_calls(self, segment: Segment) -> Iterator[None]:
-        draws = Draws()
+    def _refused_calls(self, runner: LayerRunner) -> Iterator[None]:
+        draws = DrawsFrom(())
         with DrawWatch(draws):
             yield
         if draws.torch:
-            raise self._refusal(segment.where, "torch's default generator")
+            raise self._refusal(runner.where, "torch's default generator")
 
     @contextmanager
-    def refused(self, segment: Segment) -> Iterator[None]:
-        """Raise ModelError if the block, a backward of a segment, draws random numbers."""
-        others, before = self._now(segment)
+    def refused(self, runner: LayerRunner) -> Iterator[None]:
+        """Raise ModelError if the block, a backward of a runner, draws random numbers."""
+        others, before = self._now(runner)
         yield
-        drawn = before.drawn(_Marks.now(self._generators, segment.states))
+        drawn = before.drawn(_Marks.now(self._generators, runner.layers))
         if not drawn:
             return
         running = _running(others)
         if not running:
-            raise self._refusal(segment.where, drawn)
+            raise self._refusal(runner.where, drawn)
         if not self._is_told:
             self._is_told = True
             log.warning(
                 "%s: %s was drawn from while a backward ran, by a layer, a hook or another thread "
                 "(%s), expected in forwards alone; a layer or hook should %s, a thread should have "
                 "a generator of its own",
-                segment.where,
+                runner.where,
                 drawn,
                 ", ".join(running),
                 _REMEDY,
             )
 
-    def _now(self, segment: Segment) -> tuple[Threads, _Marks]:
+    def _now(self, runner: LayerRunner) -> tuple[Threads, _Marks]:
         # Threads first, and last afterwards: a thread that draws in between computes in between.
-        return _others(), _Marks.now(self._generators, segment.states)
+        return _others(), _Marks.now(self._generators, runner.layers)
 
     def _refusal(self, where: str, drawn: str) -> ModelError:
         return ModelError(
@@ -149,8 +147,8 @@ class BackwardDraws:
         )
 
 
-def _held(states: Sequence[LayerState]) -> list[bytes]:
-    values = [own.state() for state in states for own in state.draws.own]
+def _held(layers: Sequence[Layer]) -> list[bytes]:
+    values = [own.state() for layer in layers for own in layer.draws_from.own]
     # A tensor is pickled with its place in memory.
     return [v.numpy().tobytes() if isinstance(v, torch.Tensor) else pickle.dumps(v) for v in values]
 

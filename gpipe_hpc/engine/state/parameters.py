@@ -19,11 +19,11 @@ from torch import nn
 
 from gpipe_hpc.comm.device import Device, on_host
 from gpipe_hpc.comm.group import Gathering
-from gpipe_hpc.engine.state.sketch import Sketch, difference, sketch_of
+from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.errors import ModelError
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FIRST, _EVERY = 3, 100  # steps in which values are compared
+_FIRST, _EVERY = 2, 100  # steps in which values are compared
 _FEW: Final = 2  # forwards and recomputations of such a step that compare all parameters
 _PIECE: Final = 2**16  # elements that are compared at once, which bounds the memory for it
 _DEVICE_PIECE: Final = 2**20  # likewise on an accelerator, where each piece takes some kernels

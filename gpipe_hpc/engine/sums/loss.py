@@ -14,7 +14,7 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Reductions, Reports, add_metric, torch_loss
+from gpipe_hpc.models import Reductions, Reports, TorchLoss, add_metric
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -38,8 +38,11 @@ class LossTerm(NamedTuple):
     weight: torch.Tensor | float
 
     def without_graph(self) -> "LossTerm":
-        """Return the same numbers, held by no graph."""
-        return type(self)(alone(self.total), _alone(self.weight))
+        """Return the same numbers, held by no graph, see `alone`."""
+        total, weight = self
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().clone()
+        return type(self)(total.detach().clone(), weight)
 
 
 class SumTerm(LossTerm):
@@ -80,12 +83,13 @@ def loss_term(
     output: Nest,
     target: Nest,
     num_samples: int,
+    known: TorchLoss | None,
     watch: Reductions | None = None,
 ) -> LossTerm:
     """Call the loss function on one micro-batch of `num_samples` samples; report its metrics.
 
-    Within `watch`, if that is given. Raises ModelError if it returns neither a scalar nor a pair
-    (sum, weight) of scalars.
+    `known`: what `torch_loss` says of it. The call runs within `watch`, if that is given. Raises
+    ModelError if it returns neither a scalar nor a pair (sum, weight) of scalars.
     """
     if watch is None:
         value = function(output, target)
@@ -108,11 +112,13 @@ def loss_term(
             f"loss_fn: expected a scalar tensor (the mean over the micro-batch) or a pair "
             f"(sum, weight) of scalars, got {_shown(value)}; reduce the loss to one number"
         )
-    value, known = value.reshape(()), torch_loss(function)
+    value = value.reshape(())
     if known is None:
         return LossTerm(value * num_samples, float(num_samples))
     if known.reduction == "sum":
         return SumTerm(value, float(num_samples))
+    if known.ignore_index is None:
+        return LossTerm(value * num_samples, float(num_samples))
     weight = known.weight_of(target, num_samples)
     if not isinstance(weight, torch.Tensor):
         return LossTerm(value * num_samples, weight)
@@ -251,10 +257,8 @@ def refuse_negative_weight(weight: float) -> None:
         )
 
 
-def has_lost_graph(term: LossTerm, output: Nest) -> bool:
-    """Say whether a loss has no graph though an output has one."""
-    if term.total.requires_grad or not torch.is_grad_enabled():  # none is wanted of what runs again
-        return False
+def has_graph(output: Nest) -> bool:
+    """Say whether autograd can follow an output."""
     return any(each.requires_grad for each in tensors_of(output))
 
 

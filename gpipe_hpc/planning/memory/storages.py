@@ -1,6 +1,6 @@
 """Which storages live on between the forward and the backward of a stage's micro-batch.
 
-The layers of a stage go in runs of neighbours that are treated alike (see `engine.microbatch`). A
+The layers of a stage go in runs of neighbours that are treated alike (see `engine.stage_runner`). A
 layer that is not recomputed keeps what autograd saved of it. A run that is recomputed keeps what it
 started from: the nest on its way, and all that is stashed at that time; R makes anew what its
 layers save. One that is not holds on to that part of its input which a gradient comes for. A

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import build_layer, build_model
@@ -189,13 +190,15 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext, num_steps=2):
     """Run one micro-batch after the other through a layer, and return what the last left."""
     stage = Stage(0, {0: layer}, CPU, MIDDLE)
-    work = StageWork(stage)
-    keep = Keep.INPUT if recomputes else Keep.GRAPH
+    work = StageRunner(stage)
+    keep = RunMode.RECORD if recomputes else RunMode.TRAIN
     for microbatch in range(num_steps):  # the first copies, to see whether layers write in place
         boundary = boundary.detach().requires_grad_(boundary.dtype != torch.int64)
         stage.gradients.clear()
         with context():
-            (output,) = work.forward(RUN, microbatch, [boundary], 2, Recipe(keep, splits)).parts
+            (output,) = work.forward(
+                RUN, microbatch, [boundary], 2, ForwardPlan(keep, splits)
+            ).parts
             if recomputes:
                 assert work.recompute(RUN, microbatch)
         ramp = torch.linspace(0.1, 1, output.numel()).view(output.shape).to(output.dtype)
@@ -304,10 +307,10 @@ def test_frozen_input_and_what_is_no_tensor():
     """A stage that begins with data: nothing to send back, all gradients in W."""
     layer = Apply(lambda s, nest: F.linear(nest["x"], s.w) * nest["scale"], w=(3, 4))
     for splits in (False, True):
-        work = StageWork(Stage(0, {0: layer}, CPU, MIDDLE))
+        work = StageRunner(Stage(0, {0: layer}, CPU, MIDDLE))
         work.stage.gradients.clear()
         nest = {"x": torch.ones(2, 4), "scale": 2, "none": None}
-        (output,) = work.forward(RUN, 0, [nest], 2, Recipe(Keep.GRAPH, splits)).parts
+        (output,) = work.forward(RUN, 0, [nest], 2, ForwardPlan(RunMode.TRAIN, splits)).parts
         assert work.backward(0, [torch.ones_like(output)]) == [()]
         assert layer.w.grad is None if splits else layer.w.grad.eq(4).all()
         assert work.weights(0) is splits

@@ -8,8 +8,9 @@ from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ModelError
@@ -33,9 +34,9 @@ def run(layer, splits, between=lambda: None):
     """Run one micro-batch; call `between` after the forward. Return the parameters' gradients."""
     stage = Stage(0, {0: layer}, HostDevice(), MIDDLE)
     stage.gradients.clear()
-    work = StageWork(stage)
+    work = StageRunner(stage)
     given = BOUNDARY.clone().requires_grad_()
-    (output,) = work.forward(RUN, 0, [given], 5, Recipe(Keep.GRAPH, splits)).parts
+    (output,) = work.forward(RUN, 0, [given], 5, ForwardPlan(RunMode.TRAIN, splits)).parts
     between()
     work.backward(0, [torch.ones_like(output)])
     if splits:

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ActionError
@@ -38,17 +39,17 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def work_of(layer):
-    work = StageWork(Stage(0, {0: layer}, HostDevice(), MIDDLE))
+    work = StageRunner(Stage(0, {0: layer}, HostDevice(), MIDDLE))
     work.stage.gradients.clear()
     return work
 
 
-def gradients(layer, *, splits, keep=Keep.GRAPH):
+def gradients(layer, *, splits, keep=RunMode.TRAIN):
     """Return whether each parameter has none after I, or B, and all gradients after W."""
     work = work_of(layer)
     boundary = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
-    (output,) = work.forward(RUN, 0, [boundary], 5, Recipe(keep, splits)).parts
-    if keep is Keep.INPUT:
+    (output,) = work.forward(RUN, 0, [boundary], 5, ForwardPlan(keep, splits)).parts
+    if keep is RunMode.RECORD:
         work.recompute(RUN, 0)
     work.backward(0, [torch.ones_like(output)])
     early = [p.grad is None for p in layer.parameters()]
@@ -76,7 +77,7 @@ def test_hooks_of_parameters_are_called_once_and_never_with_none():
     for splits in (False, True):
         calls.clear()
         work = work_of(layer)
-        work.forward(RUN, 0, [torch.ones(5, 4)], 5, Recipe(Keep.GRAPH, splits))
+        work.forward(RUN, 0, [torch.ones(5, 4)], 5, ForwardPlan(RunMode.TRAIN, splits))
         work.backward(0, [torch.ones(5, 3)])
         assert len(calls) == (0 if splits else 2)
         work.weights(0)
@@ -111,7 +112,7 @@ def test_functorch_transforms_are_not_split(function):
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
+@pytest.mark.parametrize("keep", [RunMode.TRAIN, RunMode.RECORD])
 def test_a_layer_may_differentiate_in_its_forward(create_graph, keep):
     """It once got wrong weight gradients in silence, and then an error."""
 
@@ -212,7 +213,9 @@ def test_i_releases_all_but_what_w_needs_and_w_the_rest():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: Saved(tensor, census), lambda saved: saved.tensor
         ):
-            (output,) = work.forward(RUN, 0, [boundary], 16, Recipe(Keep.GRAPH, splits=True)).parts
+            (output,) = work.forward(
+                RUN, 0, [boundary], 16, ForwardPlan(RunMode.TRAIN, splits=True)
+            ).parts
         gradient = torch.randn_like(output)
         del output, boundary
         # The linear layers keep their inputs, tanh and sigmoid their outputs.
@@ -234,7 +237,9 @@ def test_dozens_of_steps_without_the_garbage_collector_do_not_grow():
     try:
         for step in range(71):
             work, boundary = work_of(layer), torch.randn(512, 256, requires_grad=True)
-            (output,) = work.forward(RUN, 0, [boundary], 512, Recipe(Keep.GRAPH, splits=True)).parts
+            (output,) = work.forward(
+                RUN, 0, [boundary], 512, ForwardPlan(RunMode.TRAIN, splits=True)
+            ).parts
             work.backward(0, [torch.ones_like(output)])
             work.weights(0)
             if step in (20, 70):

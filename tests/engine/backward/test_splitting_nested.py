@@ -14,8 +14,9 @@ from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads, torch_compat
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ModelError
@@ -32,7 +33,7 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 def work_of(layer):
     stage = Stage(0, {0: layer}, HostDevice(), MIDDLE)
     stage.gradients.clear()
-    return StageWork(stage)
+    return StageRunner(stage)
 
 
 def engine(layer, boundary, splits, recomputes=False, num_steps=2):
@@ -40,8 +41,8 @@ def engine(layer, boundary, splits, recomputes=False, num_steps=2):
     work = work_of(layer)
     for number in range(num_steps):
         given = boundary.detach().requires_grad_()
-        keep = Keep.INPUT if recomputes else Keep.GRAPH
-        (output,) = work.forward(RUN, number, [given], len(given), Recipe(keep, splits)).parts
+        keep = RunMode.RECORD if recomputes else RunMode.TRAIN
+        (output,) = work.forward(RUN, number, [given], len(given), ForwardPlan(keep, splits)).parts
         if recomputes:
             work.recompute(RUN, number)
         (back,) = work.backward(number, [ramp(output)])
@@ -215,7 +216,7 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused():
 def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     monkeypatch.setattr(torch_compat, "will_engine_execute", torch_compat._absent)
     work = work_of(Pair(function))
-    (output,) = work.forward(RUN, 0, [torch.randn(5, 4)], 5, Recipe(Keep.GRAPH, True)).parts
+    (output,) = work.forward(RUN, 0, [torch.randn(5, 4)], 5, ForwardPlan(RunMode.TRAIN, True)).parts
     work.backward(0, [ramp(output)])
     assert not work.weights(0), "nothing was left for W"
     assert_autograds_gradients(partial(Pair, function), True)

@@ -19,7 +19,7 @@ SEED = 2
 CAST_WEIGHTS = 2 * 4 * 2 + 1  # of two blocks four matrices with their biases, and of the head
 
 lasting = pytest.mark.skipif(
-    not engine_precision._casts_keep_their_graph(), reason="this torch casts for each graph"
+    not engine_precision.casts_keep_their_graph(), reason="this torch casts for each graph"
 )
 
 
@@ -155,7 +155,7 @@ def test_training_and_evaluation_follow_each_other(recompute):
 
 @pytest.mark.parametrize("schedule, recompute", WAYS)
 def test_older_versions_of_torch_cast_for_each_graph(schedule, recompute, monkeypatch):
-    monkeypatch.setattr(engine_precision, "_casts_keep_their_graph", lambda: False)
+    monkeypatch.setattr(engine_precision, "casts_keep_their_graph", lambda: False)
     pipe = pipeline(4, schedule, recompute)
     again = 2 if recompute == "always" else 1
     assert_casts_anew(pipe, pipe.step(*token_batch()), 4, schedule)

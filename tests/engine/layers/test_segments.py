@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import SkipNames, add_loss
@@ -53,14 +54,14 @@ def run(recomputed, splits):
     calls = Counter()
     layers = {i: Layer(i, calls) for i in range(FIRST, FIRST + NUM_LAYERS)}
     stage = Stage(1, layers, CPU, ROUTES, names=NAMES, recomputed=recomputed)
-    work = StageWork(stage)
+    work = StageRunner(stage)
     stage.gradients.clear()
     inputs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(3)]
-    keep = Keep.GRAPH if recomputed == frozenset() else Keep.INPUT
+    keep = RunMode.TRAIN if recomputed == frozenset() else RunMode.RECORD
     parts = [(inputs[0], inputs[1]), (inputs[2],)]
-    made = work.forward(RUN, 0, parts, 2, Recipe(keep, splits))
+    made = work.forward(RUN, 0, parts, 2, ForwardPlan(keep, splits))
     losses = [total.item() for each in made.noted for total in each.reports.losses.values()]
-    has_run = work.recompute(RUN, 0) if keep is Keep.INPUT else False
+    has_run = work.recompute(RUN, 0) if keep is RunMode.RECORD else False
     assert has_run == bool(recomputed is None or recomputed)
     flat = [tensor for part in made.parts for tensor in part]
     gradients = work.backward(0, [torch.full_like(t, 0.1 * (i + 1)) for i, t in enumerate(flat)])
@@ -106,11 +107,11 @@ def test_recomputed_layers_keep_their_input_alone():
                 StageRoutes((Edge(-1),), (Edge(1),)),
                 recomputed=recomputed,
             )
-            work = StageWork(stage)
+            work = StageRunner(stage)
             x = torch.ones(2, 4, requires_grad=True)
-            work.forward(RUN, 0, [x], 2, Recipe(Keep.INPUT))
+            work.forward(RUN, 0, [x], 2, ForwardPlan(RunMode.RECORD))
             saved.clear()  # the first one makes a graph, to see which outputs need a gradient
-            work.forward(RUN, 1, [x], 2, Recipe(Keep.INPUT))
+            work.forward(RUN, 1, [x], 2, ForwardPlan(RunMode.RECORD))
         return len(saved)
 
     whole = count(frozenset())

@@ -8,10 +8,11 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.offload import HostCopy
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import build_model, token_cross_entropy
@@ -107,7 +108,7 @@ def kept_after(recipe, layers, *, offload):
     HostCopy._pack = pack
     try:
         room = HostRoom(stage.device)
-        work = StageWork(stage, room=room)
+        work = StageRunner(stage, room=room)
         x = torch.randn(4, 8).requires_grad_()
         work.forward(RUN, 0, [x], 4, recipe)
         del x
@@ -122,7 +123,7 @@ def kept_after(recipe, layers, *, offload):
     alive = [not torch.UntypedStorage._expired(each) for each in references]
     if offload:
         work.fetch(0)
-    if recipe.keep is Keep.INPUT:
+    if recipe.mode is RunMode.RECORD:
         work.recompute(RUN, 0)
     work.backward(0, [])
     return alive
@@ -131,9 +132,9 @@ def kept_after(recipe, layers, *, offload):
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe(Keep.GRAPH, offloads=True),
-        Recipe(Keep.GRAPH, splits=True, offloads=True),
-        Recipe(Keep.INPUT, offloads=True),
+        ForwardPlan(RunMode.TRAIN, offloads=True),
+        ForwardPlan(RunMode.TRAIN, splits=True, offloads=True),
+        ForwardPlan(RunMode.RECORD, offloads=True),
     ],
     ids=["graph", "split", "input"],
 )

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.engine.memory import outlets
+from gpipe_hpc.engine import outputs
 from gpipe_hpc.errors import ActionError
 from tests.engine.catalogue import ROWS, WIDTH, Aside, Detached, Scratch, Uses, of_numpy
 from tests.support import batches, cover_of, square_sum
@@ -78,8 +78,8 @@ def test_evaluations_and_predictions(plain, kind):
         expected.append(piece.detach().clone())
     expected = torch.cat(expected)
     for size in (1, 3):
-        for outputs, loss in run_on_threads(size, body):
-            assert torch.allclose(outputs, expected, atol=1e-12)
+        for given, loss in run_on_threads(size, body):
+            assert torch.allclose(given, expected, atol=1e-12)
             assert loss == pytest.approx(float((expected - targets).square().sum() / ROWS))
 
 
@@ -109,13 +109,13 @@ def test_between_processes(plain, processes, recompute, shares_memory, tmp_path)
 def test_layers_that_keep_nothing_are_not_copied(plain, recompute, schedule, monkeypatch):
     """Tanh's graph refers to its output, and autograd watches over that."""
     copied = []
-    original = outlets._copied
+    original = outputs._copied
 
     def counting(nest, held):
         copied[-1] += len(held)
         return original(nest, held)
 
-    monkeypatch.setattr(outlets, "_copied", counting)
+    monkeypatch.setattr(outputs, "_copied", counting)
     linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
     layers = [linear, plain.Recipe(nn.Tanh, ()), linear, plain.Recipe(nn.Identity, ())]
 

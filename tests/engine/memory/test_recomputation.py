@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.engine.state import backward_draws, keyed
+from gpipe_hpc.engine import random_state
+from gpipe_hpc.engine.state import backward_draws
 from gpipe_hpc.schedule import Action, Op
 from tests.support import mean_square
 
@@ -120,7 +121,7 @@ def test_recomputation_starts_before_the_gradient_arrives(schedule, monkeypatch)
 
     Threads take turns, and a backward that waits for another rank's R would keep it from coming.
     """
-    monkeypatch.setattr(keyed, "GENERATOR_LOCK", NoLock())
+    monkeypatch.setattr(random_state, "GENERATOR_LOCK", NoLock())
     # Without the lock a backward sees the other rank's seeds, and would be refused for them.
     monkeypatch.setattr(backward_draws, "_FIRST", 0)
     microbatches = 3

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.errors import ModelError
@@ -32,8 +33,8 @@ def stage_of(*layers, first=0):
 
 def run(stage, boundary, key):
     """Run all layers; return their output."""
-    made = StageWork(stage).forward(
-        Run("test", lambda microbatch: key, 1), 0, [boundary], 1, Recipe(Keep.NOTHING)
+    made = StageRunner(stage).forward(
+        Run("test", lambda microbatch: key, 1), 0, [boundary], 1, ForwardPlan(RunMode.EVALUATE)
     )
     return made.parts[0]
 
@@ -54,9 +55,9 @@ def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
     stage = stage_of(nn.ReLU(inplace=True))
     for _ in range(2):
         boundary = torch.tensor([-1.0, 2.0], requires_grad=True)
-        work = StageWork(stage)
+        work = StageRunner(stage)
         work.forward(
-            Run("test", lambda microbatch: no_key, 1), 0, [boundary], 2, Recipe(Keep.GRAPH)
+            Run("test", lambda microbatch: no_key, 1), 0, [boundary], 2, ForwardPlan(RunMode.TRAIN)
         )
         work.backward(0, [torch.ones(2)])
         assert boundary.grad.tolist() == [0.0, 1.0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.engine.state.buffers import SMALL_BYTES, Lasting, LayerBuffers
+from gpipe_hpc.engine.buffers import SMALL_BYTES, Lasting, LayerBuffers
 
 FEW, MANY = 2, SMALL_BYTES // 4
 

@@ -4,6 +4,7 @@ The plain loop derives the keys itself, from the formula in the docstring of mod
 """
 
 import copy
+import itertools
 import random
 import threading
 import time
@@ -90,38 +91,72 @@ def test_the_users_own_numbers_go_on_as_without_a_step():
 
 
 class Late(Draw):
-    """Begin to draw in the second step."""
+    """Begin to draw in the third step, from one source."""
 
-    def __init__(self):
+    def __init__(self, source):
         super().__init__()
+        self.source, self.own = source, np.random.default_rng(0)
         self.register_buffer("count", torch.zeros(()))
 
     def draw(self):
         self.count += 1
-        if self.count <= MICROBATCHES:
+        if self.count <= (STEPS - 1) * MICROBATCHES:
             return 0.0
-        return random.random() + np.random.rand() + torch.rand(1).item()
+        drawn = {
+            "python": random.random,
+            "numpy": np.random.rand,
+            "torch": lambda: torch.rand(1).item(),
+            "own": self.own.random,
+        }
+        if self.source == "all":
+            return sum(draw() for draw in drawn.values())
+        return drawn[self.source]()
 
 
-def test_a_layer_that_begins_to_draw_later_draws_the_same_again(plain):
-    """The gradients of its first drawn micro-batch were those of other numbers than its output."""
-    drawn = []
+def late_model(source):
+    """Layers of which the second and the fourth begin to draw; others draw all the time."""
+    torch.manual_seed(0)
+    kinds = (lambda: Late(source), FromPython, lambda: Late(source), FromAll)
+    return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), *[kind() for kind in kinds]]
 
-    class Noting(Late):
-        def draw(self):
-            drawn.append((torch.is_grad_enabled(), super().draw()))
-            return drawn[-1][1]
 
-    layers = model(Noting)[:2]
-    ours = train(layers, 1, recompute="always")
-    # Each number once in a forward and once in a recomputation; GPipe's come in reverse.
-    for step in range(STEPS):
-        part = drawn[2 * MICROBATCHES * step : 2 * MICROBATCHES * (step + 1)]
-        numbers = [number for _, number in part]
-        assert numbers[:MICROBATCHES] == numbers[MICROBATCHES:][::-1], step
-    expected = train_plain(plain, model(Late)[:2])
-    for step in (0, 2):  # by then it is known to draw, and keyed from its first number on
-        assert ours.losses[step] == pytest.approx(expected.losses[step], rel=1e-12)
+@pytest.mark.parametrize("source", ["python", "numpy", "torch", "own", "all"])
+def test_a_layer_that_begins_to_draw_in_the_third_step_is_keyed_at_once(plain, source):
+    """Its first numbers depended on what had been drawn before: on the layout."""
+    expected = train_plain(plain, late_model(source))
+    layouts = [(1, "gpipe"), (2, "gpipe"), (5, "gpipe"), (1, "one_f_one_b"), (3, "one_f_one_b")]
+    by_order = {}  # GPipe adds the micro-batches' gradients in reverse
+    for (ranks, schedule), recompute in itertools.product(layouts, ["never", "always"]):
+        ours = train(late_model(source), ranks, schedule=schedule, recompute=recompute)
+        first = by_order.setdefault(schedule, ours)
+        assert ours.losses == pytest.approx(expected.losses, rel=1e-12)
+        assert ours.losses == first.losses
+        steps = zip(ours.gradients, first.gradients, expected.gradients, strict=True)
+        for mine, theirs, reference in steps:
+            assert mine.keys() == reference.keys()
+            for name, gradient in mine.items():
+                assert torch.equal(gradient, theirs[name]), (ranks, schedule, recompute, name)
+                torch.testing.assert_close(gradient, reference[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_layer_whose_draws_begin_runs_once_more_and_changes_its_buffers_once():
+    """A stage is run again to find who draws: its buffers count each micro-batch once."""
+    layer = Late("numpy")
+    runs = []
+    layer.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    whole = together(
+        train_ranks(
+            [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), layer],
+            square_sum,
+            BATCHES,
+            ranks=1,
+            microbatches=MICROBATCHES,
+            seed=SEED,
+            recompute="never",
+        )
+    )
+    assert whole.buffers["layers.1.count"].item() == STEPS * MICROBATCHES
+    assert len(runs) == STEPS * MICROBATCHES + 1
 
 
 class Disturbed(nn.Dropout):

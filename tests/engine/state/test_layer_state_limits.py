@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.engine.state.buffers import SMALL_BYTES
+from gpipe_hpc.engine.buffers import SMALL_BYTES
 from gpipe_hpc.errors import ActionError
 
 WIDTH, SAMPLES, MICROBATCHES = 4, 8, 4

@@ -71,19 +71,19 @@ def test_a_weight_that_is_none_seeds_as_one(weight):
 
 
 def test_mean_becomes_a_sum_over_samples():
-    assert loss_term(lambda o, t: o.mean(), torch.arange(4.0), None, 4) == (6.0, 4.0)
-    assert loss_term(lambda o, t: o.mean().view(1, 1), torch.ones(4), None, 4) == (4.0, 4.0)
+    assert loss_term(lambda o, t: o.mean(), torch.arange(4.0), None, 4, None) == (6.0, 4.0)
+    assert loss_term(lambda o, t: o.mean().view(1, 1), torch.ones(4), None, 4, None) == (4.0, 4.0)
 
 
 def test_pair_is_taken_as_it_is():
-    term = loss_term(lambda o, t: (o.sum(), t), torch.ones(4), torch.tensor(7), 4)
+    term = loss_term(lambda o, t: (o.sum(), t), torch.ones(4), torch.tensor(7), 4, None)
     assert (term.total.item(), term.weight.item()) == (4.0, 7)
 
 
 @pytest.mark.parametrize("value", [None, 1.0, torch.ones(2), (torch.ones(2), 1), [1, 2], (1.0, 2)])
 def test_anything_else_is_refused(value):
     with pytest.raises(ModelError, match=r"loss_fn: expected a scalar.*reduce the loss"):
-        loss_term(lambda o, t: value, None, None, 4)
+        loss_term(lambda o, t: value, None, None, 4, None)
 
 
 def test_sums_are_taken_from_left_to_right():

@@ -20,7 +20,7 @@ from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import build, lower
 
 pytestmark = pytest.mark.skipif(
-    not engine_precision._casts_keep_their_graph(), reason="this torch casts for each graph"
+    not engine_precision.casts_keep_their_graph(), reason="this torch casts for each graph"
 )
 
 CPU = HostDevice()
@@ -143,7 +143,7 @@ def test_nothing_is_cast_in_float32_or_where_graphs_move_to_the_host():
 
 
 def test_older_versions_of_torch_cast_in_each_graph(monkeypatch):
-    monkeypatch.setattr(engine_precision, "_casts_keep_their_graph", lambda: False)
+    monkeypatch.setattr(engine_precision, "casts_keep_their_graph", lambda: False)
     layers, given = [LayerSpec(nn.Linear, WIDTH, WIDTH)] * 2, torch.rand(3, WIDTH)
     model = counted(layers, given, "bfloat16")
     assert casts_of(model) == 0

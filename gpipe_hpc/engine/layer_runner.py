@@ -1,0 +1,644 @@
+"""Run consecutive layers so that random numbers and buffers do not depend on the layout.
+
+    plain layer       seed torch's generators, call the module
+    any other layer   seed all generators that it draws from, give it copies of buffers that it may
+                      change, call the module, and note what it drew and changed
+
+A plain layer draws from torch's generators at most, and has no buffers and no skips. Which layers
+are plain is learned in their first forward. Later one layer every few runs is inspected again, and
+Python's and NumPy's generators are compared after each run, as a layer may begin to draw.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.aliases import cloned, is_buffer, is_plain, mark_buffer, shared_blocks
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.nests import Nest, flatten, unflatten
+from gpipe_hpc.engine.astray import refuse_astray
+from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.buffers import (
+    NO_BUFFERS,
+    Before,
+    Found,
+    Home,
+    Lasting,
+    LayerBuffers,
+    Returned,
+)
+from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.random_state import Drawn, DrawsFrom, RandomState, own_generators
+from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
+from gpipe_hpc.engine.stages.routes import State
+from gpipe_hpc.engine.sums.loss import LossTerm, Noted
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import CURRENT_REPORTS, Reports, SkipNames, run_layer
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+LayerKey = Callable[[int], int]
+"""Gives the random key of a layer (by its global index) for the micro-batch at hand."""
+
+Around = AbstractContextManager[object]
+"""What layers run in besides their generators: autocast, peers of BatchNorm, offloading."""
+
+_IS_TRAINING: Final = attrgetter("training")
+_EVERY: Final = 4  # runs of a stage after which one layer is inspected again
+NOTHING_AROUND: Final[Around] = nullcontext()
+ASTRAY: Final = "let the layer leave its output where its input was"
+
+
+class RunMode(Enum):
+    """What a run of layers leaves behind."""
+
+    EVALUATE = "evaluate"  # nothing; layers change their buffers as in plain torch
+    TRAIN = "train"  # autograd's graph, for the backward
+    RECORD = "record"  # no graph, but what a REPLAY needs to do the same again
+    REPLAY = "replay"  # the graph of a recomputation, and no other change
+
+
+class Layer:
+    """One layer in its place: its global index, its module, what it draws from and its buffers.
+
+    `call`: what runs it, the module itself or what it was compiled to. `where`: its name in
+    messages. The loss function runs as the layer after the last one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        where: str,
+        random: RandomState,
+        lasting: Lasting,
+        *,
+        names: SkipNames | None = None,
+        sharing: Sequence[tuple[str, Home]] = (),
+        elsewhere: Mapping[str, int] | None = None,
+    ) -> None:
+        self.index, self.module, self.where = index, module, where
+        self.call: Callable[..., Any] = module
+        self._names = names or SkipNames()
+        self.has_skips = bool(self._names.stashes or self._names.pops)
+        self._random, self._lasting, self._elsewhere = random, lasting, elsewhere
+        self._seeded = {id(generator) for generator in random.generators}
+        self._has_warned = False
+        self.renew(sharing)
+
+    def renew(self, sharing: Sequence[tuple[str, Home]]) -> None:
+        """Forget what was learned: nothing has run yet, or the layer has other modules."""
+        self.buffers = LayerBuffers(
+            self.module, self.where, self._lasting, sharing, self._elsewhere
+        )
+        own = own_generators(self.module, self._seeded)
+        self._draws = {True: DrawsFrom(own), False: DrawsFrom(own)}
+        self._random.num_learned += 1
+
+    @property
+    def draws_from(self) -> DrawsFrom:
+        """Return what it draws from in the mode that it is in."""
+        return self._draws[self.module.training]
+
+    def look_for_generators(self) -> None:
+        """Look for generators of its own again: some layers make them in their first forward."""
+        self.draws_from.own = own_generators(self.module, self._seeded)
+
+    def with_skips(self, stashed: dict[str, Nest]) -> Callable[[Nest], Nest]:
+        """Return what runs it on a nest; its pops leave `stashed`, its stashes come into it."""
+        place = f"layers.{self.index}"
+        return lambda nest: run_layer(self.call, self._names, nest, stashed, place)
+
+    def warn_of_backward(self, found: Sequence[Found]) -> None:
+        """Warn if buffers that forwards change have changed in a backward too."""
+        changed = self.buffers.changes(found)
+        if changed:
+            self.warn(
+                f"buffer {changed} was changed in a backward, expected in forwards alone, as each "
+                f"micro-batch has a copy of its own; if torch.utils.checkpoint in the layer runs "
+                f"its forward again there, leave that to recompute=always"
+            )
+
+    def warn(self, message: str) -> None:
+        """Warn of the layer, once."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s: %s", self.where, message)
+
+
+class Trace(NamedTuple):
+    """What a forward of one layer leaves for its recomputation."""
+
+    before: Before = NO_BUFFERS
+    drawn: Drawn = Drawn()
+    output: Sketch | None = None
+
+
+_NO_TRACE: Final = Trace()  # of a plain layer
+
+
+class Record:
+    """What a forward of some layers leaves for their recomputation.
+
+    `compares_all`: the outputs of all layers are compared then, not only of those that draw from
+    Python or NumPy.
+    """
+
+    __slots__ = ("compares_all", "differs", "traces")
+
+    def __init__(self, *, compares_all: bool) -> None:
+        self.compares_all, self.differs = compares_all, False
+        self.traces: dict[int, Trace] = {}
+
+
+class ForwardOptions(NamedTuple):
+    """How layers run.
+
+    `record`: for RECORD and REPLAY. `shares_casts`: of weights, with other runs of the step.
+    `deferred`: what takes the gradients of their weights in place of autograd. `host`: what takes
+    hold of all that autograd saves, to move it to the host. `wait_for_layer`: waits until the
+    parameters of a layer are gathered.
+    """
+
+    mode: RunMode
+    has_graph: bool = False
+    record: Record | None = None
+    shares_casts: bool = True
+    deferred: Deferred | None = None
+    host: HostCopy | None = None
+    wait_for_layer: Callable[[int], None] | None = None
+
+
+class Loss(NamedTuple):
+    """The loss, which runs behind the last layer on its output."""
+
+    layer: Layer
+    function: Callable[[Nest], LossTerm]
+
+
+class LayerOutput:
+    """What layers made of one micro-batch.
+
+    `losses`: where a backward begins besides the output. `changes`: what layers that are not plain
+    found in their buffers. `returned`: buffers that the output of a layer lies in.
+    """
+
+    __slots__ = ("changes", "losses", "noted", "returned", "state", "term")
+
+    def __init__(self) -> None:
+        self.state: State
+        self.noted: list[Noted] = []
+        self.term: LossTerm | None = None
+        self.losses: list[torch.Tensor] = []
+        self.changes: list[tuple[Layer, Before]] = []
+        self.returned: list[Returned] = []
+
+
+class LayerRunner:
+    """Consecutive layers of one stage, in their order; a stage may have none.
+
+    They never write into what they are given. The loss may run behind them, as one layer more.
+    """
+
+    def __init__(
+        self, stage: int, layers: Sequence[Layer], random: RandomState, device: Device
+    ) -> None:
+        self.layers = tuple(layers)
+        self._stage, self._random, self._device = stage, random, device
+        self._indices = tuple(layer.index for layer in layers)
+        # By training mode (dropout writes in place in one only): whether the layers were seen
+        # to leave their input as it is.
+        self._leaves_input_alone: dict[bool, bool] = {}
+        # What was looked up for the layers at hand, and when that has to be done again.
+        self._loss: Layer | None = None
+        self._members: tuple[Layer, ...] = self.layers
+        self._modules = [layer.module for layer in layers]
+        self._training: list[bool] = []
+        self._num_learned, self._num_runs = -1, 0
+        self._plain: dict[RunMode, list[bool]] = {}
+        self._empty: list[Home] = []  # where a layer that has no buffers would get them
+        self._draws_torch = self._draws_process = False
+        self.buffered: tuple[Layer, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """Return its name in messages."""
+        if not self._indices:
+            return f"stage {self._stage}"
+        return f"stage {self._stage} (layers {self._indices[0]} to {self._indices[-1]})"
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], bool]:
+        """Return what tells its runs from those of others: its layers, and the mode."""
+        return self._indices, any(map(_IS_TRAINING, self._modules[: len(self.layers)]))
+
+    def run(
+        self,
+        given: State,
+        keys: LayerKey,
+        options: ForwardOptions,
+        loss: Loss | None = None,
+        around: Around = NOTHING_AROUND,
+    ) -> LayerOutput:
+        """Run the layers, and the loss behind them, on one micro-batch.
+
+        A layer may begin to draw from Python's or NumPy's generator. Its numbers would depend on
+        what was drawn before, so that the layers run once more then, each with all generators
+        seeded. That shows which of them draws, and from now on those are seeded for it.
+        """
+        self._look_up(None if loss is None else loss.layer)
+        with torch.set_grad_enabled(options.has_graph), around, self._random:
+            if self._draws_torch or self._draws_process:
+                self._random.look_for_others(torchs=self._draws_torch, process=self._draws_process)
+            output = self._run_once(given, keys, options, loss)
+            if self._random.has_moved():
+                known = self._forget_draws()
+                if self._undo(output.changes, options):
+                    del output  # its memory is free for the second run
+                    output = self._run_once(given, keys, options, loss)
+                self._random.end_search(has_found=known != self._known_draws())
+        for each in output.returned:
+            each.refuse_writes()
+        if self._random.was_disturbed and options.mode is RunMode.TRAIN:
+            self._warn_of_others()
+        return output
+
+    def _look_up(self, loss: Layer | None) -> None:
+        """Find out which layers are plain, if that may have changed since the last run."""
+        if loss is not self._loss:
+            self._loss = loss
+            self._members = self.layers if loss is None else (*self.layers, loss)
+            self._modules = [layer.module for layer in self._members]
+            self._num_learned = -1
+        training = list(map(_IS_TRAINING, self._modules))
+        num_learned = self._random.num_learned
+        is_known = num_learned == self._num_learned and training == self._training
+        if is_known and not any(self._empty):
+            return
+        self._training, self._num_learned = training, num_learned
+        draws = [layer.draws_from for layer in self._members]
+        self.buffered = tuple([layer for layer in self._members if layer.buffers.exist])
+        self._empty = [
+            home
+            for layer in self._members
+            if not layer.buffers.exist
+            for home in layer.buffers.homes
+        ]
+        self._draws_torch = any(each.torch for each in draws)
+        self._draws_process = any(d.python or d.numpy or not d.is_known for d in draws)
+        only_torch = [
+            each.only_torch and not layer.has_skips and not self._random.seeds_all
+            for each, layer in zip(draws, self._members, strict=True)
+        ]
+        is_plain = [
+            is_so and layer not in self.buffered
+            for is_so, layer in zip(only_torch, self._members, strict=True)
+        ]
+        # What a recomputation compares is noted of layers that draw.
+        draws_nothing = [is_so and not d.torch for is_so, d in zip(is_plain, draws, strict=True)]
+        self._plain = {
+            RunMode.EVALUATE: only_torch,
+            RunMode.TRAIN: is_plain,
+            RunMode.RECORD: draws_nothing,
+            RunMode.REPLAY: draws_nothing,
+        }
+
+    def _run_once(
+        self, given: State, keys: LayerKey, options: ForwardOptions, loss: Loss | None
+    ) -> LayerOutput:
+        output, reports = LayerOutput(), Reports()
+        nest, stashed, watch = self._protect(given, options)
+        plain, generators = self._plain[options.mode], self._random.generators
+        if options.record is not None:
+            options.record.differs = False
+            if options.record.compares_all:
+                plain = [False] * len(plain)
+        # Now and then a layer is inspected again: it may have begun to draw from torch's.
+        self._num_runs += 1
+        rounds, left = divmod(self._num_runs, _EVERY)
+        inspected = -1 if left or not plain else rounds % len(plain)
+        token = CURRENT_REPORTS.set(reports)
+        splits: Any = None
+        if options.deferred is not None:
+            options.deferred.is_in_forward = True
+            splits = DeferWeights(options.deferred)
+            splits.__enter__()
+        try:
+            for place, layer in enumerate(self.layers):
+                if options.wait_for_layer is not None:
+                    options.wait_for_layer(layer.index)
+                key = keys(layer.index)
+                if plain[place] and place != inspected and not stashed:
+                    for generator in generators:
+                        generator.manual_seed(key)
+                    try:
+                        nest = layer.call(nest)
+                    except Exception as error:
+                        error.add_note(layer.where)
+                        raise
+                else:
+                    call = layer.with_skips(stashed) if stashed or layer.has_skips else layer.call
+                    looks = place == inspected
+                    nest = self._run_stateful(layer, call, nest, key, options, output, looks)
+                if watch.shares_memory:
+                    self._refuse_shared(watch, layer)
+                if reports.losses or reports.metrics or reports.statistics:
+                    _take_reports(layer, reports, output)
+            self._refuse_writes(watch)
+            if self._device.is_accelerator:
+                refuse_astray((nest, stashed), self._device, self.where, ASTRAY, ModelError)
+            if splits is not None:  # the backward of the loss is whole
+                splits, _ = None, splits.__exit__(None, None, None)
+            if loss is not None:
+                layer, looks = loss.layer, inspected == len(self.layers)
+                key = keys(layer.index)
+                if plain[-1] and not looks:
+                    for generator in generators:
+                        generator.manual_seed(key)
+                    term = loss.function(nest)
+                else:
+                    term = self._run_stateful(
+                        layer, loss.function, nest, key, options, output, looks
+                    )
+                output.term = term
+                output.losses.append(term.total)
+                if reports.losses or reports.metrics or reports.statistics:
+                    _take_reports(layer, reports, output)
+        finally:
+            if splits is not None:
+                splits.__exit__(None, None, None)
+            if options.deferred is not None:
+                options.deferred.is_in_forward = False
+            CURRENT_REPORTS.reset(token)
+        output.state = State(nest, stashed)
+        return output
+
+    def _run_stateful(
+        self,
+        layer: Layer,
+        call: Callable[[Nest], Any],
+        nest: Nest,
+        key: int,
+        options: ForwardOptions,
+        output: LayerOutput,
+        inspects: bool,
+    ) -> Any:
+        """Run a layer that has buffers or draws, or of which that is not known."""
+        mode, record, draws = options.mode, options.record, layer.draws_from
+        returns, was_known, homes = mode is RunMode.RECORD, draws.is_known, layer.buffers.homes
+        trace, before, as_recorded = _NO_TRACE, NO_BUFFERS, NOTHING_AROUND
+        if mode is RunMode.REPLAY and record is not None:
+            trace = record.traces.get(layer.index, _NO_TRACE)
+            if layer.buffers.matters(trace.before):
+                as_recorded = layer.buffers.again(trace.before)
+        elif mode is not RunMode.EVALUATE and any(homes):
+            before = layer.buffers.begin(returns=returns)
+        with as_recorded:
+            block = self._random.seed(key, draws, inspects=inspects)
+            try:
+                with block:
+                    made = call(nest)
+            except Exception as error:
+                if layer is not self._loss:  # which names itself
+                    error.add_note(layer.where)
+                raise
+            drawn = self._random.finish(draws, measures=record is not None)
+            if not was_known:
+                layer.look_for_generators()
+        tensors = made.total if isinstance(made, LossTerm) else made
+        if mode in (RunMode.TRAIN, RunMode.RECORD) and (before is not NO_BUFFERS or any(homes)):
+            before = layer.buffers.end(before, returns=returns)
+            output.changes.append((layer, before))
+            output.returned += layer.buffers.returned(before, tensors, returns=returns)
+        if mode is RunMode.RECORD and record is not None:
+            # Whether a layer draws from Python's and NumPy's is not known for sure.
+            compares = record.compares_all or (drawn.python, drawn.numpy) != (None, None)
+            sketch = sketch_of(tensors) if compares else None
+            record.traces[layer.index] = Trace(before, drawn, sketch)
+        elif mode is RunMode.REPLAY and record is not None:
+            _compare(layer, record, trace, drawn, tensors)
+        return made
+
+    def _undo(self, changes: Sequence[tuple[Layer, Before]], options: ForwardOptions) -> bool:
+        """Put buffers back as they were before a run; False if that cannot be done."""
+        if options.mode is RunMode.EVALUATE and self.buffered:
+            return False
+        if not all(layer.buffers.can_restore(before) for layer, before in changes):
+            return False
+        for layer, before in reversed(changes):
+            layer.buffers.restore(before)
+        if options.host is not None:
+            options.host.forget()
+        return True
+
+    def _known_draws(self) -> list[tuple[bool, bool]]:
+        """Return of each layer whether it draws from Python's and from NumPy's generator."""
+        draws = [layer.draws_from for layer in self._members]
+        return [(each.python, each.numpy) for each in draws]
+
+    def _forget_draws(self) -> list[tuple[bool, bool]]:
+        """Let the next run find out what layers draw from; return what was known."""
+        for layer in self._members:
+            layer.draws_from.is_known = False
+        self._random.num_learned += 1
+        self._look_up(self._loss)
+        return self._known_draws()
+
+    def _warn_of_others(self) -> None:
+        """Warn that others draw from torch's generators, if a layer does: no R shows the harm."""
+        for layer in self._members:
+            if layer.draws_from.torch:
+                layer.warn(
+                    "draws from torch's default generator, from which something else has drawn "
+                    "amid a step (another thread, or a hook of a backward), expected nothing else, "
+                    "as what the layer draws then depends on timing; give the other one a "
+                    "torch.Generator of its own"
+                )
+                return
+
+    def _protect(
+        self, given: State, options: ForwardOptions
+    ) -> tuple[Nest, dict[str, Nest], "InputWatch"]:
+        """Return what the layers may run on in place of `given`, and what notices their writes.
+
+        `given` stays as it is: it may be needed for recomputation, and its storage may belong to
+        the user or to another rank. So its tensors are copied if layers write into them; the first
+        run finds out. Its containers are always made again: a layer may put other values into a
+        dict or list.
+        """
+        mode = any(self._training[: len(self.layers)])
+        is_known = self._leaves_input_alone.get(mode)
+        nest = given.nest
+        if is_known and isinstance(nest, torch.Tensor) and not given.stashed:
+            is_leaf = options.has_graph and nest.requires_grad and nest.is_leaf
+            if is_leaf and nest.layout is torch.strided and not nest.is_nested:
+                nest = nest.view_as(nest)  # as `_with_node` does
+            return nest, {}, InputWatch(mode, [given.nest], [given.nest._version], is_copy=False)
+        leaves, tree = flatten(given)
+        tensors = given.tensors()
+        if is_known:
+            # A `grad_fn` for each that requires a gradient: layers put hooks on that.
+            own = {id(t): _with_node(t) if options.has_graph else t for t in tensors}
+            watch = InputWatch(mode, tensors, [t._version for t in tensors], is_copy=False)
+        else:
+            copies = cloned(tensors)
+            own = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
+            buffers = [place for place, tensor in enumerate(tensors) if is_buffer(tensor)]
+            for place in buffers:
+                mark_buffer(copies[place])  # layers may hand it on
+            versions = [copy._version for copy in copies]
+            watch = InputWatch(mode, copies, versions, buffers, tensors, is_copy=True)
+        state = unflatten([own.get(id(leaf), leaf) for leaf in leaves], tree)
+        return state.nest, state.stashed, watch
+
+    def _refuse_writes(self, watch: "InputWatch") -> None:
+        """Raise ModelError if the layers wrote into what they were given, and it was no copy.
+
+        Their first run was given copies, and shows whether they write.
+        """
+        if watch.is_copy and watch.tensors:
+            if watch.is_training not in self._leaves_input_alone:
+                writes = bool(watch.written()) or watch.has_other_values()
+                self._leaves_input_alone[watch.is_training] = not writes
+            return
+        for tensor, version in zip(watch.tensors, watch.versions, strict=True):
+            if tensor._version != version:
+                raise ModelError(
+                    f"{self.where}: a layer wrote in place into the "
+                    f"stage's input in this micro-batch, but not in the first; use inplace=False "
+                    f"there, or write in place always"
+                )
+
+    def _refuse_shared(self, watch: "InputWatch", layer: Layer) -> None:
+        """Raise ModelError if a layer has written into what others hold, too.
+
+        Into one of several views of one memory, or into the buffer of a layer.
+        """
+        first, written = self._indices[0], watch.written()
+        source = f"output of layers.{first - 1}" if first else "batch"
+        for place in watch.buffers:
+            if place in written:
+                raise ModelError(
+                    f"{layer.where}: wrote in place into tensor {place} of the {source}, which "
+                    f"lies in a buffer or a frozen parameter of an earlier layer; a write does not "
+                    f"reach that layer if the model is cut between the two. Use inplace=False "
+                    f"here, or let the earlier layer return a copy (clone)"
+                )
+        for block in shared_blocks(watch.tensors):
+            for place in written & block.views.keys():
+                others = ", ".join(str(other) for other in block.views if other != place)
+                raise ModelError(
+                    f"{layer.where}: wrote in place into tensor {place} of the {source}, which "
+                    f"shares memory with tensor {others} of it; the write would reach only one of "
+                    f"them where the model is cut in between. Use inplace=False there, or let the "
+                    f"layer before return tensors of their own (clone)"
+                )
+
+
+class InputWatch:
+    """The tensors that layers were given, and how often each had been written to before.
+
+    `buffers`: positions of those that lie in a buffer of another layer. `originals`: of copies.
+    `shares_memory`: copies of such ones, or of different tensors that have elements in common.
+    """
+
+    __slots__ = (
+        "buffers",
+        "is_copy",
+        "is_training",
+        "originals",
+        "shares_memory",
+        "tensors",
+        "versions",
+    )
+
+    def __init__(
+        self,
+        is_training: bool,
+        tensors: Sequence[torch.Tensor],
+        versions: Sequence[int],
+        buffers: Sequence[int] = (),
+        originals: Sequence[torch.Tensor] = (),
+        *,
+        is_copy: bool,
+    ) -> None:
+        self.is_training, self.tensors, self.versions = is_training, tensors, versions
+        self.buffers, self.originals, self.is_copy = buffers, originals, is_copy
+        self.shares_memory = is_copy and (
+            bool(buffers) or (len(tensors) > 1 and bool(shared_blocks(tensors)))
+        )
+
+    def written(self) -> set[int]:
+        """Return the positions of those that were written to since."""
+        pairs = zip(self.tensors, self.versions, strict=True)
+        return {place for place, (tensor, v) in enumerate(pairs) if tensor._version != v}
+
+    def has_other_values(self) -> bool:
+        """Return whether the copies differ from their originals.
+
+        Writes by `.data` or NumPy change no version, so values are compared.
+        """
+        with torch.no_grad():
+            return any(
+                type(copy) is torch.Tensor and is_plain(copy) and not _are_equal(copy, original)
+                for copy, original in zip(self.tensors, self.originals, strict=True)
+            )
+
+
+def _compare(layer: Layer, record: Record, trace: Trace, drawn: Drawn, output: Nest) -> None:
+    """Compare a recomputation with its forward: numbers drawn, and the output.
+
+    Raises ModelError for other numbers. Another output alone is warned of, once in a run: the
+    layers after it are given something else.
+    """
+    apart = 0.0
+    if trace.output is not None and not record.differs:
+        apart = difference(trace.output, sketch_of(output))
+    if layer.draws_from.torch and _is_moved(trace.drawn.torch, drawn.torch):
+        raise _other_numbers(layer, "torch's", "torch.Generator()")
+    if apart and _is_moved(trace.drawn.python, drawn.python):
+        raise _other_numbers(layer, "Python's", "random.Random()")
+    if apart and _is_moved(trace.drawn.numpy, drawn.numpy):
+        raise _other_numbers(layer, "NumPy's", "numpy.random.default_rng()")
+    if apart > 0:
+        record.differs = True
+        layer.warn(
+            f"gave another output (by {apart:.1e} of its size) when it was run again on the "
+            f"same input, buffers and random numbers, expected the same, as gradients are "
+            f"those of the second run and later layers had the first; keep in buffers what a "
+            f"forward changes, or use recompute=never"
+        )
+
+
+def _is_moved(one: int | None, other: int | None) -> bool:
+    return one is not None and other is not None and one != other
+
+
+def _other_numbers(layer: Layer, whose: str, remedy: str) -> ModelError:
+    return ModelError(
+        f"{layer.where}: drew other random numbers when it was run again, expected those of its "
+        f"forward, as gradients are those of the second run; another thread draws from {whose} "
+        f"default generator in between: give it one of its own, {remedy}; or the layer draws by "
+        f"what changes from run to run: keep that in a buffer"
+    )
+
+
+def _take_reports(layer: Layer, reports: Reports, output: LayerOutput) -> None:
+    output.losses += reports.losses.values()
+    output.noted.append(Noted(layer.index, reports.take()))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _with_node(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a `grad_fn` if it requires a gradient: layers put hooks on that."""
+    has_none = tensor.requires_grad and tensor.is_leaf and is_plain(tensor)
+    return tensor.view_as(tensor) if has_none else tensor

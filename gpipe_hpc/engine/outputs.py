@@ -1,0 +1,249 @@
+"""What leaves a stage: in memory of its own, and marked with whether it requires a gradient.
+
+**Memory.** A layer may keep its output and write into it again: as scratch for the next
+micro-batch, or as a running value. In one piece nobody notices; here that output may still be on
+its way to another rank, or be kept there for a recomputation. So memory of what leaves a stage that
+somebody else refers to as well is copied. Most layers keep nothing, and nothing is copied.
+
+**Gradients.** Layers that will be recomputed run forward without a graph, and yet the next stage
+has to see of a boundary what it would see in one piece: a mask, or an output that was detached,
+requires no gradient. So the first forward of each kind makes a graph, which shows it, and drops it.
+If all that layers made requires a gradient, the next ones go without; what they only pass on keeps
+its own mark. If something does not, that may depend on values: those forwards always make a graph.
+"""
+
+import logging
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Final, TypeVar, cast
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from gpipe_hpc.comm.aliases import cloned, is_plain
+from gpipe_hpc.comm.nests import map_tensors, tensors_of
+from gpipe_hpc.engine.layer_runner import LayerRunner
+from gpipe_hpc.engine.stages.routes import State
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.torch_compat import storage_use_count
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+N = TypeVar("N")
+
+REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
+Kind = tuple[Hashable, ...]
+"""A kind of run: its place (layers and mode), then which of its inputs require a gradient."""
+
+
+class OutputIsolation:
+    """Let tensors leave a stage in memory of their own if there is a graph of what made them.
+
+    The graph may refer to them, too: tanh keeps its output. Such a one is left where it is, as
+    autograd itself refuses a backward through memory that was written to. The graph is searched
+    once for each place where somebody refers to what leaves.
+    """
+
+    def __init__(self) -> None:
+        # By place and number of tensors: which of them a graph has saved.
+        self._saved: dict[Hashable, list[bool]] = {}
+
+    def copy_if_shared(
+        self,
+        nest: N,
+        given: Iterable[torch.Tensor],
+        place: Hashable,
+        ends: Iterable[GradientEdge | None],
+    ) -> N:
+        """Return what leaves a place, as the function `copy_if_shared` does.
+
+        `ends`: where its graph is entered.
+        """
+        tensors = _tensors(nest)
+        held = _held_elsewhere(tensors, given)
+        if not held:
+            return nest
+        key = (place, len(tensors))
+        saved = self._saved.get(key)
+        if saved is None:
+            found = _saved_storages(edge.node for edge in ends if edge is not None)
+            saved = [is_plain(t) and t.untyped_storage()._cdata in found for t in tensors]
+            self._saved[key] = saved
+        for tensor, is_saved in zip(tensors, saved, strict=True):
+            # Of what torch did not allocate autograd does not know when it is written to.
+            if is_saved and tensor.untyped_storage().resizable():
+                held.pop(tensor.untyped_storage()._cdata, None)
+        return _copied(nest, held)
+
+
+def copy_if_shared(nest: N, given: Iterable[torch.Tensor]) -> N:
+    """Return a nest of detached tensors, copied where somebody else refers to their memory.
+
+    Memory of `given` may be passed on: whoever made it has looked at it. Nobody but the caller
+    and `nest` may refer to the tensors themselves.
+    """
+    return _copied(nest, _held_elsewhere(_tensors(nest), given))
+
+
+def _tensors(nest: Any) -> list[torch.Tensor]:
+    return nest.tensors() if isinstance(nest, State) else tensors_of(nest)
+
+
+def _held_elsewhere(
+    tensors: Sequence[torch.Tensor], given: Iterable[torch.Tensor]
+) -> dict[int, Any]:
+    """Return the storages, by address, that somebody besides `tensors` and `given` refers to."""
+    storages: dict[int, Any] = {}
+    counts: dict[int, int] = {}
+    for tensor in tensors:
+        if is_plain(tensor):
+            storage = tensor.untyped_storage()
+            storages.setdefault(storage._cdata, storage)
+            counts[storage._cdata] = counts.get(storage._cdata, 0) + 1
+            del storage
+    # Of memory that torch did not allocate (NumPy's) nobody knows who refers to it. One more
+    # reference is that of `storages`.
+    held = {
+        address: storage
+        for address, storage in storages.items()
+        if not storage.resizable() or storage_use_count(address) > counts[address] + 1
+    }
+    if not held:
+        return held
+    known = {tensor.untyped_storage()._cdata for tensor in given if is_plain(tensor)}
+    return {address: storage for address, storage in held.items() if address not in known}
+
+
+def _saved_storages(nodes: Iterable[Any]) -> set[int]:
+    """Return the addresses of all storages that a graph has saved tensors in."""
+    found: set[int] = set()
+    left, seen = list(nodes), {None}
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        left.extend(following for following, _ in node.next_functions)
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                saved = getattr(node, name)
+                for each in saved if isinstance(saved, tuple | list) else (saved,):
+                    tensor = _plainly_saved(each)
+                    if tensor is not None:
+                        found.add(tensor.untyped_storage()._cdata)
+    return found
+
+
+def _plainly_saved(saved: Any) -> torch.Tensor | None:
+    """Return what was saved without a hook: one may run the layer again (torch's checkpoint)."""
+    tensor = getattr(saved, "data", None)
+    is_seen = isinstance(tensor, torch.Tensor) and is_plain(tensor)
+    return tensor if is_seen and getattr(saved, "unpack_hook", saved) is None else None
+
+
+def _copied(nest: N, held: Mapping[int, Any]) -> N:
+    if not held:
+        return nest
+    own = [t for t in _tensors(nest) if is_plain(t) and t.untyped_storage()._cdata in held]
+    copies = {
+        id(tensor): copy.requires_grad_(tensor.requires_grad)
+        for tensor, copy in zip(own, cloned([each.detach() for each in own]), strict=True)
+    }
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.get(id(tensor), tensor)
+
+    return cast(N, nest.map(copied) if isinstance(nest, State) else map_tensors(copied, nest))
+
+
+class RequiresGradTracker:
+    """What forwards without a graph need to know of the outputs of a stage's layers."""
+
+    def __init__(self) -> None:
+        self._trained: list[bool] = []
+        # Kinds of runs of which every tensor made requires a gradient, as far as was seen: they
+        # need no graph to tell.
+        self.all_require: set[Kind] = set()
+        self._last: dict[Kind, list[bool]] = {}  # what a graph told of each kind
+        self._varying: set[Hashable] = set()  # places where that was seen to change
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Begin a step; forget everything if parameters were frozen or unfrozen."""
+        trained = [parameter.requires_grad for parameter in parameters]
+        if trained != self._trained:
+            self._trained = trained
+            self.all_require.clear()
+            self._last.clear()
+
+    def flags(
+        self,
+        kind: Kind,
+        given: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        *,
+        has_graph: bool,
+    ) -> list[bool]:
+        """Return of each tensor that leaves whether it requires a gradient; `given`: the inputs."""
+        own = {id(tensor): tensor.requires_grad for tensor in given}
+        if not has_graph:
+            return [
+                own.get(id(each), each.is_floating_point() or each.is_complex()) for each in tensors
+            ]
+        flags, place = [tensor.requires_grad for tensor in tensors], kind[0]
+        if self._last.setdefault(kind, flags) != flags:
+            self._varying.add(place)
+        made = [tensor for tensor in tensors if id(tensor) not in own and may_require(tensor)]
+        if all(tensor.requires_grad for tensor in made) and place not in self._varying:
+            self.all_require.add(kind)
+        return flags
+
+    def keep(
+        self, runner: LayerRunner, promised: Sequence[bool], left: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Return the recomputed tensors that a gradient comes for, None for one that needs none.
+
+        Raises ModelError where one was not asked for and is needed.
+        """
+        if len(left) != len(promised):
+            raise ModelError(
+                f"{_last(runner)}: expected {len(promised)} tensors from the recomputation, as "
+                f"in the forward, got {len(left)}; what a layer returns may depend on its input "
+                f"and parameters alone, or use recompute=never"
+            )
+        found: list[torch.Tensor | None] = []
+        for tensor, is_promised in zip(left, promised, strict=True):
+            if tensor.requires_grad and not is_promised:
+                raise ModelError(
+                    f"{_last(runner)}: an output of shape {tuple(tensor.shape)} requires a "
+                    f"gradient in the recomputation, expected none, as in the forward; whether a "
+                    f"layer detaches may depend on its input and parameters alone, or use "
+                    f"recompute=never"
+                )
+            if is_promised:
+                found.append(tensor if tensor.requires_grad else None)
+                if not tensor.requires_grad:
+                    self._found_varying(runner)
+        return found
+
+    def _found_varying(self, runner: LayerRunner) -> None:
+        if runner.place in self._varying:
+            return
+        log.warning(
+            "%s: an output requires a gradient for some micro-batches and none for others, and "
+            "said it did; its gradient is left out, as it should be. From now on its forwards "
+            "make a graph, to tell; recompute=never needs no such thing",
+            _last(runner),
+        )
+        self._varying.add(runner.place)
+        self.all_require = {kind for kind in self.all_require if kind[0] != runner.place}
+
+
+def may_require(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is of a dtype that has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _last(runner: LayerRunner) -> str:
+    """Name the layer whose output leaves a runner."""
+    return runner.layers[-1].where
