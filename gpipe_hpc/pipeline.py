@@ -31,9 +31,9 @@ from gpipe_hpc.data_parallel import (
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import BatchSplitter, Pieces, share_of, unwrapped
-from gpipe_hpc.engine.layers.compiling import chosen_backend, compile_layers
-from gpipe_hpc.engine.layers.precision import scaling
-from gpipe_hpc.engine.memory.standing import Exhausted, Standing
+from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
+from gpipe_hpc.engine.memory_snapshot import MemorySnapshot, OutOfMemoryError
+from gpipe_hpc.engine.precision import scaling
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.stages.assembly import (
@@ -530,14 +530,14 @@ class Pipeline:
             f"{type(error).__name__}: {str(error).strip()}"
         )
         with together(self.world, where), self._with_plan_of_memory():
-            raise Exhausted(told, Standing.of(self.world.device, layers, 0)) from error
+            raise OutOfMemoryError(told, MemorySnapshot.of(self.world.device, layers, 0)) from error
 
     @contextmanager
     def _with_plan_of_memory(self) -> Iterator[None]:
         """Put the plan beside what was allocated where an action finds no memory."""
         try:
             yield
-        except Exhausted as error:
+        except OutOfMemoryError as error:
             told = explain_exhausted(error.standing, self._planned, self.request)
             raise DeviceMemoryError(f"{error}\n{told}") from error.__cause__
 

@@ -54,7 +54,7 @@ class Found(NamedTuple):
 class Before(NamedTuple):
     """What a forward of a layer found in its homes, and which places it changed.
 
-    `lasting`: what the stage's `Lasting` had kept.
+    `lasting`: what the stage's `PersistentBuffers` had kept.
     """
 
     homes: tuple[Home, ...]
@@ -89,7 +89,7 @@ class Returned(NamedTuple):
             )
 
 
-class Lasting:
+class PersistentBuffers:
     """The tensors of a stage that are its buffers for good, while copies stand in for them."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class LayerBuffers:
         self,
         layer: nn.Module,
         where: str,
-        lasting: Lasting,
+        lasting: PersistentBuffers,
         sharing: Iterable[tuple[str, Home]] = (),
         elsewhere: Mapping[str, int] | None = None,
     ) -> None:

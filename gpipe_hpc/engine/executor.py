@@ -24,9 +24,9 @@ from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.layers.precision import keeping_casts
-from gpipe_hpc.engine.memory.host_room import HostRoom
-from gpipe_hpc.engine.memory.standing import Exhausted, Standing
+from gpipe_hpc.engine.memory_snapshot import MemorySnapshot, OutOfMemoryError
+from gpipe_hpc.engine.offload import PinnedBufferPool
+from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder, Span
 from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.run import Intake, Run
@@ -89,7 +89,7 @@ class Executor:
         self._all = frozenset(self._actions)
         self._intake = Intake(world.device)
         self._offloading = {a.stage for a in self._actions if a.op is Op.OFFLOAD}
-        self._room = HostRoom(world.device) if self._offloading else None
+        self._room = PinnedBufferPool(world.device) if self._offloading else None
         sending = {a.stage for a in self._actions if a.op is Op.SEND_F}
         self._runners = {
             i: StageRunner(
@@ -148,7 +148,7 @@ class Executor:
     def run(self, run: Run) -> Outcome:
         """Run the whole list; leaves torch's random generators as they were.
 
-        Raises ActionError if an action failed (Exhausted where it found no memory),
+        Raises ActionError if an action failed (OutOfMemoryError where it found no memory),
         ConnectionError or TimeoutError if a wait did.
         """
         outcome = self._outcome = Outcome()
@@ -316,13 +316,13 @@ class Executor:
                         found[edge.stage, stage, microbatch] = channel
         return found
 
-    def _exhausted(self, index: int, error: Exception) -> Exhausted:
+    def _exhausted(self, index: int, error: Exception) -> OutOfMemoryError:
         layers = [layer for stage in self._stages.values() for layer in stage.layers.values()]
         num_kept = sum(runner.num_kept for runner in self._runners.values())
         what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
-        return Exhausted(
+        return OutOfMemoryError(
             f"{self._position(index)}: {what}: {str(error).strip()}",
-            Standing.of(self._world.device, layers, num_kept),
+            MemorySnapshot.of(self._world.device, layers, num_kept),
         )
 
     def _position(self, index: int) -> str:

@@ -29,11 +29,11 @@ from gpipe_hpc.engine.buffers import (
     Before,
     Found,
     Home,
-    Lasting,
     LayerBuffers,
+    PersistentBuffers,
     Returned,
 )
-from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.offload import HostCopy
 from gpipe_hpc.engine.random_state import Drawn, DrawsFrom, RandomState, own_generators
 from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.engine.stages.routes import State
@@ -77,7 +77,7 @@ class Layer:
         module: nn.Module,
         where: str,
         random: RandomState,
-        lasting: Lasting,
+        lasting: PersistentBuffers,
         *,
         names: SkipNames | None = None,
         sharing: Sequence[tuple[str, Home]] = (),

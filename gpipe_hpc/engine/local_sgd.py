@@ -20,10 +20,10 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.data_parallel import BucketItem, Compression, ReduceStrategy, choose_strategy
+from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
-from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.engine.sums.step_reduction import unite_flags
 from gpipe_hpc.engine.sums.tied import TiedParameter
 from gpipe_hpc.errors import ConfigError
@@ -335,8 +335,8 @@ def _trained_parts(since: Tensor) -> set[int]:
 class LocalSgd:
     """Averages parameters and buffers of a rank's stages over the replicas at outer steps.
 
-    Buffers that forwards change follow `buffers` (see `Drift`), whenever the average of the first
-    part starts; running statistics of BatchNorm are among them.
+    Buffers that forwards change follow `buffers` (see `BufferSynchronizer`), whenever the average
+    of the first part starts; running statistics of BatchNorm are among them.
 
     Args:
         outer: The settings.
@@ -374,7 +374,7 @@ class LocalSgd:
             fragments.append(Fragment(named, strategy, outer, 0, tie.copies, is_tied=True))
         self.steps = OuterSteps(outer, fragments, mesh.replica_of(rank), mesh.replicas, device)
         self._drifts = {
-            index: Drift(
+            index: BufferSynchronizer(
                 stage.layers, wiring.copies[index], rank, buffers, stage.device, pooled=True
             )
             for index, stage in stages.items()

@@ -3,6 +3,7 @@
 import math
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
@@ -11,9 +12,84 @@ from typing import NamedTuple
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.device import Event as DeviceEvent
 from gpipe_hpc.comm.group import Pending
-from gpipe_hpc.engine.device_clock import Beginning, DeviceClock, await_mark
 from gpipe_hpc.schedule import Action, Event
 from gpipe_hpc.schedule.table.actions import COMPUTE
+
+Now = Callable[[], float]
+
+
+class Beginning:
+    """The first mark of a step, and the host's moment of it.
+
+    `put_s`: when the host put it there. `before`: that of the step before, from which the moment is
+    reckoned; None where the device had no work and came there at once.
+    """
+
+    def __init__(
+        self, mark: DeviceEvent, put_s: float, before: "Beginning | None", now: Now
+    ) -> None:
+        self.mark = mark
+        self._put_s, self._seen_s, self._before, self._now = put_s, float("inf"), before, now
+
+    def look(self) -> bool:
+        """Say whether the device has come to the mark; if so it was no later than now."""
+        if self._seen_s == float("inf") and self.mark.query():
+            self._seen_s = self._now()
+        return self._seen_s < float("inf")
+
+    def seconds(self) -> float:
+        """Return the moment in seconds; the mark is done."""
+        if self._before is not None:
+            earlier = self._before
+            self.look()
+            reached_s = earlier.seconds() + earlier.mark.elapsed_ms(self.mark) / 1e3
+            self._put_s = min(max(reached_s, self._put_s), self._seen_s)
+            self._before = None
+        return self._put_s
+
+
+class DeviceClock:
+    """Puts marks into the current stream, and knows the host's moments of those that begin a step.
+
+    Waits for the device once, at the start.
+    """
+
+    def __init__(self, device: Device, now: Now = time.perf_counter) -> None:
+        self._device, self._now = device, now
+        device.synchronize()
+        put_s = now()
+        # Those that nobody may have read, the newest last.
+        self._steps = deque([Beginning(self._marked(), put_s, None, now)])
+        self._is_new = False
+
+    def mark(self) -> DeviceEvent:
+        """Put a mark at the end of the current stream."""
+        if self._is_new:
+            self._is_new = False
+            self._steps[-1].look()
+        return self._marked()
+
+    def begin(self) -> Beginning:
+        """Begin a step."""
+        while len(self._steps) > 1 and self._steps[1].look():
+            self._steps.popleft()
+            self._steps[0].seconds()  # lets go of the step before it
+        put_s = self._now()
+        self._steps.append(Beginning(self._marked(), put_s, self._steps[-1], self._now))
+        self._is_new = True
+        return self._steps[-1]
+
+    def _marked(self) -> DeviceEvent:
+        mark = self._device.event(timing=True)
+        mark.record()
+        return mark
+
+
+def await_mark(mark: DeviceEvent) -> None:
+    """Let the host wait for a mark, unless it is done."""
+    if not mark.query():
+        mark.synchronize()
+
 
 Mark = float | DeviceEvent
 """A moment: seconds of this host's clock, or an event on an accelerator's stream."""

@@ -28,9 +28,10 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward.draws import BackwardDraws
 from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
 from gpipe_hpc.engine.backward.splitting import Deferred
-from gpipe_hpc.engine.buffers import Found, Lasting, Returned
+from gpipe_hpc.engine.buffers import Found, PersistentBuffers, Returned
 from gpipe_hpc.engine.layer_runner import (
     ASTRAY,
     NOTHING_AROUND,
@@ -42,19 +43,17 @@ from gpipe_hpc.engine.layer_runner import (
     Record,
     RunMode,
 )
-from gpipe_hpc.engine.layers.precision import StageCasts, casts_keep_their_graph
-from gpipe_hpc.engine.memory.host_room import HostRoom
-from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.outputs import (
     REQUIRES_GRAD,
     OutputIsolation,
     RequiresGradTracker,
     copy_if_shared,
 )
+from gpipe_hpc.engine.precision import StageCasts, casts_keep_their_graph
 from gpipe_hpc.engine.run import Intake, Run
 from gpipe_hpc.engine.stages.routes import BATCH, State
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.state.backward_draws import BackwardDraws
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import (
     LossFunction,
@@ -152,7 +151,7 @@ class StageRunner:
         stage: Stage,
         peers: Group | None = None,
         intake: Intake | None = None,
-        room: HostRoom | None = None,
+        room: PinnedBufferPool | None = None,
         *,
         sends: bool = False,
         outsiders: Outsiders | None = None,
@@ -180,7 +179,7 @@ class StageRunner:
         self._backward_draws = BackwardDraws(stage.random, stage.whole)
         self._loss: tuple[LossFunction, Layer] | None = None
         self._known_loss: TorchLoss | None = None  # how the loss reduces, if it is one of torch's
-        self._lasting_of_loss = Lasting()
+        self._lasting_of_loss = PersistentBuffers()
         self._num_begun = 0
         self._num_looked = self._looked_in = 0  # in how many runs, and in which last
         self._constants: list[Fetched] = []  # losses without a graph, in the step before

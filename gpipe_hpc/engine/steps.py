@@ -9,6 +9,7 @@ import torch
 from gpipe_hpc.comm.group import Gathering, Group, Pending, SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.transport.wire import Structure, as_bytes, assemble, disassemble, packed
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.data_parallel import (
     BucketItem,
@@ -22,17 +23,16 @@ from gpipe_hpc.data_parallel import (
 )
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output, join, square_output
-from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.batch.same_data import SameData
+from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.local_sgd import LocalSgd
+from gpipe_hpc.engine.parameters import refuse_different
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
-from gpipe_hpc.engine.state.drift import Drift
-from gpipe_hpc.engine.state.parameters import refuse_different
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
 from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
@@ -154,7 +154,7 @@ class Steps:
             tables.buckets,
         )
         self._drifts = {
-            index: Drift(
+            index: BufferSynchronizer(
                 stage.layers, wiring.reductions[index], site.world.rank, buffers, stage.device
             )
             for index, stage in stages.items()
@@ -607,3 +607,16 @@ class Steps:
             squares=squares,
             digests=digests,
         )
+
+
+def broadcast_nest(nest: Nest, group: Gathering, root: int, world: World) -> Nest:
+    """Return world rank `root`'s nest on every rank of the group; its tensors need no grad."""
+    structure, tensors = disassemble(nest, world.device)
+    structure = Structure.from_bytes(group.broadcast_object(structure.to_bytes(), root))
+    if world.rank != root:
+        tensors = [meta.allocate(world.device) for meta in structure.metas]
+    tensors = [packed(*each) for each in zip(tensors, structure.metas, strict=True)]
+    for tensor in tensors:
+        if tensor.numel():
+            group.broadcast(as_bytes(tensor), root)
+    return assemble(structure, tensors)

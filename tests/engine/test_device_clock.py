@@ -5,8 +5,7 @@ import struct
 import pytest
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.device_clock import DeviceClock
-from gpipe_hpc.engine.recorder import StepMarks
+from gpipe_hpc.engine.recorder import DeviceClock, StepMarks
 from gpipe_hpc.schedule import Action, Op
 
 

@@ -22,7 +22,7 @@ from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.pickling import dumps
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.data_parallel.strategies import join_runs
-from gpipe_hpc.engine.state.drift import _Offer, _united
+from gpipe_hpc.engine.buffer_sync import _Offer, _united
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.start import choosing
 from gpipe_hpc.training.start.choosing import with_layout

@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.threads import run_on_threads
-from gpipe_hpc.engine.memory.standing import Standing
+from gpipe_hpc.engine.memory_snapshot import MemorySnapshot
 from gpipe_hpc.errors import DeviceMemoryError, PeerError
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.memory.exhausted import explain_exhausted
@@ -137,7 +137,7 @@ def advice(standing=None, **settings):
         "gradients": GB,
         "num_kept": 3,
     }
-    found = Standing(**{**given, **(standing or {})})
+    found = MemorySnapshot(**{**given, **(standing or {})})
     return explain_exhausted(found, None, Request(**settings)).splitlines()[-1]
 
 
@@ -151,7 +151,7 @@ def test_what_lies_in_pieces_and_what_others_have_is_told():
 
 def test_a_device_that_tells_little_is_told_of_all_the_same():
     told = explain_exhausted(
-        Standing("the host", False, 5 * GB, 6 * GB, 5 * GB, None, None, GB, GB, 1),
+        MemorySnapshot("the host", False, 5 * GB, 6 * GB, 5 * GB, None, None, GB, GB, 1),
         PLANNED,
         Request(),
     )

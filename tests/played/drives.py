@@ -34,10 +34,8 @@ from gpipe_hpc.comm.torch_face import _PendingWork
 from gpipe_hpc.comm.two_sided import TwoSidedGroup
 from gpipe_hpc.data_parallel import ShardSpan
 from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
-from gpipe_hpc.engine.device_clock import DeviceClock
-from gpipe_hpc.engine.memory.host_room import HostRoom
-from gpipe_hpc.engine.memory.offload import HostCopy
-from gpipe_hpc.engine.recorder import seconds_between, take_mark
+from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
+from gpipe_hpc.engine.recorder import DeviceClock, seconds_between, take_mark
 from gpipe_hpc.engine.run import Intake
 from gpipe_hpc.engine.sums.fetched import Fetched
 from tests.played.backend import RANKS, OnHost, group_over
@@ -248,7 +246,7 @@ def all_jobs(device: PlayedDevice) -> None:
 
 def offloads(device: PlayedDevice) -> None:
     """Micro-batches that leave and come back, and steps that fail while copies are under way."""
-    room = HostRoom(device)
+    room = PinnedBufferPool(device)
 
     def kept() -> HostCopy:
         copy = HostCopy([], device, room)
@@ -445,8 +443,7 @@ DRIVES: dict[str, Drive] = {
     "comm/collectives/on_stream.py": plans,
     "data_parallel/compression.py": all_jobs,
     "engine/run.py": intake,
-    "engine/memory/host_room.py": offloads,
-    "engine/memory/offload.py": offloads,
+    "engine/offload.py": offloads,
     "engine/sums/fetched.py": fetched,
     "checkpoint/host_copy.py": copies,
     "comm/threads.py": threads_and_sends,
@@ -464,6 +461,5 @@ DRIVES: dict[str, Drive] = {
     "comm/two_sided.py": on_two_sides,
     "comm/torch_group.py": both_of_torchs,
     "comm/works.py": both_of_torchs,
-    "engine/device_clock.py": clock,
     "engine/recorder.py": clock,
 }

@@ -29,7 +29,7 @@ ARGUED = {
     "comm/preflight/timing.py _pull synchronize": _STOPS,
     "preflight/measuring.py _time_sum synchronize": _STOPS,
     "comm/mpi/works.py _finish synchronize": "who has the future may be any thread, or C++",
-    "engine/device_clock.py __init__ synchronize": "nothing is ahead of the first mark",
+    "engine/recorder.py __init__ synchronize": "nothing is ahead of the first mark",
 }
 # The cheapest trainings first; of those not named all are tried.
 NEAR = {
@@ -39,9 +39,8 @@ NEAR = {
     "comm/collectives/on_stream.py": ["in rank order", "by hosts"],
     "comm/mpi/": ["mpi blocks", "mpi pointers blocks", "mpi sums"],
     "data_parallel/compression.py": ["topk", "powersgd"],
-    "engine/memory/": ["one rank", "zb_h1", "nests offloaded"],
-    "engine/recorder.py": ["one rank", "uneven"],
-    "engine/device_clock.py": ["one rank", "gpipe"],
+    "engine/offload.py": ["one rank", "zb_h1", "nests offloaded"],
+    "engine/recorder.py": ["one rank", "uneven", "gpipe"],
     "engine/run.py": ["one rank", "uneven"],
     "engine/sums/": ["one rank", "uneven", "float16 with an overflow"],
 }
@@ -101,7 +100,7 @@ def test_what_is_argued_is_there():
 
 def test_calls_are_found():
     found = {f"{call.file} {call.method}" for call in CALLS}
-    assert {"engine/memory/host_room.py wait_event", "comm/handing.py record_event"} <= found
+    assert {"engine/offload.py wait_event", "comm/handing.py record_event"} <= found
     assert len(found) > 25
 
 

@@ -10,11 +10,11 @@ import torch
 from gpipe_hpc.checkpoint import contents
 from gpipe_hpc.engine import layer_runner, outputs, steps
 from gpipe_hpc.engine import run as engine_run
+from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.buffers import LayerBuffers
 from gpipe_hpc.engine.outputs import RequiresGradTracker
 from gpipe_hpc.engine.random_state import RandomState
 from gpipe_hpc.engine.stage_runner import StageRunner
-from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import batchnorm
 from gpipe_hpc.verify.comparing import Verdict
@@ -61,7 +61,7 @@ def test_buffers_of_replicas_are_as_the_setting_says(compared, policy):
 
 
 def test_buffers_that_drift_apart(compared, monkeypatch):
-    monkeypatch.setattr(Drift, "settle", lambda self, united: None)
+    monkeypatch.setattr(BufferSynchronizer, "settle", lambda self, united: None)
     report = compared("model.kind=averaged", "pipeline.replicas=2")
     assert differing(report) == ["buffers"]
     assert "layers.1.mean" in report.first

@@ -9,12 +9,12 @@ from torch import nn
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.data_parallel import GradientBuckets, OwnedParameter
-from gpipe_hpc.engine.buffers import Home, Lasting, homes_of
+from gpipe_hpc.engine.buffers import Home, PersistentBuffers, homes_of
+from gpipe_hpc.engine.compiling import Call
 from gpipe_hpc.engine.layer_runner import Layer, LayerRunner
-from gpipe_hpc.engine.layers.compiling import Call
+from gpipe_hpc.engine.parameters import StageParameters
 from gpipe_hpc.engine.random_state import RandomState
 from gpipe_hpc.engine.stages.routes import StageRoutes
-from gpipe_hpc.engine.state.parameters import StageParameters
 from gpipe_hpc.engine.sums.loss import LossWatch
 from gpipe_hpc.engine.sums.squares import Squares, squares_of
 from gpipe_hpc.engine.sums.statistics import StageStatistics
@@ -79,7 +79,7 @@ class Stage:
         self.routes = routes
         self.recomputed = recomputed
         self.random = RandomState(device)
-        self.lasting = Lasting()
+        self.lasting = PersistentBuffers()
         self.is_compiled = False
         self.loss_watch: LossWatch | None = None  # for training and evaluation
         self._elsewhere = elsewhere or {}

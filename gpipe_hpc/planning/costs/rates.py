@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.engine.layers.precision import casting
+from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.work import Work, WorkCounter
 from gpipe_hpc.planning.telling.units import bytes_text, flops_text

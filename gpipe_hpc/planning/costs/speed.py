@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.engine.layers.precision import casting
+from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.telling.units import ranges_text
 

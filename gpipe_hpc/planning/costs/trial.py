@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.buffers import Home, version_of
-from gpipe_hpc.engine.layers.precision import casting, keeping_casts
+from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.errors import GpipeError, ModelError
 from gpipe_hpc.models import SkipNames, run_layer

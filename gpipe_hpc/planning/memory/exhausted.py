@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gpipe_hpc.engine.memory.standing import Standing
+from gpipe_hpc.engine.memory_snapshot import MemorySnapshot
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.telling.columns import aligned
@@ -11,7 +11,9 @@ from gpipe_hpc.planning.telling.units import bytes_text
 _UNKNOWN = "-"
 
 
-def explain_exhausted(standing: Standing, planned: RankForecast | None, request: Request) -> str:
+def explain_exhausted(
+    standing: MemorySnapshot, planned: RankForecast | None, request: Request
+) -> str:
     """Return a table of a rank's memory, planned and allocated, and the settings that would help.
 
     `planned`: None where nothing was: a library's user plans by `python -m gpipe_hpc.plan`.
@@ -20,7 +22,7 @@ def explain_exhausted(standing: Standing, planned: RankForecast | None, request:
     return "\n".join([*lines, f"memory is used up: {'; '.join(_remedies(standing, request))}"])
 
 
-def _table(standing: Standing, planned: RankForecast | None) -> str:
+def _table(standing: MemorySnapshot, planned: RankForecast | None) -> str:
     names = ["weights", "casts", "gradients", "optimizer", "activations", "workspace", "sum"]
     expected = [_UNKNOWN] * len(names)
     if planned is not None:
@@ -53,7 +55,7 @@ def _table(standing: Standing, planned: RankForecast | None) -> str:
     return aligned(rows, left={0})
 
 
-def _where(standing: Standing) -> str:
+def _where(standing: MemorySnapshot) -> str:
     if not standing.is_accelerator:
         free = "" if standing.free is None else f"; {bytes_text(standing.free)} are free"
         return f"on {standing.device}, of the whole process{free}"
@@ -66,7 +68,7 @@ def _where(standing: Standing) -> str:
     return f"{text} of {bytes_text(standing.total)}"
 
 
-def _remedies(standing: Standing, request: Request) -> Iterator[str]:
+def _remedies(standing: MemorySnapshot, request: Request) -> Iterator[str]:
     """Yield what would help, what costs least first; what is set so already is left out."""
     unused = standing.reserved - standing.allocated
     if standing.is_accelerator and unused > 0.2 * standing.reserved:

@@ -4,7 +4,7 @@ import torch
 
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.engine.batch.outputs import broadcast_nest
+from gpipe_hpc.engine.steps import broadcast_nest
 
 
 def results():

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.engine.layers import precision as engine_precision
+from gpipe_hpc.engine import precision as engine_precision
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_layer, token_cross_entropy
 from gpipe_hpc.schedule import Op

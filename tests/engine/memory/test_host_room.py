@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.engine.memory.host_room import HostRoom
-from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.errors import ActionError
 from tests.played.alone import alone
 from tests.played.world import run_played
@@ -30,7 +29,7 @@ def train(world, takes=None):
 def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
     """Each tensor of each micro-batch pinned memory of its own."""
     takes, ends = [], []
-    take, end = HostRoom.take, HostRoom.end
+    take, end = PinnedBufferPool.take, PinnedBufferPool.end
 
     def noted(room, num_bytes):
         buffer = take(room, num_bytes)
@@ -41,8 +40,8 @@ def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
         ends.append(len(takes))
         end(room)
 
-    monkeypatch.setattr(HostRoom, "take", noted)
-    monkeypatch.setattr(HostRoom, "end", ended)
+    monkeypatch.setattr(PinnedBufferPool, "take", noted)
+    monkeypatch.setattr(PinnedBufferPool, "end", ended)
     (played,) = run_played(1, lambda world: train(world, takes)).results
     assert ends == [1, 2, 3, 4], "once for each step"
     first, *others = takes
@@ -89,7 +88,7 @@ def test_a_step_that_fails_lets_go_of_what_was_on_its_way_out():
 
 def test_sizes_that_a_step_does_not_use_are_let_go_of():
     with alone() as device:
-        room = HostRoom(device)
+        room = PinnedBufferPool(device)
         room.end_fetch([room.take(8)])
         room.end()
         kept = room.take(8)
@@ -104,7 +103,7 @@ def test_sizes_that_a_step_does_not_use_are_let_go_of():
 
 def test_copies_out_wait_for_the_fetch_that_reads_the_buffer_and_for_no_earlier_one_again():
     with alone() as device:
-        room = HostRoom(device)
+        room = PinnedBufferPool(device)
         buffers = [device.pinned((8,), torch.uint8) for _ in range(3)]
         room.end_fetch(buffers[:1])
         room.end_fetch(buffers[1:])
@@ -118,7 +117,7 @@ def test_copies_out_wait_for_the_fetch_that_reads_the_buffer_and_for_no_earlier_
 def test_marks_of_buffers_that_are_gone_go_with_them():
     """Where each step had other sizes, a mark was kept of every fetch of the run."""
     with alone() as device:
-        room = HostRoom(device)
+        room = PinnedBufferPool(device)
         for step in range(1, 20):
             room.end_fetch([room.take(8 * step)])
             room.end_fetch([room.take(8 * step + 4)])
@@ -132,7 +131,7 @@ def test_marks_of_buffers_that_are_gone_go_with_them():
 def test_a_tensor_of_the_host_stays_there():
     """It came back as one of the device."""
     with alone() as device:
-        copy = HostCopy([], device, HostRoom(device))
+        copy = HostCopy([], device, PinnedBufferPool(device))
         weight = device.bring(torch.ones(4)).requires_grad_()
         shape = torch.tensor(2.0)
         with copy.collecting():

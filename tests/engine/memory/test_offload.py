@@ -9,8 +9,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.memory.host_room import HostRoom
-from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
@@ -107,7 +106,7 @@ def kept_after(recipe, layers, *, offload):
 
     HostCopy._pack = pack
     try:
-        room = HostRoom(stage.device)
+        room = PinnedBufferPool(stage.device)
         work = StageRunner(stage, room=room)
         x = torch.randn(4, 8).requires_grad_()
         work.forward(RUN, 0, [x], 4, recipe)
@@ -150,7 +149,7 @@ def test_the_device_holds_nothing_in_between(recipe):
 def test_parameters_and_buffers_stay():
     norm = nn.BatchNorm1d(8).eval()
     device = HostDevice()
-    room = HostRoom(device)
+    room = PinnedBufferPool(device)
     host = HostCopy([*norm.parameters(), *norm.buffers()], device, room)
     with host.collecting():
         output = norm(torch.randn(4, 8, requires_grad=True))

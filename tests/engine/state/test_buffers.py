@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.engine.buffers import SMALL_BYTES, Lasting, LayerBuffers
+from gpipe_hpc.engine.buffers import SMALL_BYTES, LayerBuffers, PersistentBuffers
 
 FEW, MANY = 2, SMALL_BYTES // 4
 
@@ -12,7 +12,7 @@ FEW, MANY = 2, SMALL_BYTES // 4
 def layer_with(values):
     layer = nn.Module()
     layer.register_buffer("kept", values)
-    lasting = Lasting()
+    lasting = PersistentBuffers()
     return layer, LayerBuffers(layer, "layers.0", lasting), lasting
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import ThreadGroup
-from gpipe_hpc.engine.state.differing import Sayings
+from gpipe_hpc.engine.buffer_sync import DivergenceReporter
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.errors import ConfigError
 from tests import support
@@ -261,7 +261,7 @@ class Event:
 def test_the_end_waits_for_no_device(caplog, is_done):
     """A pipeline is dropped, after a failure maybe: what is known by then is said."""
     owner, event = Averaging(), Event()
-    sayings = Sayings(SoloGroup(0), 0)
+    sayings = DivergenceReporter(SoloGroup(0), 0)
     sayings.ends_with(owner)
     sayings.compare(["layers.0.count"], Fetched(torch.ones(1), event), 0)
     sayings.say_known()

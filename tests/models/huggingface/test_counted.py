@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
-from gpipe_hpc.engine.layers.precision import casting, keeping_casts
+from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.models.huggingface import huggingface_layers
 from gpipe_hpc.models.huggingface.library import transformers_part
 from gpipe_hpc.models.huggingface.valueless import run_as_with_values

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_map_only
 
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.layers import precision as engine_precision
-from gpipe_hpc.engine.layers.precision import casting, keeping_casts
+from gpipe_hpc.engine import precision as engine_precision
+from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.models import LayerSpec, build_gpt, build_model, token_cross_entropy
 from gpipe_hpc.planning.budget.fitting import choose_recompute
 from gpipe_hpc.planning.costs.counted import count_model

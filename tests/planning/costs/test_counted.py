@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.layers.precision import casting, keeping_casts
+from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_mlp, build_model, token_cross_entropy
 from gpipe_hpc.planning.costs.counted import count_model

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.layers.precision import casting
+from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_model, token_cross_entropy
 from gpipe_hpc.planning import LayerCost, measure_layers

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.engine.memory.host_room import HostRoom
+from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.schedule import Op, add_offload, add_recompute, build, from_text, lower
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action
 from gpipe_hpc.schedule.table.dependencies import Thing, makes, needs, provides, uses
@@ -156,7 +156,7 @@ class Room:
     """Who is there, action by action, as the engine's own room lets go of what has left."""
 
     def __init__(self):
-        self.room = HostRoom(HostDevice())
+        self.room = PinnedBufferPool(HostDevice())
         self.here, self.leaving, self.most = set(), {}, 0
 
     def run(self, action):

@@ -9,7 +9,7 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.errors import DeviceMemoryError
 
 
-class Standing(NamedTuple):
+class MemorySnapshot(NamedTuple):
     """What lies in a rank's memory, in bytes; None where the system does not tell.
 
     `allocated`, `peak`: as `Device.memory_allocated` and `memory_peak` count. `reserved`: what
@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     num_kept: int
 
     @classmethod
-    def of(cls, device: Device, layers: Iterable[nn.Module], num_kept: int) -> "Standing":
+    def of(cls, device: Device, layers: Iterable[nn.Module], num_kept: int) -> "MemorySnapshot":
         """Return how it stands now, on a device that computes these layers."""
         modules = list(layers)
         parameters = {id(p): p for layer in modules for p in layer.parameters()}.values()
@@ -48,9 +48,9 @@ class Standing(NamedTuple):
         )
 
 
-class Exhausted(DeviceMemoryError):
+class OutOfMemoryError(DeviceMemoryError):
     """An action found no memory; `standing`: how it was there and then."""
 
-    def __init__(self, text: str, standing: Standing) -> None:
+    def __init__(self, text: str, standing: MemorySnapshot) -> None:
         super().__init__(text)
         self.standing = standing

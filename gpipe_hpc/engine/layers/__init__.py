@@ -1,1 +1,0 @@
-"""Layers of a stage that run together, and what surrounds them while they do."""

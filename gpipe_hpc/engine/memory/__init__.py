@@ -1,1 +1,0 @@
-"""Where activations live: what leaves a stage, and what waits in the host's memory."""

@@ -1,1 +1,0 @@
-"""What a layer changes when it runs: buffers and random generators, once a micro-batch."""
