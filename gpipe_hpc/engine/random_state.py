@@ -227,9 +227,10 @@ class RandomState:
         is_new, self._seeded_torch, self._own = not draws.is_known, None, []
         self._found = draws.is_suspected, draws.torch
         if is_new or self.seeds_all or draws.python or draws.numpy:
-            # Afterwards both are put back, so what an earlier layer drew is noticed here.
-            assert self._process is not None, "taken at the begin of the block"
-            self._has_moved |= any(ProcessState.now().drawn_since(self._process))
+            if not self.seeds_all:
+                # Afterwards both are put back, so what an earlier layer drew is noticed here.
+                assert self._process is not None, "taken at the begin of the block"
+                self._has_moved |= any(ProcessState.now().drawn_since(self._process))
             self._is_process_seeded = True
             if draws.python or is_new or self.seeds_all:
                 seed_python(key)
@@ -266,7 +267,7 @@ class RandomState:
             self.num_learned += 1
         draws_any = draws.torch or draws.is_suspected or draws.python or draws.numpy
         drawn = self._drawn(draws) if measures and draws_any else _NOTHING_DRAWN
-        if self._is_process_seeded:
+        if self._is_process_seeded and not self.seeds_all:  # else at the end of the block
             self._restore_process()
         return drawn
 

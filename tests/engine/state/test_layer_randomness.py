@@ -159,6 +159,35 @@ def test_a_layer_whose_draws_begin_runs_once_more_and_changes_its_buffers_once()
     assert len(runs) == STEPS * MICROBATCHES + 1
 
 
+def test_draws_that_begin_later_are_keyed_if_batchnorm_spans_replicas():
+    """Such a stage cannot run once more on one replica: the others would wait for its sums."""
+
+    def losses(stages, recompute):
+        def body(world):
+            linear, *_, late = late_model("all")[:2]
+            pipe = Pipeline(
+                [linear, nn.BatchNorm1d(WIDTH, dtype=torch.float64), late],
+                nn.functional.mse_loss,
+                stages=stages,
+                replicas=2,
+                microbatches=MICROBATCHES,
+                recompute=recompute,
+                normalise_over_replicas=True,
+                seed=SEED,
+                world=world,
+            )
+            inputs, targets = BATCHES[0]
+            own = pipe.share(len(inputs))
+            return [float(pipe.step(inputs[own], targets[own]).loss) for _ in range(STEPS)]
+
+        return run_on_threads(2 * stages, body)[0]
+
+    expected = losses(1, "never")
+    assert abs(expected[0] - expected[1]) < 1e-9 < abs(expected[1] - expected[2])
+    for stages, recompute in ((1, "always"), (3, "never"), (3, "always")):
+        assert losses(stages, recompute) == expected
+
+
 class Disturbed(nn.Dropout):
     """Let another thread draw while this one runs, in the runs that `when` names."""
 
