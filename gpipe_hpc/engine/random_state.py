@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from operator import methodcaller
 from typing import Any, Final, NamedTuple
 
@@ -40,20 +41,22 @@ _NOTHING: Final = nullcontext()
 
 
 class ProcessState(NamedTuple):
-    """The states of Python's generator and of NumPy's global one, by their public functions; 40 us.
+    """The states of Python's generator and of NumPy's global one.
 
-    `numpy`: None if somebody has put another generator in place of the one NumPy comes with.
+    `numpy`: None if it was not asked for, or if somebody has put another generator in place of the
+    one that NumPy comes with. `numpy_bytes`: the same, to be compared.
     """
 
     python: tuple[Any, ...]
     numpy: Any
+    numpy_bytes: bytes
 
     @classmethod
-    def now(cls) -> "ProcessState":
-        """Return the present states."""
-        module: Any = np.random
-        is_known = isinstance(module.get_bit_generator(), np.random.MT19937)
-        return cls(random.getstate(), np.random.get_state() if is_known else None)
+    def now(cls, *, can_restore: bool = True) -> "ProcessState":
+        """Return the present states; NumPy's for `restore` takes 50 us, the others 15."""
+        numpy_bytes = _numpy_bytes()
+        numpy = np.random.get_state() if numpy_bytes and can_restore else None
+        return cls(random.getstate(), numpy, numpy_bytes)
 
     def restore(self) -> None:
         """Go back to these states."""
@@ -62,18 +65,52 @@ class ProcessState(NamedTuple):
             np.random.set_state(self.numpy)
 
     def drawn_since(self, before: "ProcessState") -> tuple[bool, bool]:
-        """Return for Python's and for NumPy's generator whether it has moved.
+        """Return for Python's and for NumPy's generator whether it has moved."""
+        return _has_moved(self.python, before.python), self.numpy_bytes != before.numpy_bytes
 
-        Each draw moves the position in the state; where that begins again the words change too, and
-        another seed makes other words. So a few words are enough.
-        """
-        (_, words, *rest), (_, words_before, *rest_before) = self.python, before.python
-        python = (words[-1], words[:3], rest) != (words_before[-1], words_before[:3], rest_before)
-        if self.numpy is None or before.numpy is None:
-            return python, False
-        _, words, *rest = self.numpy
-        _, words_before, *rest_before = before.numpy
-        return python, rest != rest_before or words[:3].tobytes() != words_before[:3].tobytes()
+    def is_left(self) -> bool:
+        """Return whether one of the two has moved since."""
+        return _numpy_bytes() != self.numpy_bytes or _has_moved(random.getstate(), self.python)
+
+
+def _has_moved(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Compare two states of Python's generator by a few words.
+
+    Each draw moves the position, the last word; where that begins again the others change too, and
+    another seed makes other ones.
+    """
+    return (now[1][-1], now[1][:3], now[2:]) != (before[1][-1], before[1][:3], before[2:])
+
+
+def _numpy_bytes() -> bytes:
+    """Return the state of NumPy's global generator, to be compared; nothing of others than MT19937.
+
+    They lie where `BitGenerator.ctypes.state_address` says. `get_state` takes a hundred times as
+    long, and as long as a forward of some layers.
+    """
+    module: Any = np.random
+    generator = module.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return b""
+    state: bytes = _memory_of(generator).tobytes()
+    return state
+
+
+class _Memory:
+    """Memory that NumPy can view as an array: 624 words and the position in them."""
+
+    def __init__(self, address: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": (625,),
+            "typestr": "<u4",
+        }
+
+
+@lru_cache(maxsize=4)  # which keeps the generator, and so its memory
+def _memory_of(generator: np.random.MT19937) -> Any:
+    return np.asarray(_Memory(generator.ctypes.state_address))
 
 
 class OwnGenerator(NamedTuple):
@@ -211,11 +248,9 @@ class RandomState:
             if self._left is not None and self._torch is not None:
                 self.was_disturbed |= not all(map(torch.equal, self._left, self._torch))
             self._left = self._torch
-        if process:
-            now = ProcessState.now()
-            if self._process is not None and any(now.drawn_since(self._process)):
-                self._warn_of_others()
-            self._process = now
+        if process and self._process is not None and self._process.is_left():
+            self._warn_of_others()
+            self._process = ProcessState.now()
 
     def seed(self, key: int, draws: DrawsFrom, *, inspects: bool) -> AbstractContextManager[object]:
         """Seed for the run of one layer; return the block to run it in, with `finish` after it.
@@ -230,13 +265,13 @@ class RandomState:
             if not self.seeds_all:
                 # Afterwards both are put back, so what an earlier layer drew is noticed here.
                 assert self._process is not None, "taken at the begin of the block"
-                self._has_moved |= any(ProcessState.now().drawn_since(self._process))
+                self._has_moved |= self._process.is_left()
             self._is_process_seeded = True
             if draws.python or is_new or self.seeds_all:
                 seed_python(key)
             if draws.numpy or is_new or self.seeds_all:
                 seed_numpy(key)
-        self._seeded_process = ProcessState.now() if is_new else None
+        self._seeded_process = ProcessState.now(can_restore=False) if is_new else None
         for place, own in enumerate(draws.own):
             self._own.append(own.state())
             own.seed(source_key(key, FIRST_OWN + place))
@@ -258,7 +293,8 @@ class RandomState:
             draws.is_suspected = not all(map(torch.equal, states, self._seeded_torch))
             self._seeded_torch = None
         if self._seeded_process is not None:
-            python, numpy = ProcessState.now().drawn_since(self._seeded_process)
+            now = ProcessState.now(can_restore=False)
+            python, numpy = now.drawn_since(self._seeded_process)
             draws.python |= python
             draws.numpy |= numpy
             self._seeded_process, draws.is_known = None, True
@@ -279,12 +315,11 @@ class RandomState:
         torchs = self.drawn_from_torch().torch if draws.torch or draws.is_suspected else None
         if not (draws.python or draws.numpy):
             return Drawn(torchs)
-        process = ProcessState.now()
-        numpy = None
-        if draws.numpy and process.numpy is not None:
-            _, words, *rest = process.numpy
-            numpy = hash((words.tobytes(), *rest))
-        return Drawn(torchs, hash(process.python) if draws.python else None, numpy)
+        return Drawn(
+            torchs,
+            hash(random.getstate()) if draws.python else None,
+            hash(_numpy_bytes()) if draws.numpy else None,
+        )
 
     def has_moved(self) -> bool:
         """Return whether Python's or NumPy's generator has moved since the block began.
@@ -294,11 +329,11 @@ class RandomState:
         if self.seeds_all:
             return False
         assert self._process is not None, "taken at the begin of the block"
-        before, now = self._process, ProcessState.now()
-        if not (self._has_moved or any(now.drawn_since(before))):
+        before = self._process
+        if not self._has_moved and not before.is_left():
             return False
         self._has_moved = False
-        self._process = now
+        self._process = ProcessState.now()
         if self._num_searches > _MAX_SEARCHES:
             return False
         self._before_search, self._num_searches = before, self._num_searches + 1

@@ -48,7 +48,7 @@ class _Marks(NamedTuple):
         """Return the present ones."""
         with GENERATOR_LOCK:
             torchs = [generator.get_state() for generator in generators]
-            return cls(torchs, ProcessState.now(), _held(layers))
+            return cls(torchs, ProcessState.now(can_restore=False), _held(layers))
 
     def drawn(self, now: "_Marks") -> str:
         """Return the name of a generator that has been drawn from since; empty if none."""

@@ -106,13 +106,13 @@ def loss_term(
         if isinstance(total, torch.Tensor) and total.numel() == 1:
             if not isinstance(weight, float):
                 _check_weight(weight)
-            return LossTerm(total.reshape(()), weight)
+            return LossTerm(_scalar(total), weight)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise ModelError(
             f"loss_fn: expected a scalar tensor (the mean over the micro-batch) or a pair "
             f"(sum, weight) of scalars, got {_shown(value)}; reduce the loss to one number"
         )
-    value = value.reshape(())
+    value = _scalar(value)
     if known is None:
         return LossTerm(value * num_samples, float(num_samples))
     if known.reduction == "sum":
@@ -198,6 +198,11 @@ class LossWatch:
         if not self._has_warned:
             self._has_warned = True
             log.warning("%s %s", self._where, what)
+
+
+def _scalar(number: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of one number without dimensions; most are, and need no node for it."""
+    return number.reshape(()) if number.dim() else number
 
 
 def _weighted(mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
