@@ -241,6 +241,7 @@ class Pipeline:
             self.everybody,
             self.precision,
             self._own.recomputed,
+            built_on_device=self.request.build_on == "device",
         )
         self.all_parameters = gather_parameters(self.stages, pipeline)
         is_wide = any(info.is_double for info in self.all_parameters)

@@ -107,6 +107,13 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             300,
             (*device, *size, "--most", "medium", "--backend", "eager" if in_little else "inductor"),
         ),
+        Part(
+            "large model",
+            "6.9 billion parameters, or the most that fit, beside a loop that recomputes by layer",
+            "experiments.gpu.large",
+            150,
+            (*device, "--size", "tiny" if in_little else "auto"),
+        ),
     ]
 
 
@@ -147,6 +154,17 @@ def claims(found: Found) -> list[Claim]:
         share = of("trace", "gpipe, offload", "share_beside")
         what = "trace: copies of offload beside kernels, of what could be"
         told.append(Claim(what, share, 0.5, at_least=True))
+    if "large model" in found:
+        told += [
+            Claim(
+                "large model: seconds to build", of("large model", "ours", "seconds to build"), 10
+            ),
+            Claim(
+                "large model: ours over the plain loop",
+                of("large model", "ours", "over plain"),
+                1.02,
+            ),
+        ]
     if "exactness" in found:
         told.append(Claim("exactness: tests that fail", of("exactness", "failed"), 0))
     return told

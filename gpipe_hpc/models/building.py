@@ -22,19 +22,26 @@ _HOST: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
 
 
-def build_layer(layer: Layer, *, index: int, seed: int, device: Device | None = None) -> nn.Module:
+def build_layer(
+    layer: Layer, *, index: int, seed: int, device: Device | None = None, on_device: bool = False
+) -> nn.Module:
     """Build one layer on a device; None is the CPU.
 
     A `LayerSpec` is built on the CPU under generators seeded with `init_key(seed, index)` and then
-    moved, so weights are the same on every kind of device. The default generators of torch, Python
-    and NumPy are seeded, and restored afterwards; a factory must seed generators that it creates. A
-    built module keeps its weights and is moved in place.
+    moved, so weights are the same on every kind of device. With `on_device` it is built on the
+    device itself: billions of weights take seconds instead of minutes, and they depend on the kind
+    of device, too. The default generators of torch, Python and NumPy are seeded, and restored
+    afterwards; a factory must seed generators that it creates. A built module keeps its weights and
+    is moved in place.
 
     Raises `ModelError` with layer and factory if the layer cannot be built or moved.
     """
-    module = _built(layer, index, seed, _HOST)
+    device = device or HostDevice()
+    if on_device and device.is_accelerator:
+        torch.empty(0, device=device.torch)  # only a device in use has a generator to seed
+    module = _built(layer, index, seed, device.torch if on_device else _HOST)
     _refuse_abstract(module, f"layers.{index}")
-    return (device or HostDevice()).place(module)
+    return device.place(module)
 
 
 def build_abstract(layer: Layer, *, index: int) -> nn.Module:

@@ -35,6 +35,7 @@ class Settings:
     pins: Mapping[int | str, int] | None = None
     paces: Sequence[float] | str | None = PipelineConfig.paces
     seed: int = TrainConfig.seed
+    build_on: str = TrainConfig.build_on
     precision: str = TrainConfig.precision
     normalise_over_replicas: bool = PipelineConfig.normalise_over_replicas
     buffers: str = PipelineConfig.buffers

@@ -91,6 +91,10 @@ class TrainConfig:
     """auto (an accelerator if there is one), cpu, cuda (NVIDIA, AMD), xpu (Intel) or another name.
     With a number, as cuda:0, all ranks share that device."""
 
+    build_on: Annotated[str, Choices("cpu", "device")] = "cpu"
+    """Where layers are built. cpu: the same initial weights on every kind of device. device: in
+    seconds instead of minutes for billions of weights, which then depend on the kind of device."""
+
     deterministic: bool = False
     """Use only operators that give the same bits each time, or refuse; slower on accelerators."""
 

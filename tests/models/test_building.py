@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import (
     LayerSpec,
     build_abstract,
@@ -69,6 +71,28 @@ def test_a_callers_default_device_does_not_leak_in():
     assert built.weight.device.type == "cpu"
 
 
+def test_a_layer_may_be_built_on_the_device_itself():
+    """Its factory runs there, under the same seeds: without, it runs on the CPU."""
+    seen: list[torch.Tensor] = []
+
+    class Watched(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            seen.append(self.weight.data)
+
+    class Elsewhere(HostDevice):
+        torch = torch.device("meta")
+
+    spec = LayerSpec(Watched)
+    on_host = build_layer(spec, index=1, seed=5)
+    on_device = build_layer(spec, index=1, seed=5, device=HostDevice(), on_device=True)
+    assert states_equal(on_host, on_device)
+    with pytest.raises(ModelError, match="meta"):
+        build_layer(spec, index=1, seed=5, device=Elsewhere(), on_device=True)
+    build_layer(spec, index=1, seed=5, device=Elsewhere())
+    assert [each.device.type for each in seen] == ["cpu", "cpu", "meta", "cpu"]
+
+
 def test_threads_do_not_disturb_each_other():
     expected = [build_layer(LayerSpec(nn.Linear, 64, 64), index=i, seed=3) for i in range(4)]
     wrong = []
@@ -122,3 +146,13 @@ def test_built_meta_modules_are_refused():
 def test_spec_build_names_the_spec():
     with pytest.raises(ModelError, match=r"LayerSpec\(Linear, 3\): the factory Linear failed"):
         LayerSpec(nn.Linear, 3).build()
+
+
+def test_a_pipeline_builds_where_it_is_asked_to():
+    """On a CPU the device is the CPU, so the weights are the same."""
+    spec = LayerSpec(nn.Linear, 4, 4)
+    pipes = [Pipeline([spec, spec], nn.MSELoss(), build_on=where) for where in ("cpu", "device")]
+    one, two = (dict(pipe.named_parameters()) for pipe in pipes)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    with pytest.raises(ConfigError, match=r"build_on.*cpu, device.*gpu"):
+        Pipeline([spec], nn.MSELoss(), build_on="gpu")

@@ -48,10 +48,12 @@ def build_stages(
     everybody: Gathering,
     precision: str = "float32",
     recomputed: Sequence[frozenset[int]] | None = None,
+    built_on_device: bool = False,
 ) -> dict[int, Stage]:
     """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else.
 
     `recomputed`: the layers of each stage that an ``R`` runs again; None for all.
+    `built_on_device`: build each `LayerSpec` on the world's device instead of the CPU.
 
     The same call on every rank. Layers that come built are trained themselves, except on ranks
     that find the same object trained by a rank ahead of them: those work on copies.
@@ -69,8 +71,12 @@ def build_stages(
     # In one go: what two of them share, registered or not, stays shared.
     copies = copy.deepcopy({i: layers[i] for i in held if i in apart})
     modules = {
-        i: world.device.place(
-            build_layer(copies[i] if i in apart else layers[i], index=i, seed=seed)
+        i: build_layer(
+            copies[i] if i in apart else layers[i],
+            index=i,
+            seed=seed,
+            device=world.device,
+            on_device=built_on_device,
         )
         for i in held
     }

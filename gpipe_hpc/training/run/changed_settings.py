@@ -27,6 +27,7 @@ _NO_MATTER: Final = frozenset(
         "train.deterministic",
         "train.device",
         "train.keep_freed_memory",
+        "train.build_on",  # a checkpoint has the weights
         "train.num_threads",
         "train.bind",
     }
