@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe_hpc.checkpoint import latest
-    from gpipe_hpc.comm.pickling import register_boundary_type
-    from gpipe_hpc.comm.threads import run_on_threads
+    from gpipe_hpc.comm.net.pickling import register_boundary_type
+    from gpipe_hpc.comm.world.threads import run_on_threads
     from gpipe_hpc.engine.batch.cutting import whole
     from gpipe_hpc.engine.sums.results import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
+    from gpipe_hpc.optim.large_batch.adascale import AdaScale
+    from gpipe_hpc.optim.large_batch.lamb import LAMB
+    from gpipe_hpc.optim.large_batch.lars import LARS
     from gpipe_hpc.pipeline import Pipeline
-    from gpipe_hpc.training.figures.metrics import Metrics
-    from gpipe_hpc.training.optimizers.large_batch.adascale import AdaScale
-    from gpipe_hpc.training.optimizers.large_batch.lamb import LAMB
-    from gpipe_hpc.training.optimizers.large_batch.lars import LARS
+    from gpipe_hpc.trainer.figures.metrics import Metrics
 
 __all__ = [
     "LAMB",
@@ -39,18 +39,18 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     homes = {
-        "AdaScale": "gpipe_hpc.training.optimizers.large_batch.adascale",
-        "LAMB": "gpipe_hpc.training.optimizers.large_batch.lamb",
-        "LARS": "gpipe_hpc.training.optimizers.large_batch.lars",
+        "AdaScale": "gpipe_hpc.optim.large_batch.adascale",
+        "LAMB": "gpipe_hpc.optim.large_batch.lamb",
+        "LARS": "gpipe_hpc.optim.large_batch.lars",
         "LayerSpec": "gpipe_hpc.models",
-        "Metrics": "gpipe_hpc.training.figures.metrics",
+        "Metrics": "gpipe_hpc.trainer.figures.metrics",
         "Pipeline": "gpipe_hpc.pipeline",
         "StepResult": "gpipe_hpc.engine.sums.results",
         "add_loss": "gpipe_hpc.models",
         "add_metric": "gpipe_hpc.models",
         "latest": "gpipe_hpc.checkpoint",
-        "register_boundary_type": "gpipe_hpc.comm.pickling",
-        "run_on_threads": "gpipe_hpc.comm.threads",
+        "register_boundary_type": "gpipe_hpc.comm.net.pickling",
+        "run_on_threads": "gpipe_hpc.comm.world.threads",
         "whole": "gpipe_hpc.engine.batch.cutting",
     }
     if name not in homes:

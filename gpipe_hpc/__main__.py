@@ -2,7 +2,7 @@
 
 import sys
 
-from gpipe_hpc.comm.saying import code_of_output, keep_streams
+from gpipe_hpc.comm.watchdog.saying import code_of_output, keep_streams
 from gpipe_hpc.config import list_of_commands
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
-from gpipe_hpc.comm.cores.bind import bind
-from gpipe_hpc.comm.group import Gathering, Group
-from gpipe_hpc.comm.host.clock import clock_identity
-from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.threads import within_step
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.threads import within_step
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.config import Keywords, by_keyword
 from gpipe_hpc.data_parallel import (
     Factory,
@@ -28,6 +25,8 @@ from gpipe_hpc.data_parallel import (
     log_inexact,
     make_optimizer,
 )
+from gpipe_hpc.device.cores.bind import bind
+from gpipe_hpc.device.host.clock import clock_identity
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import BatchSplitter, Pieces, share_of, unwrapped
@@ -62,7 +61,7 @@ from gpipe_hpc.models import (
     normalise_layers,
     parameter_sizes,
 )
-from gpipe_hpc.planning import (
+from gpipe_hpc.planner import (
     Counted,
     Example,
     Gauge,
@@ -71,9 +70,10 @@ from gpipe_hpc.planning import (
     check_conservation,
     cut_table,
 )
-from gpipe_hpc.planning.deciding import decide_layout, with_open_choices
-from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.memory.exhausted import explain_exhausted
+from gpipe_hpc.planner.deciding import decide_layout, with_open_choices
+from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.planner.memory.exhausted import explain_exhausted
+from gpipe_hpc.pytree import Nest
 from gpipe_hpc.schedule import Op, Timeline
 from gpipe_hpc.torch_compat import can_split_backward, warn_of_untested_torch
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.device import Device, device_to_come, name_here
-from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.saying import say
+from gpipe_hpc.comm.watchdog.saying import say
+from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.config import (
     ExitCode,
     Job,
@@ -24,9 +23,11 @@ from gpipe_hpc.config import (
     run_jobs,
     say_error,
 )
+from gpipe_hpc.data.shapes import Sample, microbatch, samples_per_microbatch
+from gpipe_hpc.device.device import Device, device_to_come, name_here
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
-from gpipe_hpc.planning import (
+from gpipe_hpc.planner import (
     FIT,
     Counted,
     Example,
@@ -38,32 +39,26 @@ from gpipe_hpc.planning import (
     fit_stages,
     lay_out,
 )
-from gpipe_hpc.planning.advice import Known
-from gpipe_hpc.planning.costs.calibration import check_calibration, read_calibration
-from gpipe_hpc.planning.costs.counted import ModelCount
-from gpipe_hpc.planning.costs.gauges import COUNTED, MEASURED
-from gpipe_hpc.planning.costs.rates import Rates
-from gpipe_hpc.planning.cutting.distance import distance
-from gpipe_hpc.planning.forecast import Forecast, least_bytes
-from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planning.search.machine import Machine
-from gpipe_hpc.planning.search.whole_step import step_of
-from gpipe_hpc.planning.splitting import gain_of_splitting
-from gpipe_hpc.planning.step_time import StepTime
-from gpipe_hpc.planning.telling.alternatives import (
-    Batch,
-    alternatives_text,
-    forecast_of,
-    try_others,
-)
-from gpipe_hpc.planning.telling.report import Assumptions, Sections, report
-from gpipe_hpc.planning.telling.sums import sums_text
-from gpipe_hpc.planning.telling.units import bytes_text
-from gpipe_hpc.planning.vocabulary import check_vocabulary
+from gpipe_hpc.planner.advice import Known
+from gpipe_hpc.planner.costs.calibration import check_calibration, read_calibration
+from gpipe_hpc.planner.costs.counted import ModelCount
+from gpipe_hpc.planner.costs.gauges import COUNTED, MEASURED
+from gpipe_hpc.planner.costs.rates import Rates
+from gpipe_hpc.planner.cutting.distance import distance
+from gpipe_hpc.planner.forecast import Forecast, least_bytes
+from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planner.search.answer import compared
+from gpipe_hpc.planner.search.machine import Machine
+from gpipe_hpc.planner.search.whole_step import step_of
+from gpipe_hpc.planner.splitting import gain_of_splitting
+from gpipe_hpc.planner.step_time import StepTime
+from gpipe_hpc.planner.telling.alternatives import Batch, alternatives_text, forecast_of, try_others
+from gpipe_hpc.planner.telling.report import Assumptions, Sections, report
+from gpipe_hpc.planner.telling.sums import sums_text
+from gpipe_hpc.planner.vocabulary import check_vocabulary
 from gpipe_hpc.settings import Config, TokenDataConfig
-from gpipe_hpc.training.asking import request_of
-from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
-from gpipe_hpc.training.machines import (
+from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.trainer.machines import (
     cluster_of,
     doubts_of_prices,
     machine_of,
@@ -73,12 +68,8 @@ from gpipe_hpc.training.machines import (
     slow_once,
     with_process,
 )
-from gpipe_hpc.training.measuring.as_a_rank import (
-    measured_as_a_rank,
-    on_threads,
-    share_of_rank,
-)
-from gpipe_hpc.training.search.answer import compared
+from gpipe_hpc.trainer.measuring.as_a_rank import measured_as_a_rank, on_threads, share_of_rank
+from gpipe_hpc.units import bytes_text
 
 DEFAULT_STAGES: Final = 4
 TOO_LARGE_EXIT_CODE: Final = 3

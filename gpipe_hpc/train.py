@@ -2,8 +2,8 @@
 
 import os
 
-from gpipe_hpc.comm.saying import keep_streams
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.comm.watchdog.saying import keep_streams
+from gpipe_hpc.trainer.signals import StopRequest
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     # First of all: torch takes seconds to load, and a signal may come meanwhile.
     stop = StopRequest()
     stop.listen()
-    from gpipe_hpc.training.command import run_command
+    from gpipe_hpc.trainer.command import run_command
 
     run_command(stop)
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.threads import run_on_threads
+from gpipe_hpc.device.device import Accelerator, Device, HostDevice
 from tests import support
 from tests.support import patience
 from tests.tiers import is_left_out, sort_into_tiers

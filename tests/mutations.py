@@ -26,9 +26,19 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("schedule", "comm", "data_parallel", "engine", "planning", "checkpoint", "training")
+PACKAGES = (
+    "schedule",
+    "comm",
+    "data_parallel",
+    "data_parallel",
+    "engine",
+    "planner",
+    "checkpoint",
+    "data",
+    "trainer",
+)
 # After those that mirror the file: tests of the whole, in which much of the package takes part.
-WHOLE = ("tests/engine/test_exactness.py", "tests/pipeline", "tests/training/run")
+WHOLE = ("tests/engine/test_exactness.py", "tests/pipeline", "tests/trainer/run")
 LIMIT_S = 600
 USAGE_ERROR = 4  # of pytest: as for a file that is not there
 FAST = (

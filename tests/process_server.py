@@ -74,7 +74,7 @@ def serve():
 
 if __name__ == "__main__":
     for name in (
-        "gpipe_hpc.training.command",
+        "gpipe_hpc.trainer.command",
         "torch.utils.tensorboard",
         "torch._dynamo",
         "numpy.ma",

@@ -254,8 +254,8 @@ def train_here(ranks: int, *overrides: str) -> None:
     """Train as the command would, with the ranks as threads of this process, to a good end."""
     # The tests of exactness also run where there is no Hydra.
     from gpipe_hpc.config import check_config, compose_config
-    from gpipe_hpc.training.loop import run_training
-    from gpipe_hpc.training.signals import StopRequest
+    from gpipe_hpc.trainer.loop import run_training
+    from gpipe_hpc.trainer.signals import StopRequest
 
     config = compose_config(overrides)
     check_config(config, ranks)

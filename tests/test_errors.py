@@ -9,16 +9,16 @@ import pytest
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.data.paths import unreadable
 from gpipe_hpc.draw.pictures import put
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy, words_of
 from gpipe_hpc.models.huggingface.configs import read_json
 from gpipe_hpc.schedule import build
-from gpipe_hpc.training.data.paths import unreadable
-from gpipe_hpc.training.run.opening import own_folder
-from gpipe_hpc.training.signals import StopRequest
-from gpipe_hpc.training.traces.files import read_trace
+from gpipe_hpc.trainer.run.opening import own_folder
+from gpipe_hpc.trainer.signals import StopRequest
+from gpipe_hpc.trainer.traces.files import read_trace
 
 LONG = "n" * 300
 

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "gpipe_hpc"
 # Restricted unpicklers of our own, which take no name but those they know, each with its tests.
 ALLOWED = {
     "checkpoint/metadata.py": {"pickle._Unpickler"},
-    "comm/pickling.py": {"pickle.Unpickler"},
+    "comm/net/pickling.py": {"pickle.Unpickler"},
     "config/commands.py": {"yaml.load"},  # by a safe loader, in C where there is one
     # Of settings given to this command; those of a run folder: tests/export/test_trust.py.
     "config/targets.py": {"hydra.utils.instantiate", "instantiate"},

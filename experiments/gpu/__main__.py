@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from experiments.gpu.running import LEFT, ROOT, Claim, Outcome, Part, run_part, write_json
-from gpipe_hpc.comm.device import automatic_kind, refuse_old_torch
+from gpipe_hpc.device.device import automatic_kind, refuse_old_torch
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.torch_compat import refuse_unfit_torch
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
+from gpipe_hpc.device.device import Accelerator, Device, HostDevice
 
 
 def the_device(kind: str, index: int = 0) -> Device:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world.world import World
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.models import build_gpt, build_layer, token_cross_entropy
 
 SEED = 0

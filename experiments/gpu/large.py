@@ -22,7 +22,7 @@ from experiments.gpu.one_rank import LEARNING_RATE, SEED
 from experiments.gpu.running import Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES, Size
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.models import token_cross_entropy
 
 VIRTUAL_STAGES = 8

@@ -11,11 +11,11 @@ from experiments.gpu.one_rank import LEARNING_RATE, SEED, STAGES
 from experiments.gpu.running import LEFT, Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES, Size
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.models import token_cross_entropy
-from gpipe_hpc.planning import Counted, Example, measure_layers
-from gpipe_hpc.planning.forecast import forecast
+from gpipe_hpc.planner import Counted, Example, measure_layers
+from gpipe_hpc.planner.forecast import forecast
 
 MODES: dict[str, dict[str, Any]] = {
     "recompute never": {"recompute": "never"},

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from experiments.gpu.devices import the_device
 from experiments.gpu.running import Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES, Size, size_for
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.models import build_layer, token_cross_entropy
-from gpipe_hpc.planning.costs.device_peaks import peak_flops_per_s
+from gpipe_hpc.planner.costs.device_peaks import peak_flops_per_s
 
 SEED = 0
 LEARNING_RATE = 1e-4

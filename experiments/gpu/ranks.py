@@ -22,9 +22,9 @@ from experiments.gpu.gradients import (
     plain_gradients,
 )
 from experiments.gpu.running import Findings, enter, options
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.reaching.forming import Former
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world.forming import Former
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import World
 
 
 def main() -> None:

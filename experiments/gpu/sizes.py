@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.models import build_gpt, token_cross_entropy
 
 

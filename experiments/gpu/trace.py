@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from experiments.gpu.devices import the_device
 from experiments.gpu.running import Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 
 COLUMNS = 120
 KINDS = {"kernel": "#", "gpu_memcpy": "c", "gpu_memset": "s"}

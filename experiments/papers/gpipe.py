@@ -15,8 +15,8 @@ from experiments.papers import largest
 from experiments.papers.table import Figure, Paper, Table, counted, timed
 from gpipe_hpc.models import count_parameters
 from gpipe_hpc.models.zoo.names import build_model
-from gpipe_hpc.planning.costs.counted import count_model
-from gpipe_hpc.planning.cutting.minimax import minimax
+from gpipe_hpc.planner.costs.counted import count_model
+from gpipe_hpc.planner.cutting.minimax import minimax
 from gpipe_hpc.schedule import Costs, Memory, build, peak_memory
 
 BYTES_A_PARAMETER: Final = 12  # weight, gradient, RMSProp's state

@@ -7,7 +7,7 @@ import torch
 from experiments.papers.table import Figure, Paper, Table, counted
 from gpipe_hpc.models import count_parameters
 from gpipe_hpc.models.zoo.names import build_model
-from gpipe_hpc.planning.costs.counted import count_model
+from gpipe_hpc.planner.costs.counted import count_model
 
 _GB: Final = 1e9
 # Memory of ResNet-1k at batch 1 by the side of the image, in GB.

@@ -13,10 +13,10 @@ import torch
 from experiments.papers.table import Figure, Table
 from gpipe_hpc.models import token_cross_entropy
 from gpipe_hpc.models.zoo.names import build_model
-from gpipe_hpc.planning.costs.counted import ModelCount, count_model
-from gpipe_hpc.planning.cutting.minimax import minimax
-from gpipe_hpc.planning.forecast import rank_forecasts
-from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planner.costs.counted import ModelCount, count_model
+from gpipe_hpc.planner.cutting.minimax import minimax
+from gpipe_hpc.planner.forecast import rank_forecasts
+from gpipe_hpc.planner.stages import count_stages
 from gpipe_hpc.schedule import build, lower
 
 BATCH: Final = 32

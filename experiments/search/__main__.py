@@ -13,18 +13,18 @@ from statistics import median
 
 import torch
 
-from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.config import build_target, check_config, compose_config
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planning.search.text import distinct
-from gpipe_hpc.planning.search.trial import Trial
-from gpipe_hpc.planning.telling.columns import aligned
+from gpipe_hpc.planner.search.answer import compared
+from gpipe_hpc.planner.search.from_settings import Searching
+from gpipe_hpc.planner.search.text import distinct
+from gpipe_hpc.planner.search.trial import Trial
+from gpipe_hpc.planner.telling.columns import aligned
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.joining import join_world
-from gpipe_hpc.training.search.answer import compared
-from gpipe_hpc.training.search.from_settings import Searching
-from gpipe_hpc.training.start.building import build_pipeline
+from gpipe_hpc.trainer.joining import join_world
+from gpipe_hpc.trainer.start.building import build_pipeline
 
 NUM_EACH = 3
 ROUNDS = 12

@@ -149,7 +149,7 @@ def _lose(fault: Fault, live: Live) -> Struck:
 
 def _kill_watcher(fault: Fault, live: Live) -> Struck:
     victim = live.ranks[fault.victim].process
-    (watcher,) = (each for each in families([victim]) if "gpipe_hpc.comm.watch" in each.words())
+    (watcher,) = (each for each in families([victim]) if "gpipe_hpc.comm.watchdog" in each.words())
     since_s = time.time()
     watcher.signal(signal.SIGKILL)
     names = _named(fault, live, "the helper that watches it")

@@ -12,12 +12,12 @@ from gpipe_hpc.bench.figures import Measured, table
 from gpipe_hpc.bench.plot import draw
 from gpipe_hpc.bench.running import code_of, measure, refusal
 from gpipe_hpc.bench.sweep import Point, at_point, points
-from gpipe_hpc.comm.saying import say
+from gpipe_hpc.comm.watchdog.saying import say
 from gpipe_hpc.config import ExitCode, Job, check_config, check_timing, run_jobs, say_error
+from gpipe_hpc.data.paths import expand
 from gpipe_hpc.errors import GpipeError, is_users_mistake
+from gpipe_hpc.preflight.layout import plan_layout
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.data.paths import expand
-from gpipe_hpc.training.preflight.layout import plan_layout
 
 _STEPS: Final = "steps"
 _COLLECTIVES: Final = "collectives"

@@ -12,20 +12,20 @@ from typing import Any, Final
 import torch
 
 from gpipe_hpc.bench.running import say_failure
-from gpipe_hpc.comm.cores.bind import bound
-from gpipe_hpc.comm.joining.launcher import detect_launch
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world.launcher import detect_launch
+from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs
+from gpipe_hpc.device.cores.bind import bound
 from gpipe_hpc.engine.sums.rank_summary import summarise_ranks
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.figures.throughput import tokens_per_sample
-from gpipe_hpc.training.joining import join_world
-from gpipe_hpc.training.one_step import refuse_non_finite, train_one_step
-from gpipe_hpc.training.run.identity import UNRECORDED, Run
-from gpipe_hpc.training.session import Session
-from gpipe_hpc.training.start import open_session
-from gpipe_hpc.training.step_edge import StepEdge, Told, agree
+from gpipe_hpc.trainer.figures.throughput import tokens_per_sample
+from gpipe_hpc.trainer.joining import join_world
+from gpipe_hpc.trainer.one_step import refuse_non_finite, train_one_step
+from gpipe_hpc.trainer.run.identity import UNRECORDED, Run
+from gpipe_hpc.trainer.session import Session
+from gpipe_hpc.trainer.start import open_session
+from gpipe_hpc.trainer.step_edge import StepEdge, Told, agree
 
 _WARM_UP: Final = 2
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from socket import gethostname
 from typing import TypeVar
 
-from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.errors import CheckpointError
 
 T = TypeVar("T")

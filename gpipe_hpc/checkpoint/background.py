@@ -17,7 +17,7 @@ import torch
 
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.saving import Begun, Written, begin, end, write
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from gpipe_hpc.checkpoint.metadata import StoredTensor
-from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.device.device import on_host
 from gpipe_hpc.torch_compat import storage_info
 
 _COPIED_AHEAD: Final = 10_000_000  # bytes, of tensors on a device: as torch does

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 
 _ALIGNMENT: Final = 64
 

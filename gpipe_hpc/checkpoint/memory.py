@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from gpipe_hpc.comm.device import Device, HostDevice
-from gpipe_hpc.comm.group import Gathering, rank_names
-from gpipe_hpc.comm.host.machine import shared_identity
+from gpipe_hpc.comm.collectives.group import Gathering, rank_names
+from gpipe_hpc.device.device import Device, HostDevice
+from gpipe_hpc.device.host.machine import shared_identity
 from gpipe_hpc.errors import CheckpointError
 
 

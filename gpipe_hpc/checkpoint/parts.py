@@ -16,7 +16,7 @@ from zlib import crc32
 
 from torch import Tensor
 
-from gpipe_hpc.comm.group import Group, Piece
+from gpipe_hpc.comm.collectives.group import Group, Piece
 from gpipe_hpc.data_parallel import OwnedParameter, ShardSpan
 from gpipe_hpc.errors import CheckpointError
 

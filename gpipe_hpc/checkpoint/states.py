@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.device.device import on_host
 from gpipe_hpc.errors import CheckpointError
 
 PREFIX: Final = "state."  # ahead of the global names, for tensors within extra states

@@ -19,7 +19,7 @@ from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
 from gpipe_hpc.checkpoint.folder import other_checkpoint, read_facts, read_stored, said
 from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, Facts
 from gpipe_hpc.checkpoint.metadata import StoredTensor, check_readable, fill, listed
-from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
 log = logging.getLogger("gpipe_hpc.checkpoint")

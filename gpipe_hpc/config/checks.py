@@ -20,7 +20,7 @@ def check_config(config: Config, world_size: int, *, may_choose: bool = False) -
     Raises ConfigError that names the setting.
     """
     # Here, since the package above loads torch, which composing and drawing do without.
-    from gpipe_hpc.comm.mesh import Mesh
+    from gpipe_hpc.comm.world.mesh import Mesh
 
     check_values(config)
     if not may_choose:
@@ -112,7 +112,7 @@ def _refuse_searching(config: Config) -> None:
 
 def _check_device(config: Config) -> None:
     # Here, since it loads torch, which composing and drawing do without.
-    from gpipe_hpc.comm.device import KNOWN_KINDS, known_backends, known_kind
+    from gpipe_hpc.device.device import KNOWN_KINDS, known_backends, known_kind
 
     device, backend = config.train.device, config.comm.backend
     if device != "auto" and known_kind(device) is None:

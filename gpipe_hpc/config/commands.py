@@ -20,9 +20,9 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
-from gpipe_hpc.comm.failing.tracebacks import users_traceback
-from gpipe_hpc.comm.saying import code_of_output, keep_streams, say
+from gpipe_hpc.comm.watchdog.saying import code_of_output, keep_streams, say
+from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.watchdog.tracebacks import users_traceback
 from gpipe_hpc.config.compose import (
     CONF_VARIABLE,
     HydraChoices,

@@ -29,7 +29,7 @@ from gpipe_hpc.settings import OPTIMIZERS, Config, DataConfig, OptimizerConfig, 
 
 CONF_VARIABLE: Final = "GPIPE_HPC_CONF"
 _CONF_MARK: Final = "# gpipe_hpc:"
-_OWN_DATA: Final = "gpipe_hpc.training.data.own.OwnDataConfig"
+_OWN_DATA: Final = "gpipe_hpc.data.own.OwnDataConfig"
 # Where kinds of data are defined in settings of older runs, and where they are now.
 _MOVED: Final = ("gpipe_hpc." + "training.data.", "gpipe_hpc." + "data.")
 _PROVIDER: Final = "gpipe_hpc"  # of the schema in Hydra's store

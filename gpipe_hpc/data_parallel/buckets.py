@@ -14,11 +14,11 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group, Pending
-from gpipe_hpc.comm.packed import PACK, packs
+from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.collectives.packed import PACK, packs
 from gpipe_hpc.data_parallel.layout import BucketItem, FlatLayout, OwnedParameter
 from gpipe_hpc.data_parallel.strategies import ReduceStrategy
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.torch_compat import storage_use_count
 

@@ -12,13 +12,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from gpipe_hpc.comm.collectives.group import Group, Pending
 from gpipe_hpc.comm.collectives.on_stream import OnStream
+from gpipe_hpc.comm.collectives.thread_plans import PutByThread
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
 from gpipe_hpc.comm.collectives.wide import WideGroup
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group, Pending
-from gpipe_hpc.comm.noting import unheard
-from gpipe_hpc.comm.thread_plans import PutByThread
+from gpipe_hpc.comm.watchdog.noting import unheard
 from gpipe_hpc.data_parallel.compressors import (
     CompressionTask,
     Compressor,
@@ -27,6 +26,7 @@ from gpipe_hpc.data_parallel.compressors import (
 )
 from gpipe_hpc.data_parallel.layout import BucketItem
 from gpipe_hpc.data_parallel.reducer import GradientBuckets
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.models import message_key
 from gpipe_hpc.settings import Outer
 

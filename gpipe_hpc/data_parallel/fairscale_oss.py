@@ -16,7 +16,7 @@ from fairscale.optim.oss import OSS
 from torch import nn
 from torch.optim import Optimizer
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.data_parallel.layout import in_owner_order
 from gpipe_hpc.data_parallel.optimizers import replace_parameters
 from gpipe_hpc.data_parallel.reducer import GradientBuckets

@@ -13,8 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import Group, Pending
 from gpipe_hpc.data_parallel.buckets import (
     Bucket,
     Divisor,
@@ -24,6 +23,7 @@ from gpipe_hpc.data_parallel.buckets import (
 )
 from gpipe_hpc.data_parallel.layout import OwnedParameter
 from gpipe_hpc.data_parallel.strategies import ReduceStrategy
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ConfigError, ModelError
 
 

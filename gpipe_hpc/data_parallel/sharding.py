@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import Group, Pending
 from gpipe_hpc.data_parallel.layout import Buckets
 from gpipe_hpc.data_parallel.optimizer_checks import check_elementwise
 from gpipe_hpc.data_parallel.optimizers import OptimizerSharding, replace_parameters

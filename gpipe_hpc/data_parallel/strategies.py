@@ -6,10 +6,10 @@ from typing import Final
 
 import torch
 
+from gpipe_hpc.comm.collectives.group import Group, Pending
 from gpipe_hpc.comm.collectives.menu import start_hierarchical_all_reduce
-from gpipe_hpc.comm.group import Group, Pending
-from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.data_parallel.layout import BucketItem
+from gpipe_hpc.device.host.machine import shared_identity
 from gpipe_hpc.settings import Outer
 
 ReduceStrategy = Callable[[torch.Tensor, Sequence[BucketItem]], Pending]

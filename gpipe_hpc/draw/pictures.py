@@ -11,14 +11,6 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.config import check_drawing, on_ranks, portions_of, ranks_to_come
 from gpipe_hpc.draw.tables import standings
-from gpipe_hpc.drawing import draw_text
-from gpipe_hpc.drawing.chrome_trace import chrome_trace
-from gpipe_hpc.drawing.comparison import compare
-from gpipe_hpc.drawing.html import render_html
-from gpipe_hpc.drawing.layout import layout
-from gpipe_hpc.drawing.png import render_png
-from gpipe_hpc.drawing.svg import render_svg
-from gpipe_hpc.drawing.text import draw_text_memory, num_columns
 from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.schedule import (
     Costs,
@@ -37,7 +29,15 @@ from gpipe_hpc.schedule import (
 from gpipe_hpc.schedule.passes.gathers import add_gathers
 from gpipe_hpc.schedule.table.placements import copies_in_rows
 from gpipe_hpc.settings import Config, refuse
-from gpipe_hpc.training.traces.files import read_trace, typical_trace
+from gpipe_hpc.trainer.traces.files import read_trace, typical_trace
+from gpipe_hpc.visualize import draw_text
+from gpipe_hpc.visualize.chrome_trace import chrome_trace
+from gpipe_hpc.visualize.comparison import compare
+from gpipe_hpc.visualize.html import render_html
+from gpipe_hpc.visualize.layout import layout
+from gpipe_hpc.visualize.png import render_png
+from gpipe_hpc.visualize.svg import render_svg
+from gpipe_hpc.visualize.text import draw_text_memory, num_columns
 
 DEFAULT_STAGES = 4
 

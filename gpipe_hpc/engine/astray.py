@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.pytree import Nest, tensors_of
 
 
 def refuse_astray(

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group
-from gpipe_hpc.comm.packed import bytes_of
+from gpipe_hpc.comm.collectives.group import Group
+from gpipe_hpc.comm.collectives.packed import bytes_of
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.step_reduction import unite_flags
 from gpipe_hpc.models import PooledBatchNorm

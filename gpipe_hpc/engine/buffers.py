@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.aliases import storages_of
-from gpipe_hpc.comm.device import on_host
-from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.comm.transport.aliases import storages_of
+from gpipe_hpc.device.device import on_host
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import PooledBatchNorm
+from gpipe_hpc.pytree import Nest, tensors_of
 
 Home = dict[str, torch.Tensor | None]
 """The buffers of one module by name, where the module itself looks for them."""

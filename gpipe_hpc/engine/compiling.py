@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ConfigError
 
 Call = Callable[..., Any]

@@ -19,7 +19,7 @@ import torch
 
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import handed_over
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batch.cutting import Output

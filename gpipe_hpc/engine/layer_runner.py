@@ -19,9 +19,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.aliases import cloned, is_buffer, is_plain, mark_buffer, shared_blocks
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.nests import Nest, flatten, unflatten
+from gpipe_hpc.comm.transport.aliases import cloned, is_buffer, is_plain, mark_buffer, shared_blocks
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.buffers import (
@@ -40,6 +39,7 @@ from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import CURRENT_REPORTS, Reports, SkipNames, run_layer
+from gpipe_hpc.pytree import Nest, flatten, unflatten
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 

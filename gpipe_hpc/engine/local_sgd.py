@@ -16,10 +16,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group, Pending
-from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.data_parallel import BucketItem, Compression, ReduceStrategy, choose_strategy
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.tables import Tables

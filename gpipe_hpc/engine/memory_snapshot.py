@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import DeviceMemoryError
 
 

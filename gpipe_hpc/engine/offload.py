@@ -14,7 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpipe_hpc.comm.device import Device, Event
+from gpipe_hpc.device.device import Device, Event
 
 
 class _Free(NamedTuple):

@@ -20,11 +20,11 @@ from typing import Any, Final, TypeVar, cast
 import torch
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.comm.aliases import cloned, is_plain
-from gpipe_hpc.comm.nests import map_tensors, tensors_of
+from gpipe_hpc.comm.transport.aliases import cloned, is_plain
 from gpipe_hpc.engine.layer_runner import LayerRunner
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.pytree import map_tensors, tensors_of
 from gpipe_hpc.torch_compat import storage_use_count
 
 log = logging.getLogger("gpipe_hpc.pipeline")

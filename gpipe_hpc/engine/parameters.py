@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device, on_host
-from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.device.device import Device, on_host
 from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.errors import ModelError
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.sums.loss_scale import LossScale
 from gpipe_hpc.errors import ConfigError, ModelError
 

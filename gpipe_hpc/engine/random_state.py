@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.models import (
     GENERATOR_LOCK,
     numpy_is_seedable,

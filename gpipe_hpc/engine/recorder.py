@@ -9,9 +9,9 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.device import Event as DeviceEvent
-from gpipe_hpc.comm.group import Pending
+from gpipe_hpc.comm.collectives.group import Pending
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.device.device import Event as DeviceEvent
 from gpipe_hpc.schedule import Action, Event
 from gpipe_hpc.schedule.table.actions import COMPUTE
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.pytree import Nest, tensors_of
 
 _CLASSES: Final = 64
 

@@ -23,9 +23,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.comm.aliases import is_buffer, mark_buffer, storages_of
-from gpipe_hpc.comm.group import Group
-from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
+from gpipe_hpc.comm.collectives.group import Group
+from gpipe_hpc.comm.transport.aliases import is_buffer, mark_buffer, storages_of
 from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
@@ -66,6 +65,7 @@ from gpipe_hpc.engine.sums.loss import (
 )
 from gpipe_hpc.errors import GpipeError, ModelError
 from gpipe_hpc.models import Reductions, SumOver, TorchLoss, normalising_together, torch_loss
+from gpipe_hpc.pytree import Nest, map_tensors, tensors_of
 from gpipe_hpc.torch_compat import can_split_backward, storage_use_count
 
 Gradients = Sequence[torch.Tensor | None]

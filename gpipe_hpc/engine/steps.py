@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpipe_hpc.comm.group import Gathering, Group, Pending, SoloGroup
-from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.collectives.group import Gathering, Group, Pending, SoloGroup
 from gpipe_hpc.comm.transport.wire import Structure, as_bytes, assemble, disassemble, packed
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import (
     BucketItem,
     Compression,
@@ -47,6 +46,7 @@ from gpipe_hpc.engine.sums.trainable import (
     warn_nothing_trained,
 )
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.pytree import Nest
 from gpipe_hpc.settings import Outer
 
 log = logging.getLogger("gpipe_hpc.pipeline")

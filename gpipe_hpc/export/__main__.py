@@ -10,14 +10,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.config import ExitCode, Job, build_stored_model, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.run.folder import Checkpoints
-from gpipe_hpc.training.run.resuming import newest_whole
+from gpipe_hpc.trainer.run.folder import Checkpoints
+from gpipe_hpc.trainer.run.resuming import newest_whole
 from gpipe_hpc.yaml_files import read_yaml
 
 

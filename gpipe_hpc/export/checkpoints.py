@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint import Verified, fill, verify
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.export.files import (
     DEFAULT_PREFIX,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gpipe_hpc.comm.group import meet
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.collectives.group import meet
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.export.files import (
     DEFAULT_PREFIX,
     SHARD_BYTES,

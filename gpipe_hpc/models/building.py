@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device, HostDevice, generators_in_use
+from gpipe_hpc.device.device import Device, HostDevice, generators_in_use
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.layers import Layer, LayerSpec, call_factory
 from gpipe_hpc.models.randomness import (

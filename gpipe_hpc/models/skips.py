@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.layers import Layer, layer_name
+from gpipe_hpc.pytree import tensors_of
 
 
 class Skip(NamedTuple):

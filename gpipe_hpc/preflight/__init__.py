@@ -1,5 +1,1 @@
-"""`python -m gpipe_hpc.preflight`: whether hosts, ranks and links are fit for a run."""
-
-from gpipe_hpc.preflight.run import preflight
-
-__all__ = ["preflight"]
+"""`python -m gpipe_hpc.preflight`: are hosts, ranks and links fit for a run."""

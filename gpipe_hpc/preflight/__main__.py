@@ -6,16 +6,16 @@ from typing import Final
 
 import torch.distributed as dist
 
-from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
-from gpipe_hpc.comm.joining.launcher import detect_launch
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.world.launcher import detect_launch
+from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
 from gpipe_hpc.preflight.guard import meeting_within
 from gpipe_hpc.preflight.run import preflight
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.ending import end_soon
-from gpipe_hpc.training.joining import join_world
+from gpipe_hpc.trainer.ending import end_soon
+from gpipe_hpc.trainer.joining import join_world
 
 UNFIT_EXIT_CODE: Final = 3
 _WAITS: Final = ("timeout_s", "reach_s")  # of a run; a preflight has a limit of its own

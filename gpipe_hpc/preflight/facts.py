@@ -8,15 +8,15 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.host.host_memory import free_bytes
-from gpipe_hpc.comm.host.machine import kernel_identity, shared_identity
-from gpipe_hpc.comm.preflight.clocks import Reading
+from gpipe_hpc.checkpoint.in_memory import DEFAULT_FOLDER
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.device.host.host_memory import free_bytes
+from gpipe_hpc.device.host.machine import kernel_identity, shared_identity
 from gpipe_hpc.errors import DeviceError
-from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.training.neighbour import DEFAULT_FOLDER
-from gpipe_hpc.training.preflight.before import Files
-from gpipe_hpc.training.preflight.room import Room
+from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.preflight.before import Files
+from gpipe_hpc.preflight.clocks import Reading
+from gpipe_hpc.preflight.room import Room
 
 _SIDE: Final = 256  # so that all sums are whole numbers that float32 has
 

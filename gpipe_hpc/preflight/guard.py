@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
-from gpipe_hpc.comm.joining.launcher import Launch
-from gpipe_hpc.comm.saying import say
+from gpipe_hpc.comm.watchdog.saying import say
+from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.world.launcher import Launch
 from gpipe_hpc.config import ExitCode
 
 GRACE_S: Final = 8.0

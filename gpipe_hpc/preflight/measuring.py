@@ -5,17 +5,17 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.group import Group
-from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.preflight.lines import ChannelLine, GroupLine
-from gpipe_hpc.comm.preflight.pairs import Pair, in_rounds, ring
-from gpipe_hpc.comm.preflight.timing import SUMS, Way, time_line
+from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.transport.base import PlacedChannel
-from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.engine.stages.wiring import Wiring, make_first_calls, wire
 from gpipe_hpc.engine.steps import Site
 from gpipe_hpc.errors import DeviceError
-from gpipe_hpc.planning import Layout, hand_out
+from gpipe_hpc.planner import Layout, hand_out
+from gpipe_hpc.preflight.lines import ChannelLine, GroupLine
+from gpipe_hpc.preflight.pairs import Pair, in_rounds, ring
+from gpipe_hpc.preflight.timing import SUMS, Way, time_line
 
 
 class Sum(NamedTuple):

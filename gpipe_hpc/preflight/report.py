@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
-from gpipe_hpc.planning.costs.prices import Prices
-from gpipe_hpc.planning.links import BETWEEN, WITHIN, Links
-from gpipe_hpc.planning.telling.columns import aligned
-from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
+from gpipe_hpc.planner.costs.prices import Prices
+from gpipe_hpc.planner.links import BETWEEN, WITHIN, Links
+from gpipe_hpc.planner.telling.columns import aligned
 from gpipe_hpc.preflight.facts import Facts
 from gpipe_hpc.preflight.measuring import Sum
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.units import bytes_text, ranges_text
 
 _MOST_NAMED: Final = 16
 _REMEDIES: Final = {

@@ -9,30 +9,30 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.cores.bind import bound
-from gpipe_hpc.comm.failing.patience import patiently
-from gpipe_hpc.comm.host.machine import kernel_identity
-from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
-from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.planning.cluster_file import write_cluster
-from gpipe_hpc.planning.costs.prices import Prices, write_prices
-from gpipe_hpc.planning.costs.speed import paces_of_times, seconds_of_work
-from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.links import WITHIN, Links
-from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
+from gpipe_hpc.comm.watchdog.patience import patiently
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.device.cores.bind import bound
+from gpipe_hpc.device.host.machine import kernel_identity
+from gpipe_hpc.planner.cluster_file import write_cluster
+from gpipe_hpc.planner.costs.prices import Prices, write_prices
+from gpipe_hpc.planner.costs.speed import paces_of_times, seconds_of_work
+from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.planner.links import WITHIN, Links
+from gpipe_hpc.preflight.before import skew_text
+from gpipe_hpc.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.preflight.facts import Facts, try_device
+from gpipe_hpc.preflight.folder import check_folder
+from gpipe_hpc.preflight.layout import Planned, plan_layout
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure
 from gpipe_hpc.preflight.report import Report, host_number, slow_texts
+from gpipe_hpc.preflight.room import Room, own_rooms, probe_copies
+from gpipe_hpc.preflight.settings import check_settings
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.measuring.pricing import measure_prices
-from gpipe_hpc.training.preflight.before import skew_text
-from gpipe_hpc.training.preflight.folder import check_folder
-from gpipe_hpc.training.preflight.layout import Planned, plan_layout
-from gpipe_hpc.training.preflight.room import Room, own_rooms, probe_copies
-from gpipe_hpc.training.preflight.settings import check_settings
-from gpipe_hpc.training.run.folder import default_run_folder
+from gpipe_hpc.trainer.measuring.pricing import measure_prices
+from gpipe_hpc.trainer.run.folder import default_run_folder
+from gpipe_hpc.units import bytes_text, ranges_text
 
 _SLOW_PACE: Final = 1.5  # from which a rank is named; less is told to the planner alone
 

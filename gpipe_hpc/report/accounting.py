@@ -11,7 +11,7 @@ from gpipe_hpc.report.record import Record
 from gpipe_hpc.schedule import Event, Timeline, replayed_end
 from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.waits import DataFlow
-from gpipe_hpc.training.traces.files import ReadStep
+from gpipe_hpc.trainer.traces.files import ReadStep
 
 PARTS: Final[Mapping[str, str]] = MappingProxyType(
     {

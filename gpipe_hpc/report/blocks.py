@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gpipe_hpc.report.findings import Finding
-from gpipe_hpc.training.traces.files import ReadStep
+from gpipe_hpc.trainer.traces.files import ReadStep
 
 
 class Words(NamedTuple):

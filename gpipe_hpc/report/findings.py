@@ -4,14 +4,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.report.accounting import END_STALL, Account
 from gpipe_hpc.report.pace import Slow, slow_ones, timed_layers, without
 from gpipe_hpc.report.record import Record
 from gpipe_hpc.report.words import percent, time_text
 from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.waits import DataFlow
-from gpipe_hpc.training.traces.files import ReadStep
+from gpipe_hpc.trainer.traces.files import ReadStep
+from gpipe_hpc.units import bytes_text
 
 _LEAST_GAIN: Final = 0.02  # of a step; less is within what runs differ by
 _BRACKETS: Final = re.compile(r" \(without [^)]*\)")

@@ -9,10 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.drawing.colours import BESIDE, TRANSFERS
-from gpipe_hpc.drawing.html import render_html
-from gpipe_hpc.drawing.layout import layout
-from gpipe_hpc.drawing.scene import round_step
 from gpipe_hpc.report.accounting import PARTS
 from gpipe_hpc.report.blocks import (
     Advised,
@@ -28,7 +24,11 @@ from gpipe_hpc.report.blocks import (
 )
 from gpipe_hpc.report.transfers import with_transfers
 from gpipe_hpc.report.words import LEAST_S, number, percent, time_text
-from gpipe_hpc.training.traces.files import ReadStep
+from gpipe_hpc.trainer.traces.files import ReadStep
+from gpipe_hpc.visualize.colours import BESIDE, TRANSFERS
+from gpipe_hpc.visualize.html import render_html
+from gpipe_hpc.visualize.layout import layout
+from gpipe_hpc.visualize.scene import round_step
 
 _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560.0, 220.0, 58.0, 24.0, 8.0

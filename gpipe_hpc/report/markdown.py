@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from gpipe_hpc.drawing import draw_text
 from gpipe_hpc.report.blocks import (
     Advised,
     Bars,
@@ -16,6 +15,7 @@ from gpipe_hpc.report.blocks import (
 )
 from gpipe_hpc.report.words import number, percent, time_text
 from gpipe_hpc.schedule import Timeline
+from gpipe_hpc.visualize import draw_text
 
 _WIDTH = 96  # columns of a timeline
 _SHADES = " ▁▂▃▄▅▆▇█"

@@ -11,10 +11,10 @@ from gpipe_hpc.errors import ConfigError, DataError, GpipeError
 from gpipe_hpc.report.shapes import SUMMARY, disagreement
 from gpipe_hpc.schedule import mean_costs, schedule_of, simulate
 from gpipe_hpc.small_files import Number, mismatch, open_regular, parse_json, read_bytes
-from gpipe_hpc.training.run.opening import CONFIG_FILE
-from gpipe_hpc.training.summary.compose import SUMMARY_FILE
-from gpipe_hpc.training.traces.files import ReadStep, read_step, typical_trace
-from gpipe_hpc.training.writers import METRICS_FILE
+from gpipe_hpc.trainer.run.opening import CONFIG_FILE
+from gpipe_hpc.trainer.summary.compose import SUMMARY_FILE
+from gpipe_hpc.trainer.traces.files import ReadStep, read_step, typical_trace
+from gpipe_hpc.trainer.writers import METRICS_FILE
 from gpipe_hpc.yaml_files import flat_settings
 
 _MOST_BYTES: Final = 2**31  # of the lines of a long run

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpipe_hpc.planning.telling.units import bytes_text, flops_text
 from gpipe_hpc.report.accounting import PARTS, Account, account_of
 from gpipe_hpc.report.blocks import (
     Advised,
@@ -22,6 +21,7 @@ from gpipe_hpc.report.findings import Finding, findings_of
 from gpipe_hpc.report.pace import timed_layers
 from gpipe_hpc.report.record import Record
 from gpipe_hpc.report.words import number, percent, time_text
+from gpipe_hpc.units import bytes_text, flops_text
 
 _MOST_EVENTS: Final = 100
 _MOST_POINTS: Final = 400  # of a curve; of more steps the mean of several is shown

@@ -1,6 +1,6 @@
 """Settings that kinds of data have in common.
 
-Each kind is a subclass in `gpipe_hpc.training.data`: its settings, checks and how it is opened. A
+Each kind is a subclass in `gpipe_hpc.data`: its settings, checks and how it is opened. A
 preset of ``conf/data/`` names the class by ``_target_``. Common settings are keyword-only, so that
 the settings of the kind itself come first.
 """

@@ -6,7 +6,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, tensors_of, unflatten
 from gpipe_hpc.config import build_target
 from gpipe_hpc.engine.batch.cutting import (
     cut,
@@ -17,11 +16,12 @@ from gpipe_hpc.engine.batch.cutting import (
     unwrapped,
 )
 from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
+from gpipe_hpc.optim.lr import set_lr
+from gpipe_hpc.optim.optimizer import build_optimizer
+from gpipe_hpc.pytree import Nest, flatten, map_tensors, tensors_of, unflatten
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.optimizers.lr import set_lr
-from gpipe_hpc.training.optimizers.optimizer import build_optimizer
-from gpipe_hpc.training.session import Session
-from gpipe_hpc.training.start import loss_of
+from gpipe_hpc.trainer.session import Session
+from gpipe_hpc.trainer.start import loss_of
 from gpipe_hpc.verify.comparing import Compared, Report, Verdict, add_all
 from gpipe_hpc.verify.plain import AUTOCAST, Layout, PlainStep, PlainTraining
 from gpipe_hpc.verify.watching import Kind, Observations

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.data_parallel import MicrobatchSplit
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.random_state import own_generators
 from gpipe_hpc.models import (
     GENERATOR_LOCK,
@@ -39,6 +38,7 @@ from gpipe_hpc.models import (
     source_key,
     torch_loss,
 )
+from gpipe_hpc.pytree import Nest, map_tensors
 from gpipe_hpc.schedule import Op, Schedule
 from gpipe_hpc.verify.statistics import PlainStatistics
 

@@ -12,22 +12,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.device import device_of_rank
-from gpipe_hpc.comm.host.host_memory import free_bytes
-from gpipe_hpc.comm.joining.launcher import detect_launch
-from gpipe_hpc.comm.nests import Nest, map_tensors
-from gpipe_hpc.comm.threads import run_on_threads
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world.launcher import detect_launch
+from gpipe_hpc.comm.world.threads import run_on_threads
+from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.config import build_target, check_config, filled, ranks_to_come
+from gpipe_hpc.device.device import device_of_rank
+from gpipe_hpc.device.host.host_memory import free_bytes
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
+from gpipe_hpc.pytree import Nest, map_tensors
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.joining import join_world
-from gpipe_hpc.training.one_step import train_one_step
-from gpipe_hpc.training.run.identity import UNRECORDED, Run
-from gpipe_hpc.training.session import Session
-from gpipe_hpc.training.start import open_session
+from gpipe_hpc.trainer.horizon import last_step
+from gpipe_hpc.trainer.joining import join_world
+from gpipe_hpc.trainer.one_step import train_one_step
+from gpipe_hpc.trainer.run.identity import UNRECORDED, Run
+from gpipe_hpc.trainer.session import Session
+from gpipe_hpc.trainer.start import open_session
 from gpipe_hpc.verify.comparing import Report
 from gpipe_hpc.verify.judging import Facts, Judge
 from gpipe_hpc.verify.watching import (

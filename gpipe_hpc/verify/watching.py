@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.pytree import Nest, tensors_of
 from gpipe_hpc.schedule import Action, Op
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 READER = """
 import json, os, sys
 from gpipe_hpc.errors import DataError
-from gpipe_hpc.training.data import open_data
+from gpipe_hpc.data import open_data
 from gpipe_hpc.config import compose_config
 
 for path, words in json.loads(sys.argv[1]):

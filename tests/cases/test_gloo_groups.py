@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.reaching.addresses import is_loopback, own_interfaces
+from gpipe_hpc.comm.net.addresses import is_loopback, own_interfaces
+from gpipe_hpc.comm.world.start import start_world
 from tests.support import patience
 
 

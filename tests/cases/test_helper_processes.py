@@ -25,7 +25,7 @@ def helpers(ranks):
                 words = (folder / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if any("gpipe_hpc.comm.watch" in word for word in words) and words[-2] in own:
+            if any("gpipe_hpc.comm.watchdog" in word for word in words) and words[-2] in own:
                 found[own[words[-2]]] = int(folder.name)
     return found
 

@@ -19,7 +19,7 @@ from gpipe_hpc.config import compose_config
 from gpipe_hpc.draw import draw
 from gpipe_hpc.errors import CheckpointError, GpipeError, RunFolderError
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planner.cluster_file import read_cluster
 from tests.support import train_here
 
 MANIFEST = "gpipe_hpc.json"

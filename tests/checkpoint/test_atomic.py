@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import loading, verifying
 from gpipe_hpc.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
-from gpipe_hpc.comm import device
+from gpipe_hpc.device import device
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 from tests.support import cover_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.training.neighbour import open_copies
+from gpipe_hpc.checkpoint.in_memory import open_copies
 from tests.support import mean_square
 
 HERE = Path(__file__).parent

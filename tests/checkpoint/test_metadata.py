@@ -13,7 +13,7 @@ from gpipe_hpc.checkpoint import verify
 from gpipe_hpc.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
 from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, fill, read_metadata
 from gpipe_hpc.checkpoint.saving import _entry
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
 
 OLD = Path(__file__).with_name("format_1")

@@ -14,7 +14,7 @@ from gpipe_hpc.checkpoint.manifest import manifest_text
 from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.data_parallel import OwnedParameter
 from gpipe_hpc.errors import CheckpointError
-from gpipe_hpc.training.optimizers.optimizer import own_options
+from gpipe_hpc.optim.optimizer import own_options
 from tests.support import mean_square
 
 WIDTH = 3

@@ -13,7 +13,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import saving, verify
 from gpipe_hpc.checkpoint.contents import _writers
 from gpipe_hpc.checkpoint.manifest import MANIFEST
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
 
 

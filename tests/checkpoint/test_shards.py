@@ -14,8 +14,8 @@ from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
 from gpipe_hpc.data_parallel import FlatLayout, ShardSpan, layout
 from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.optim.optimizer import build_optimizer
 from gpipe_hpc.settings import AdamWConfig
-from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.support import mean_square
 
 WIDTH = 6

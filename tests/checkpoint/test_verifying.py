@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import blocks, verifying
 from gpipe_hpc.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
 
 

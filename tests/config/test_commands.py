@@ -11,9 +11,9 @@ from gpipe_hpc.config import commands, compose_config, conf_dir, run_jobs, say_e
 from gpipe_hpc.config.commands import Elsewhere, exit_code_of, without_launcher
 from gpipe_hpc.draw.__main__ import main as draw
 from gpipe_hpc.errors import ConfigError, DataError, ModelError, PeerError, ScheduleError
-from gpipe_hpc.training import command
-from gpipe_hpc.training.command import run_command
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.trainer import command
+from gpipe_hpc.trainer.command import run_command
+from gpipe_hpc.trainer.signals import StopRequest
 from tests.support import losses
 
 

@@ -13,9 +13,9 @@ from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config import check_config, compose_config, conf_dir, config_yaml, written
+from gpipe_hpc.data.text import PythonSourceConfig
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.settings import SGDConfig
-from gpipe_hpc.training.data.text import PythonSourceConfig
 
 
 def test_defaults_compose_and_pass_all_checks():

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from gpipe_hpc.comm.failing.tracebacks import users_traceback
+from gpipe_hpc.comm.watchdog.tracebacks import users_traceback
 from gpipe_hpc.config import compose_config, conf_dir, run_jobs
 from gpipe_hpc.config.errors import is_of_composing
 from gpipe_hpc.errors import ConfigError

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from gpipe_hpc.comm.failing.tracebacks import users_traceback
+from gpipe_hpc.comm.watchdog.tracebacks import users_traceback
 from gpipe_hpc.config import bind_loss, build_target, check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.collectives.group import SoloGroup
+from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.data_parallel import Divisor, GradientBuckets, choose_strategy
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
 from gpipe_hpc.engine.sums.step_reduction import unite_flags
 from gpipe_hpc.settings import Outer

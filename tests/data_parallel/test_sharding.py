@@ -6,12 +6,12 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.data_parallel import FlatLayout
-from gpipe_hpc.drawing import draw_svg
-from gpipe_hpc.drawing.chrome_trace import chrome_trace
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.optim.optimizer import build_optimizer
 from gpipe_hpc.schedule import Op, schedule_names
 from gpipe_hpc.settings import LAMBConfig, LARSConfig
-from gpipe_hpc.training.optimizers.optimizer import build_optimizer
+from gpipe_hpc.visualize import draw_svg
+from gpipe_hpc.visualize.chrome_trace import chrome_trace
 from tests.data_parallel.replicas import (
     MICROBATCHES,
     WIDTH,

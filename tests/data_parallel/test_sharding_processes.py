@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.data_parallel import assign_owners
 from gpipe_hpc.errors import ConfigError
 from tests.support import batches, square_sum

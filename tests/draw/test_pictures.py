@@ -15,7 +15,7 @@ from gpipe_hpc.draw import draw
 from gpipe_hpc.draw.pictures import columns_of_terminal, format_of, put
 from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
-from gpipe_hpc.training.traces.files import write_trace
+from gpipe_hpc.trainer.traces.files import write_trace
 
 SMALL = ["pipeline.schedule=zb_v", "pipeline.stages=4", "pipeline.microbatches=4"]
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.transport.base import PlacedChannel
+from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.schedule import Channel
 from tests.support import batches, square_sum
 

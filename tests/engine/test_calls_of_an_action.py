@@ -61,7 +61,7 @@ def third_step(recompute):
 def is_waiting(call):
     """Return whether it looks, again and again, whether another rank has sent something."""
     file, function = call
-    return file == "comm/thread_hub.py" or "wait.<locals>" in function
+    return file == "comm/transport/thread_hub.py" or "wait.<locals>" in function
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

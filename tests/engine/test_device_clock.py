@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.recorder import DeviceClock, StepMarks
 from gpipe_hpc.schedule import Action, Op
 

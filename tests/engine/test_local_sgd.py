@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.local_sgd import OuterSteps
 from gpipe_hpc.errors import ConfigError, PeerError
 from gpipe_hpc.schedule import Op

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import gpipe_hpc.comm.processes as world_of_processes
+import gpipe_hpc.comm.world.processes as world_of_processes
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.schedule import schedule_names
 from tests.comm.transport.networks import LateDevice, Network, NetworkWorld
 from tests.support import batches, product, square_sum

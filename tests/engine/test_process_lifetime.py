@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ActionError, DataError, PeerError, ScheduleError
-from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.trainer.loop import run_training
+from gpipe_hpc.trainer.signals import StopRequest
 
 INPUTS, TARGETS = torch.arange(16.0).reshape(4, 4), torch.tensor([0, 1, 2, 0])
 

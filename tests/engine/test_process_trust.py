@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm import processes as processes_module
-from gpipe_hpc.comm import torch_group as torch_group_module
-from gpipe_hpc.comm.joining.source import own_source
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.collectives import torch_group as torch_group_module
 from gpipe_hpc.comm.transport.routed import RoutedTransport
 from gpipe_hpc.comm.transport.wire import Structure
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.world import processes as processes_module
+from gpipe_hpc.comm.world.source import own_source
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.errors import DataError, GpipeError, LaunchError
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.watch.pulse import Phase, Pulse
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.watchdog.pulse import Phase, Pulse
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import PeerError
 
 INPUTS, TARGETS = torch.arange(16.0).reshape(4, 4), torch.tensor([0, 1, 2, 0])

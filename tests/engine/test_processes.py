@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.errors import ActionError, GpipeError, PeerError
 from gpipe_hpc.schedule import Action, Op
 from tests.support import class_sum, mean_square, resident_bytes

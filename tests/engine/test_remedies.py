@@ -9,7 +9,7 @@ from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.engine.remedies import is_shape_mistake, remedy_of, with_remedy
 from gpipe_hpc.errors import ActionError, ModelError
 from gpipe_hpc.models import loss_function
-from gpipe_hpc.planning.costs.counted import count_model
+from gpipe_hpc.planner.costs.counted import count_model
 
 FLOATS = "data.inputs_dtype=float32"
 cross_entropy = nn.functional.cross_entropy

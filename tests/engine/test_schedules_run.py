@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.schedule import (
     Costs,
     Op,

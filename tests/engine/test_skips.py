@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.errors import ActionError, ModelError, ScheduleError
 from gpipe_hpc.models import build_layer
+from gpipe_hpc.pytree import tensors_of
 from gpipe_hpc.schedule import build, lower, schedule_names
 
 SEED, WIDTH = 3, 6

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from experiments.two_hosts import start_ranks
-from gpipe_hpc.planning.cluster_file import read_cluster
-from gpipe_hpc.planning.costs.prices import read_prices
+from gpipe_hpc.planner.cluster_file import read_cluster
+from gpipe_hpc.planner.costs.prices import read_prices
 from tests.support import patience
 
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ from experiments.scale.simulation.__main__ import HERE, table_of
 from experiments.scale.simulation.jobs import DEEPER, WIDER, simulated
 from experiments.scale.simulation.model import Work
 from experiments.scale.simulation.plot import draw
-from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planner.cluster_file import read_cluster
 from gpipe_hpc.schedule import Cluster, Costs, Link
 
 ROOT = Path(__file__).parents[2]

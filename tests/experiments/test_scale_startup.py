@@ -18,14 +18,14 @@ import torch
 from experiments.scale.startup.one import DEVICES, One, measure, others_say
 from experiments.scale.startup.played import join, no_counts
 from experiments.scale.startup.session import Part, measure_session
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.pickling import dumps
+from gpipe_hpc.comm.net.pickling import dumps
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.data_parallel.strategies import join_runs
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.buffer_sync import _Offer, _united
-from gpipe_hpc.training.run.identity import Run
-from gpipe_hpc.training.start import choosing
-from gpipe_hpc.training.start.choosing import with_layout
+from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.start import choosing
+from gpipe_hpc.trainer.start.choosing import with_layout
 
 
 @pytest.fixture(scope="module", params=DEVICES)

@@ -12,9 +12,9 @@ from experiments.scale.startup.ranks import layers, mean_square
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.collectives.bruck import partners
 from gpipe_hpc.comm.collectives.plan import Place
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.comm.reaching.gloo import default_group_settings
+from gpipe_hpc.comm.net.gloo import default_group_settings
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.device.device import HostDevice
 
 LIMIT_S = 120.0
 MESHED = 4

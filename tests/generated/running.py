@@ -30,13 +30,13 @@ import gpipe_hpc.draw.__main__ as draw
 import gpipe_hpc.export.__main__ as export
 import gpipe_hpc.verify.__main__ as verify
 from gpipe_hpc import plan
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.config import Job, check_config, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError
-from gpipe_hpc.training import loop
-from gpipe_hpc.training.command import run_command
-from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.trainer import loop
+from gpipe_hpc.trainer.command import run_command
+from gpipe_hpc.trainer.loop import run_training
+from gpipe_hpc.trainer.signals import StopRequest
 from tests.generated.cases import Case
 from tests.support import patience
 

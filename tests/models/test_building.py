@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import (
     LayerSpec,

@@ -6,7 +6,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning import LayerTimes, Partition
+from gpipe_hpc.planner import LayerTimes, Partition
 from gpipe_hpc.schedule import Costs, simulate
 from gpipe_hpc.schedule.table.lifetimes import peak_activations
 

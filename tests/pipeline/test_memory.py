@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.threads import run_on_threads
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.memory_snapshot import MemorySnapshot
 from gpipe_hpc.errors import DeviceMemoryError, PeerError
-from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.memory.exhausted import explain_exhausted
-from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.planner.memory.exhausted import explain_exhausted
+from gpipe_hpc.planner.request import Request
 from tests.support import mean_square
 
 GB = 10**9

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.config import build_target, check_config, compose_config
+from gpipe_hpc.data import open_data
+from gpipe_hpc.data.shapes import microbatch, samples_per_microbatch
+from gpipe_hpc.data.text import TextConfig
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import (
     build_model,
@@ -23,19 +25,17 @@ from gpipe_hpc.models import (
     token_cross_entropy,
 )
 from gpipe_hpc.models.losses import segmentation
+from gpipe_hpc.optim.optimizer import build_optimizer, optimizer_memory
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planning import Counted, Example, lay_out
-from gpipe_hpc.planning.costs.counted import count_model
-from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.telling.sums import ring_bytes
-from gpipe_hpc.planning.telling.units import bytes_text
+from gpipe_hpc.planner import Counted, Example, lay_out
+from gpipe_hpc.planner.costs.counted import count_model
+from gpipe_hpc.planner.forecast import forecast
+from gpipe_hpc.planner.telling.sums import ring_bytes
+from gpipe_hpc.pytree import tensors_of
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.settings import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
-from gpipe_hpc.training.asking import request_of
-from gpipe_hpc.training.data import open_data
-from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
-from gpipe_hpc.training.data.text import TextConfig
-from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory
+from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.units import bytes_text
 from tests.support import metrics, train_here
 
 TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe_hpc.comm import torch_group
-from gpipe_hpc.comm.torch_group import TorchGroup
+from gpipe_hpc.comm.collectives import torch_group
+from gpipe_hpc.comm.collectives.torch_group import TorchGroup
 from tests.played.device import PlayedDevice
 from tests.played.streams import PlayedEvent
 

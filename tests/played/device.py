@@ -1,6 +1,6 @@
 """A device that is played on CPU tensors: all is done at once, and watched as if it were not.
 
-It takes the place of `gpipe_hpc.comm.device.Accelerator`. What it cannot play: kernels choose
+It takes the place of `gpipe_hpc.device.device.Accelerator`. What it cannot play: kernels choose
 other algorithms; and nothing is ever slow.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Generator, Tensor, nn
 
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from tests.played.clocks import Clock, Host, learn
 from tests.played.engine import EngineThread
 from tests.played.errors import LateError, ThreadError

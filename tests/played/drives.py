@@ -14,30 +14,30 @@ from gpipe_hpc import run_on_threads
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.parts import _hand_on
 from gpipe_hpc.comm.collectives.carrier import Carrier
+from gpipe_hpc.comm.collectives.group import Pending, Piece
+from gpipe_hpc.comm.collectives.levels import Levels
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
+from gpipe_hpc.comm.collectives.packed import broadcast_packed
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
+from gpipe_hpc.comm.collectives.summing import OwnSums
+from gpipe_hpc.comm.collectives.thread_plans import PutByThread
+from gpipe_hpc.comm.collectives.torch_face import _PendingWork
+from gpipe_hpc.comm.collectives.two_sided import TwoSidedGroup
 from gpipe_hpc.comm.collectives.wide import WideGroup
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.failing.patience import patiently, patiently_here
-from gpipe_hpc.comm.group import Pending, Piece
-from gpipe_hpc.comm.levels import Levels
-from gpipe_hpc.comm.noting import unheard
-from gpipe_hpc.comm.packed import broadcast_packed
-from gpipe_hpc.comm.preflight.lines import GroupLine
-from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.comm.summing import OwnSums
-from gpipe_hpc.comm.thread_hub import ThreadHub
-from gpipe_hpc.comm.thread_plans import PutByThread
-from gpipe_hpc.comm.threads import ThreadGroup
-from gpipe_hpc.comm.torch_face import _PendingWork
-from gpipe_hpc.comm.two_sided import TwoSidedGroup
+from gpipe_hpc.comm.transport.thread_hub import ThreadHub
+from gpipe_hpc.comm.watchdog.noting import unheard
+from gpipe_hpc.comm.watchdog.patience import patiently, patiently_here
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.comm.world.threads import ThreadGroup
 from gpipe_hpc.data_parallel import ShardSpan
 from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.recorder import DeviceClock, seconds_between, take_mark
 from gpipe_hpc.engine.run import Intake
 from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.preflight.lines import GroupLine
 from tests.played.backend import RANKS, OnHost, group_over
 from tests.played.device import PlayedDevice
 
@@ -446,20 +446,20 @@ DRIVES: dict[str, Drive] = {
     "engine/offload.py": offloads,
     "engine/sums/fetched.py": fetched,
     "checkpoint/host_copy.py": copies,
-    "comm/threads.py": threads_and_sends,
-    "comm/levels.py": gathered,
-    "comm/packed.py": gathered,
-    "comm/processes.py": first_byte,
+    "comm/world/threads.py": threads_and_sends,
+    "comm/collectives/levels.py": gathered,
+    "comm/collectives/packed.py": gathered,
+    "comm/world/processes.py": first_byte,
     "comm/collectives/carrier.py": host_plans,
     "comm/collectives/wide.py": wide,
-    "comm/failing/patience.py": threads,
-    "comm/summing.py": refusals,
+    "comm/watchdog/patience.py": threads,
+    "comm/collectives/summing.py": refusals,
     "checkpoint/parts.py": handed_on,
-    "comm/preflight/lines.py": lines,
-    "comm/thread_plans.py": put_by_thread,
-    "comm/torch_face.py": faces,
-    "comm/two_sided.py": on_two_sides,
-    "comm/torch_group.py": both_of_torchs,
-    "comm/works.py": both_of_torchs,
+    "preflight/lines.py": lines,
+    "comm/collectives/thread_plans.py": put_by_thread,
+    "comm/collectives/torch_face.py": faces,
+    "comm/collectives/two_sided.py": on_two_sides,
+    "comm/collectives/torch_group.py": both_of_torchs,
+    "comm/collectives/works.py": both_of_torchs,
     "engine/recorder.py": clock,
 }

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.device.device import on_host
 from tests.played.engine import PlayedEngine
 from tests.played.memories import Kind, storage_of
 from tests.played.operators import Local, Move

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpipe_hpc.comm.handing import Left, leave
 from gpipe_hpc.comm.transport.base import PlacedChannel
+from gpipe_hpc.comm.transport.handing import Left, leave
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, ReduceOp
 
-from gpipe_hpc.comm.mpi.process_group import MpiGroup
-from gpipe_hpc.comm.mpi.tags import Tags
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.world.mpi.process_group import MpiGroup
+from gpipe_hpc.comm.world.mpi.tags import Tags
 from tests.played.lanes import Queue, Sent, wait_for
 
 _LATE_TAG, _DEVICE_TAG = 2**28, 2**30

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc import LayerSpec, Pipeline, add_loss, add_metric, run_on_threads
+from gpipe_hpc.optim.optimizer import build_optimizer
 from gpipe_hpc.schedule import schedule_names
 from gpipe_hpc.settings import LAMBConfig, LARSConfig, OptimizerConfig, RMSPropConfig, SGDConfig
-from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.played.device import Site
 from tests.played.lanes import open_transport
 from tests.played.mpi import open_mpi_transport, reduce_all

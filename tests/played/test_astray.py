@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.device import Accelerator, HostDevice
+from gpipe_hpc.device.device import Accelerator, HostDevice
 from gpipe_hpc.errors import GpipeError
 from tests.played.interpose import OTHER
 from tests.played.scenarios import WIDTH, Block, square_sum

@@ -17,27 +17,27 @@ from tests.played.test_transport import on_played
 _STOPS = "a clock on the host stops when the work is done"
 # What the tracker cannot miss, and why it is there all the same.
 ARGUED = {
-    "planning/costs/clock.py timed synchronize": "work put there before is not measured",
-    "planning/costs/clock.py _span synchronize": "work put there before is not measured",
-    "planning/costs/clock.py from_idle synchronize": f"work before it is not measured; {_STOPS}",
-    "planning/costs/clock.py _measured record": "times are measured between these marks",
-    "planning/costs/clock.py _measured query": "it tells whether the host was fast enough",
-    "planning/costs/clock.py _measured synchronize": _STOPS,
+    "planner/costs/clock.py timed synchronize": "work put there before is not measured",
+    "planner/costs/clock.py _span synchronize": "work put there before is not measured",
+    "planner/costs/clock.py from_idle synchronize": f"work before it is not measured; {_STOPS}",
+    "planner/costs/clock.py _measured record": "times are measured between these marks",
+    "planner/costs/clock.py _measured query": "it tells whether the host was fast enough",
+    "planner/costs/clock.py _measured synchronize": _STOPS,
     "bench/point.py _finish synchronize": _STOPS,
-    "comm/preflight/timing.py follow synchronize": "the other end's clock stops at the answer",
-    "comm/preflight/timing.py _push synchronize": "making the message is not measured",
-    "comm/preflight/timing.py _pull synchronize": _STOPS,
+    "preflight/timing.py follow synchronize": "the other end's clock stops at the answer",
+    "preflight/timing.py _push synchronize": "making the message is not measured",
+    "preflight/timing.py _pull synchronize": _STOPS,
     "preflight/measuring.py _time_sum synchronize": _STOPS,
-    "comm/mpi/works.py _finish synchronize": "who has the future may be any thread, or C++",
+    "comm/world/mpi/works.py _finish synchronize": "who has the future may be any thread, or C++",
     "engine/recorder.py __init__ synchronize": "nothing is ahead of the first mark",
 }
 # The cheapest trainings first; of those not named all are tried.
 NEAR = {
-    "comm/handing.py": ["nests"],
-    "comm/thread_plans.py": ["in rank order"],
-    "comm/threads.py": ["sums", "flat shards", "normed over replicas"],
+    "comm/transport/handing.py": ["nests"],
+    "comm/collectives/thread_plans.py": ["in rank order"],
+    "comm/world/threads.py": ["sums", "flat shards", "normed over replicas"],
     "comm/collectives/on_stream.py": ["in rank order", "by hosts"],
-    "comm/mpi/": ["mpi blocks", "mpi pointers blocks", "mpi sums"],
+    "comm/world/mpi/": ["mpi blocks", "mpi pointers blocks", "mpi sums"],
     "data_parallel/compression.py": ["topk", "powersgd"],
     "engine/offload.py": ["one rank", "zb_h1", "nests offloaded"],
     "engine/recorder.py": ["one rank", "uneven", "gpipe"],
@@ -100,11 +100,13 @@ def test_what_is_argued_is_there():
 
 def test_calls_are_found():
     found = {f"{call.file} {call.method}" for call in CALLS}
-    assert {"engine/offload.py wait_event", "comm/handing.py record_event"} <= found
+    assert {"engine/offload.py wait_event", "comm/transport/handing.py record_event"} <= found
     assert len(found) > 25
 
 
 def test_a_call_that_does_nothing_is_one_of_its_line_alone():
-    (call,) = [c for c in CALLS if str(c).endswith("lend") and c.file == "comm/handing.py"]
+    (call,) = [
+        c for c in CALLS if str(c).endswith("lend") and c.file == "comm/transport/handing.py"
+    ]
     assert ("lend", Where(call.path, call.first)) in call.sites
     assert not call.sites & next(c for c in CALLS if c.method == "wait_event").sites

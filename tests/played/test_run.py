@@ -4,8 +4,8 @@ import pytest
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.trainer.loop import run_training
+from gpipe_hpc.trainer.signals import StopRequest
 from tests.played.world import run_played
 from tests.support import losses
 

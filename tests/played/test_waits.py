@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from gpipe_hpc.comm.collectives.turns import Turns
-from gpipe_hpc.comm.mpi.works import TurnWork
-from gpipe_hpc.comm.works import Works
-from tests.comm.mpi.test_progress import Requests, started
+from gpipe_hpc.comm.collectives.works import Works
+from gpipe_hpc.comm.world.mpi.works import TurnWork
+from tests.comm.world.mpi.test_progress import Requests, started
 from tests.played.alone import alone
 from tests.played.drives import DRIVES
 from tests.played.removed import Wait, waits, without
@@ -36,8 +36,8 @@ ARGUED = {
     "data_parallel/sharding.py _finish each": (
         "a process that ends would take its shards along; threads leave theirs in memory of all"
     ),
-    "comm/processes.py ProcessWorld.break_groups work": _BROKEN,
-    "comm/reaching/pairs.py Pairs.break_off group.recv([torch.empty(1)], other, tag)": _BROKEN,
+    "comm/world/processes.py ProcessWorld.break_groups work": _BROKEN,
+    "comm/collectives/pairs.py Pairs.break_off group.recv([torch.empty(1)], other, tag)": _BROKEN,
 }
 # There are no wide groups here: tests that have such among threads are there, and nobody takes the
 # waits out.
@@ -48,9 +48,9 @@ ELSEWHERE = {
 }
 # The trainings that miss one, the cheapest first.
 NEAR = {
-    "comm/mpi/": ["mpi blocks", "mpi sums"],
+    "comm/world/mpi/": ["mpi blocks", "mpi sums"],
     "comm/collectives/at_once.py": ["qsgd"],
-    "comm/threads.py": ["sums", "flat shards"],
+    "comm/world/threads.py": ["sums", "flat shards"],
     "comm/transport/outbox.py": ["staged blocks", "direct blocks"],
     "comm/transport/payload.py": ["staged uneven"],
     "engine/stage_runner.py": ["one rank", "nests offloaded"],
@@ -99,9 +99,9 @@ def of_future() -> None:
 
 # Played MPI is done with a host sum at once, and has no library to wait for: here one stands in.
 PLAYED = {
-    "comm/mpi/progress.py Message.wait self._progress": of_message,
-    "comm/mpi/works.py TurnWork.wait self._turn": of_turn,
-    "comm/mpi/works.py TurnWork._finish self._turn": of_future,
+    "comm/world/mpi/progress.py Message.wait self._progress": of_message,
+    "comm/world/mpi/works.py TurnWork.wait self._turn": of_turn,
+    "comm/world/mpi/works.py TurnWork._finish self._turn": of_future,
 }
 WAITS = list(waits())
 NAMED = {scenario.name: scenario for scenario in ALL}
@@ -204,12 +204,12 @@ def test_what_is_argued_is_there(repository):
 def test_waits_are_found():
     found = {wait.name for wait in WAITS}
     assert "data_parallel/buckets.py Bucket.wait self._pending" in found
-    assert "comm/works.py Works.wait work" in found
+    assert "comm/collectives/works.py Works.wait work" in found
     assert len(found) > 60
 
 
 def test_a_wait_that_is_left_out_is_that_of_its_line_alone_and_comes_back():
-    (own,) = (wait for wait in WAITS if wait.name == "comm/works.py Works.wait work")
+    (own,) = (wait for wait in WAITS if wait.name == "comm/collectives/works.py Works.wait work")
     for has_it in (True, False, True):
         heard = []
         work = SimpleNamespace(wait=lambda heard=heard: heard.append("waited"))

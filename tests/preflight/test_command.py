@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planner.cluster_file import read_cluster
 from tests.support import free_port
 
 TINY = ("model.num_layers=4", "model.width=16", "model.num_heads=2", "data=synthetic")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from gpipe_hpc.comm.joining.launcher import Launch
+from gpipe_hpc.comm.world.launcher import Launch
 from gpipe_hpc.preflight import guard
 from gpipe_hpc.preflight.guard import meeting_within
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planner.cluster_file import read_cluster
 
 TINY = ("model.num_layers=4", "model.width=16", "model.num_heads=2", "data=synthetic")
 MODULE = "gpipe_hpc.preflight"

@@ -5,21 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_hpc.comm.preflight.clocks import Reading
-from gpipe_hpc.comm.preflight.timing import CHANNELS, SUMS, Way
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ConfigError, DeviceError
-from gpipe_hpc.planning.cluster_file import read_cluster
-from gpipe_hpc.planning.costs.prices import read_prices
-from gpipe_hpc.planning.links import Links
+from gpipe_hpc.planner.cluster_file import read_cluster
+from gpipe_hpc.planner.costs.prices import read_prices
+from gpipe_hpc.planner.links import Links
 from gpipe_hpc.preflight import measuring
 from gpipe_hpc.preflight import run as running
+from gpipe_hpc.preflight.before import Files
+from gpipe_hpc.preflight.clocks import Reading
 from gpipe_hpc.preflight.facts import Facts
 from gpipe_hpc.preflight.report import Report, hosts_text, slow_texts, time_text
+from gpipe_hpc.preflight.room import Room
 from gpipe_hpc.preflight.run import preflight
-from gpipe_hpc.training.preflight.before import Files
-from gpipe_hpc.training.preflight.room import Room
+from gpipe_hpc.preflight.timing import CHANNELS, SUMS, Way
 
 TINY = ("model.num_layers=4", "model.width=16", "model.num_heads=2", "data=synthetic")
 

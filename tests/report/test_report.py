@@ -19,8 +19,8 @@ from gpipe_hpc.report.record import read_record
 from gpipe_hpc.report.sections import report_of
 from gpipe_hpc.report.transfers import with_transfers
 from gpipe_hpc.schedule import Costs, Timeline, build, mean_costs, schedule_of, simulate
-from gpipe_hpc.training.traces.around import Around
-from gpipe_hpc.training.traces.files import read_step, write_trace
+from gpipe_hpc.trainer.traces.around import Around
+from gpipe_hpc.trainer.traces.files import read_step, write_trace
 
 FORWARD, BACKWARD = 0.010, 0.020
 VOID = {"meta", "br"}
@@ -122,7 +122,7 @@ def test_a_step_is_divided_by_what_was_slow():
 
 
 def read_of(replicas, around=()):
-    from gpipe_hpc.training.traces.files import ReadStep
+    from gpipe_hpc.trainer.traces.files import ReadStep
 
     return ReadStep(1, replicas, around)
 

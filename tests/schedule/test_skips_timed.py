@@ -6,10 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_hpc.drawing import draw_svg, draw_text
-from gpipe_hpc.drawing.chrome_trace import chrome_trace
-from gpipe_hpc.drawing.html import render_html
-from gpipe_hpc.drawing.layout import layout
 from gpipe_hpc.schedule import (
     Costs,
     Link,
@@ -22,6 +18,10 @@ from gpipe_hpc.schedule import (
     to_text,
 )
 from gpipe_hpc.schedule.measured import schedule_of
+from gpipe_hpc.visualize import draw_svg, draw_text
+from gpipe_hpc.visualize.chrome_trace import chrome_trace
+from gpipe_hpc.visualize.html import render_html
+from gpipe_hpc.visualize.layout import layout
 
 
 def spans(timeline):

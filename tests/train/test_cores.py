@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from gpipe_hpc.comm.cores.machine import cores_with, parse_cpus
+from gpipe_hpc.device.cores.machine import cores_with, parse_cpus
 
 pytestmark = pytest.mark.slow
 

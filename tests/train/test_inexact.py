@@ -8,8 +8,8 @@ import torch
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning.costs.trial import Weight
-from gpipe_hpc.training.asking import request_of
+from gpipe_hpc.planner.costs.trial import Weight
+from gpipe_hpc.trainer.asking import request_of
 from gpipe_hpc.verify.run import verify
 from tests.support import product, train_here
 

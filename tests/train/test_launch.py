@@ -133,7 +133,7 @@ def readable(address):
 
 def test_ranks_that_end_as_soon_as_they_have_met_end_well(environ, free_port):
     """The watching thread was in torch's store as Python went down: half of the ranks aborted."""
-    code = "from gpipe_hpc.comm.joining.start import start_world; start_world(timeout_s=30)"
+    code = "from gpipe_hpc.comm.world.start import start_world; start_world(timeout_s=30)"
     codes = []
     for _ in range(4):
         common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -138,7 +138,7 @@ def lose(stop):
         print("lost")
 
 # In its place, as importing the real one would import torch before the level is chosen.
-command = sys.modules["gpipe_hpc.training.command"] = types.ModuleType("command")
+command = sys.modules["gpipe_hpc.trainer.command"] = types.ModuleType("command")
 command.run_command = lose
 train.main()
 """

@@ -30,7 +30,7 @@ def watchers(ranks):
                 words = (folder / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if any("gpipe_hpc.comm.watch" in word for word in words) and words[-2] in own:
+            if any("gpipe_hpc.comm.watchdog" in word for word in words) and words[-2] in own:
                 found.append(int(folder.name))
     return found
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from gpipe_hpc.training.traces.files import read_replicas, typical_trace
+from gpipe_hpc.trainer.traces.files import read_replicas, typical_trace
 
 SLOW = pytest.mark.slow
 

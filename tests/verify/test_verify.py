@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.verify.comparing import Verdict
 from gpipe_hpc.verify.run import verify

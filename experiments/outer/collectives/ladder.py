@@ -29,11 +29,8 @@ from experiments.outer.collectives.costs import FORMS, Link
 from experiments.outer.collectives.figures import markdown
 from experiments.outer.collectives.running import run_ranks
 from experiments.outer.collectives.tuning import predicted
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.drawing.colours import BESIDE, Hue
-from gpipe_hpc.drawing.layout import layout
-from gpipe_hpc.drawing.svg import render_svg
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.schedule import (
     Action,
     Costs,
@@ -46,6 +43,9 @@ from gpipe_hpc.schedule import (
 )
 from gpipe_hpc.schedule.passes.gathers import add_gathers
 from gpipe_hpc.schedule.passes.lowering import lower
+from gpipe_hpc.visualize.colours import BESIDE, Hue
+from gpipe_hpc.visualize.layout import layout
+from gpipe_hpc.visualize.svg import render_svg
 
 DESIGNS: Final[Mapping[str, tuple[bool, bool]]] = MappingProxyType(
     {"blocking": (False, False), "broadcast": (True, False), "both": (True, True)}

@@ -27,9 +27,9 @@ from experiments.outer.collectives.menu import (
     start,
 )
 from experiments.outer.collectives.tuning import predicted
-from gpipe_hpc.comm.group import Group
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.comm.collectives.group import Group
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import World, together
 
 SIZES: Final = (1024, 16 * 1024, 128 * 1024, 1024**2, 8 * 1024**2)
 _WARM_UP: Final = 2

@@ -30,13 +30,13 @@ from experiments.outer.collectives.trees import (
     two_level_tree,
 )
 from gpipe_hpc.comm.collectives.direct import rank_order_all_reduce
+from gpipe_hpc.comm.collectives.group import Group, Pending
 from gpipe_hpc.comm.collectives.halving import halving_reduce_scatter, rabenseifner_all_reduce
 from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
 from gpipe_hpc.comm.collectives.plan import Place, Plan, even_counts
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.collectives.tree import binomial_broadcast, scatter_ring_broadcast
-from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.errors import ConfigError
 
 BACKEND: Final = "backend"

@@ -26,9 +26,9 @@ from experiments.outer.collectives.lists import numbers
 from experiments.outer.collectives.picture import COLOURS, MARKERS, new_figure, save, settings
 from experiments.outer.collectives.plot import logarithmic
 from experiments.outer.collectives.running import run_ranks
-from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
-from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.schedule import Channel
 
 SIZES: Final = tuple(4**power for power in range(12))

@@ -20,8 +20,8 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, run_on_threads
 from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.trainer.loop import run_training
+from gpipe_hpc.trainer.signals import StopRequest
 
 HERE = Path(__file__).resolve().parent
 SAMPLES, SMALL, LARGE = 60_000, 64, 512

@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.drawing import draw_svg
 from gpipe_hpc.models import build_model, token_cross_entropy
 from gpipe_hpc.schedule import Event, Op, Timeline
 from gpipe_hpc.schedule.table.actions import COMPUTE
+from gpipe_hpc.visualize import draw_svg
 
 _VOCABULARY: Final = 256
 _NUM_UNTIMED: Final = 2  # first steps of each: they open connections and size memory

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from experiments.scale.simulation.jobs import Row, rows
 from experiments.scale.simulation.plot import draw
-from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planner.cluster_file import read_cluster
 
 HERE = Path(__file__).parent
 

@@ -8,10 +8,10 @@ import torch
 
 from gpipe_hpc.data_parallel import GradientSize, fill_buckets
 from gpipe_hpc.models import build_gpt, sizes_of_layers, stage_layers, token_cross_entropy
-from gpipe_hpc.planning.costs.counted import ModelCount, count_model
-from gpipe_hpc.planning.cutting.minimax import minimax
-from gpipe_hpc.planning.forecast import flop_costs
-from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planner.costs.counted import ModelCount, count_model
+from gpipe_hpc.planner.cutting.minimax import minimax
+from gpipe_hpc.planner.forecast import flop_costs
+from gpipe_hpc.planner.stages import count_stages
 from gpipe_hpc.schedule import Costs
 from gpipe_hpc.schedule.costs import Cost
 

@@ -21,8 +21,8 @@ import torch
 from experiments.scale.startup.played import StandIn, join, no_counts
 from experiments.scale.startup.ranks import layers, mean_square
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.net.secret import Secret
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.stages.assembly import ParameterInfo
 
 

@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from gpipe_hpc.comm.collectives.group import Done, Group, Pending, Piece, Sent, SoloGroup
 from gpipe_hpc.comm.collectives.plan import Plan
-from gpipe_hpc.comm.device import Device, HostDevice
-from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
-from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.pickling import dumps, loads
-from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.comm.reaching.forming import Former
-from gpipe_hpc.comm.reaching.gloo import default_group_settings
-from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
-from gpipe_hpc.comm.torch_face import register
+from gpipe_hpc.comm.collectives.torch_face import NAME as FACE_NAME
+from gpipe_hpc.comm.collectives.torch_face import register
+from gpipe_hpc.comm.net.gloo import default_group_settings
+from gpipe_hpc.comm.net.pickling import dumps, loads
+from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
 from gpipe_hpc.comm.transport.lanes import TorchLane
+from gpipe_hpc.comm.world.forming import Former
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.device.device import Device, HostDevice
+from gpipe_hpc.pytree import Nest
 
 T = TypeVar("T")
 

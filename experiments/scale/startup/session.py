@@ -22,19 +22,19 @@ from torch import nn
 from experiments.scale.startup.one import others_say
 from experiments.scale.startup.played import Counts, PlayedWorld, join, no_counts
 from gpipe_hpc import LayerSpec
+from gpipe_hpc.checkpoint.in_memory import open_copies
+from gpipe_hpc.checkpoint.in_memory.finding import Missing
 from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.telling import Told
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.failing import patience
-from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.levels import Levels
+from gpipe_hpc.comm.collectives.levels import Levels
+from gpipe_hpc.comm.net.secret import Secret
+from gpipe_hpc.comm.watchdog import patience
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.training.neighbour import open_copies
-from gpipe_hpc.training.neighbour.finding import Missing
-from gpipe_hpc.training.preflight.before import look_before_run
-from gpipe_hpc.training.preflight.settings import check_settings
-from gpipe_hpc.training.run.identity import Run
-from gpipe_hpc.training.start import open_session
+from gpipe_hpc.device.device import HostDevice
+from gpipe_hpc.preflight.before import look_before_run
+from gpipe_hpc.preflight.settings import check_settings
+from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.start import open_session
 
 _WIDTH: Final = 10
 

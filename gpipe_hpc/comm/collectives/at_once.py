@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from gpipe_hpc.comm.collectives.group import Group, Piece
 from gpipe_hpc.comm.collectives.shards import shards
-from gpipe_hpc.comm.group import Group, Piece
 
 
 def all_to_all(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:

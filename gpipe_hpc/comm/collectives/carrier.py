@@ -11,7 +11,7 @@ from gpipe_hpc.comm.collectives.carrying import Exchange as Swap
 from gpipe_hpc.comm.collectives.carrying import carry_out
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
-from gpipe_hpc.comm.noting import Note
+from gpipe_hpc.comm.watchdog.noting import Note
 
 
 class Traffic(Enum):

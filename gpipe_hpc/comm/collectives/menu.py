@@ -9,11 +9,11 @@ from gpipe_hpc.comm.collectives.direct import (
     rank_order_all_reduce,
     rank_order_reduce_scatter,
 )
+from gpipe_hpc.comm.collectives.group import Group, Pending
 from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.collectives.shards import checked_counts
-from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.errors import ConfigError
 
 

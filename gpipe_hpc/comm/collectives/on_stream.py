@@ -11,10 +11,10 @@ import torch
 from gpipe_hpc.comm.collectives.agreement import Agreement
 from gpipe_hpc.comm.collectives.carrier import Exchange, Job, Parts, Traffic, named
 from gpipe_hpc.comm.collectives.carrying import carry_out
+from gpipe_hpc.comm.collectives.group import Calls
 from gpipe_hpc.comm.collectives.plan import Place, Plan
-from gpipe_hpc.comm.device import Device, Event, Stream
-from gpipe_hpc.comm.group import Calls
-from gpipe_hpc.comm.noting import unheard
+from gpipe_hpc.comm.watchdog.noting import unheard
+from gpipe_hpc.device.device import Device, Event, Stream
 
 
 class StreamCarrier:

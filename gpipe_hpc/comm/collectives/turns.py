@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_hpc.comm.group import Calls
-from gpipe_hpc.comm.noting import Note
+from gpipe_hpc.comm.collectives.group import Calls
+from gpipe_hpc.comm.watchdog.noting import Note
 
 
 class Turn:

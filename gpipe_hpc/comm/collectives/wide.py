@@ -31,14 +31,14 @@ from gpipe_hpc.comm.collectives.carrier import (
 )
 from gpipe_hpc.comm.collectives.carrying import Combine, carry_out, plus
 from gpipe_hpc.comm.collectives.carrying import Exchange as Swap
+from gpipe_hpc.comm.collectives.group import Pending, Piece, Sent, rank_names
 from gpipe_hpc.comm.collectives.orders import Order, Ordering, in_rank_order, in_ring_order
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts
+from gpipe_hpc.comm.collectives.torch_face import StartBroadcast
 from gpipe_hpc.comm.collectives.tree import binomial_broadcast
-from gpipe_hpc.comm.group import Pending, Piece, Sent, rank_names
-from gpipe_hpc.comm.noting import Note
-from gpipe_hpc.comm.pickling import dumps, loads
-from gpipe_hpc.comm.torch_face import StartBroadcast
+from gpipe_hpc.comm.net.pickling import dumps, loads
+from gpipe_hpc.comm.watchdog.noting import Note
 
 T = TypeVar("T")
 
@@ -201,7 +201,7 @@ class WideGroup:
         return loads(told.numpy().data, f"a value from rank {self.ranks[position]}")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""
+        """Return every rank's value in rank order; read as `gpipe_hpc.comm.net.pickling` allows."""
         what = f"a collective of {rank_names(self.ranks)}"
         own = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)

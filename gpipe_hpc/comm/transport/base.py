@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.pytree import Nest
 from gpipe_hpc.schedule import Channel
 
 

@@ -7,12 +7,12 @@ stream waits for that: no host does.
 from collections import deque
 from collections.abc import Sequence
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.handing import leave, take
-from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+from gpipe_hpc.comm.transport.handing import leave, take
+from gpipe_hpc.comm.transport.thread_hub import ThreadHub
 from gpipe_hpc.comm.transport.wire import Catalogue, assemble, disassemble
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.pytree import Nest
 
 
 class MemoryTransport:

@@ -11,9 +11,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.transport.lanes import Work
 from gpipe_hpc.comm.transport.payload import Part, Payload
+from gpipe_hpc.device.device import Device
 
 Job = Callable[[], None]
 

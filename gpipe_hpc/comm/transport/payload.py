@@ -12,10 +12,10 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from gpipe_hpc.comm.device import Device, Event, HostDevice, Stream
 from gpipe_hpc.comm.transport.lanes import Lane, Work
 from gpipe_hpc.comm.transport.pool import Buffer, PinnedPool
 from gpipe_hpc.comm.transport.wire import TensorMeta, as_bytes, flat, packed
+from gpipe_hpc.device.device import Device, Event, HostDevice, Stream
 
 
 class Ways(NamedTuple):

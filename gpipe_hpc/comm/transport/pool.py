@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.comm.device import Device, Event
+from gpipe_hpc.device.device import Device, Event
 
 _GRAIN_BYTES: Final = 4096
 

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.failing.failure import lost
-from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.lanes import Lane
 from gpipe_hpc.comm.transport.outbox import Outbox
@@ -32,6 +30,8 @@ from gpipe_hpc.comm.transport.wire import (
     assemble,
     disassemble,
 )
+from gpipe_hpc.comm.watchdog.failure import lost
+from gpipe_hpc.pytree import Nest
 
 
 class Link:

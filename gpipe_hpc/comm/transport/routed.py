@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
-from gpipe_hpc.comm.watch.pulse import Pulse
+from gpipe_hpc.comm.watchdog.pulse import Pulse
+from gpipe_hpc.pytree import Nest
 
 
 class RoutedTransport:

@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.shared_channel import SharedReceiver, SharedSender, receive_exactly
 from gpipe_hpc.comm.transport.slots import Slot
+from gpipe_hpc.pytree import Nest
 
 _HELLO: Final = struct.Struct("=3q")
 _LOOK_AGAIN_S: Final = 0.001

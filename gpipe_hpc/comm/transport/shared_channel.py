@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.slots import Slot, SlotPool, message_bytes
 from gpipe_hpc.comm.transport.wire import EMPTY, Catalogue, Structure, assemble, disassemble
+from gpipe_hpc.device.device import HostDevice
+from gpipe_hpc.pytree import Nest
 
 _HOST: Final = HostDevice()
 _WORD: Final = struct.Struct("=7q")

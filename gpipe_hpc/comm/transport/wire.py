@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.aliases import View, is_buffer, mark_buffer, shared_blocks
-from gpipe_hpc.comm.device import Device, HostDevice
-from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
-from gpipe_hpc.comm.pickling import dumps, loads
+from gpipe_hpc.comm.net.pickling import dumps, loads
+from gpipe_hpc.comm.transport.aliases import View, is_buffer, mark_buffer, shared_blocks
+from gpipe_hpc.device.device import Device, HostDevice
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.pytree import LEAF, Nest, Tree, flatten, unflatten
 
 WORD_LENGTH = 5
 MAX_STRUCTURES = 256  # that a channel remembers

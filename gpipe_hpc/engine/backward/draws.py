@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.threads import RankThread
+from gpipe_hpc.comm.world.threads import RankThread
 from gpipe_hpc.engine.layer_runner import Layer, LayerRunner
 from gpipe_hpc.engine.random_state import DrawsFrom, DrawWatch, ProcessState, RandomState
 from gpipe_hpc.errors import ModelError

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.batch.cutting import Whole
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.pytree import Nest, flatten, unflatten
 
 
 def as_tensor(array: npt.NDArray[Any], what: str) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.nests import LEAF, Nest, flatten, tensors_of, unflatten
-from gpipe_hpc.comm.pickling import register_boundary_type
+from gpipe_hpc.comm.net.pickling import register_boundary_type
 from gpipe_hpc.errors import DataError, ModelError
+from gpipe_hpc.pytree import LEAF, Nest, flatten, tensors_of, unflatten
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 

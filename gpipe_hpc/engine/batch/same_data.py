@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.device import on_host
-from gpipe_hpc.comm.nests import Nest, flatten
+from gpipe_hpc.device.device import on_host
 from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.pytree import Nest, flatten
 from gpipe_hpc.schedule import Placement
 
 log = logging.getLogger("gpipe_hpc.pipeline")

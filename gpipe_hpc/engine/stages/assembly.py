@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import Gathering, Group
-from gpipe_hpc.comm.packed import broadcast_packed
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.collectives.packed import broadcast_packed
+from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.engine.buffer_sync import copy_of, plain_buffers, take_over
 from gpipe_hpc.engine.stages.routes import stage_routes
 from gpipe_hpc.engine.stages.stage import Stage

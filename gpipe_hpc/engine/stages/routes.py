@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.models import Skip, skip_routes
+from gpipe_hpc.pytree import Nest, map_tensors, tensors_of
 
 BATCH = -1
 """The source of stage 0: the batch itself."""

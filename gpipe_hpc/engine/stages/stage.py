@@ -7,8 +7,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import Device
 from gpipe_hpc.data_parallel import GradientBuckets, OwnedParameter
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.buffers import Home, PersistentBuffers, homes_of
 from gpipe_hpc.engine.compiling import Call
 from gpipe_hpc.engine.layer_runner import Layer, LayerRunner

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.models import Layer
 
 log = logging.getLogger("gpipe_hpc.pipeline")

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Gathering, Group
-from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.collectives.group import Gathering, Group
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.schedule import Channel, Placement, Schedule, digest
 
 

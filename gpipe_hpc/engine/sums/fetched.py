@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.device import Device, Event
+from gpipe_hpc.device.device import Device, Event
 
 
 class Fetched(NamedTuple):

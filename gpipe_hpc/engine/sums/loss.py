@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reductions, Reports, TorchLoss, add_metric
+from gpipe_hpc.pytree import Nest, tensors_of
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 

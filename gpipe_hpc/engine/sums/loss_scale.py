@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.sums.norms import stacked
 from gpipe_hpc.errors import NonFiniteError
 

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.device.device import Device
 
 _LOW: Final = (torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.errors import ConfigError
 
 NUM_REPORTED: Final = 8

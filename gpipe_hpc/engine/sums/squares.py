@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.norms import norms_of, stacked
 from gpipe_hpc.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import Gathering, Group, Pending
+from gpipe_hpc.comm.collectives.group import Gathering, Group, Pending
 from gpipe_hpc.models import Conversion, Moments, PooledBatchNorm, pooled, shifted_sums
 
 log = logging.getLogger("gpipe_hpc.pipeline")

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Gathering, Group
+from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.batch.same_data import NUM_DIGESTS
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted

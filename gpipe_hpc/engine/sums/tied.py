@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import Group
-from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.packed import broadcast_packed
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.collectives.group import Group
+from gpipe_hpc.comm.collectives.packed import broadcast_packed
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientBuckets, choose_strategy
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import Tie

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.errors import ModelError
 
 log = logging.getLogger("gpipe_hpc.pipeline")

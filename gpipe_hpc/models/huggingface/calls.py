@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.nests import Tree, flatten, unflatten
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.pytree import Tree, flatten, unflatten
 
 HIDDEN: Final = "hidden_states"
 _PLAIN: Final = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.Size)

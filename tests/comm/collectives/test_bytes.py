@@ -15,8 +15,8 @@ from gpipe_hpc.comm.collectives.menu import (
 )
 from gpipe_hpc.comm.collectives.plan import Place, even_counts
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.threads import run_on_threads
 from tests.comm.collectives.fitting_plans import num_messages, num_sent
 
 COUNT = 5047  # odd, so that shards differ in length

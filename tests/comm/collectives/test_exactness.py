@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpipe_hpc.comm.collectives.group import Piece, SoloGroup
 from gpipe_hpc.comm.collectives.halving import rabenseifner_all_reduce
 from gpipe_hpc.comm.collectives.menu import (
     start_all_gather,
@@ -10,8 +11,7 @@ from gpipe_hpc.comm.collectives.menu import (
     start_ring_all_reduce,
 )
 from gpipe_hpc.comm.collectives.shards import shards
-from gpipe_hpc.comm.group import Piece, SoloGroup
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.threads import run_on_threads
 from tests.comm.collectives.starts import ALL_REDUCES, BROADCASTS, REDUCE_SCATTERS, by_length
 
 SIZES = range(1, 10)

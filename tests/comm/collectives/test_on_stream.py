@@ -13,7 +13,7 @@ from gpipe_hpc.comm.collectives.carrier import Traffic
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 
 
 class Streams(HostDevice):

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
+from gpipe_hpc.comm.collectives.group import Piece
 from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
-from gpipe_hpc.comm.group import Piece
-from gpipe_hpc.comm.joining.start import start_world
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.world.start import start_world
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.errors import ConfigError, PeerError
 from tests.comm.collectives.starts import ALL_REDUCES, BROADCASTS
 from tests.support import patience
@@ -118,8 +118,8 @@ def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_r
     script.write_text(
         "import os, signal, sys, torch\n"
         "from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce\n"
-        "from gpipe_hpc.comm.joining.start import start_world\n"
-        "from gpipe_hpc.comm.world import together\n"
+        "from gpipe_hpc.comm.world.start import start_world\n"
+        "from gpipe_hpc.comm.world.world import together\n"
         "world = start_world(device='cpu', timeout_s=60)\n"
         "with together(world, 'the sums'):\n"
         "    for turn in range(1000):\n"

@@ -8,7 +8,7 @@ import torch
 
 from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
 from gpipe_hpc.comm.collectives.turns import Turns
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.threads import run_on_threads
 
 
 def test_a_plan_ends_though_nobody_waits_for_it(until):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.collectives.bruck import partners
+from gpipe_hpc.comm.collectives.group import Piece
 from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
 from gpipe_hpc.comm.collectives.orders import in_gloo_order, in_rank_order, in_ring_order
 from gpipe_hpc.comm.collectives.plan import Place
-from gpipe_hpc.comm.group import Piece
-from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world.threads import run_on_threads
 from tests.comm.collectives.starts import ALL_REDUCES
 
 from .wide_threads import Heard

@@ -13,9 +13,9 @@ from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.collectives.bruck import partners
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.wide import WideGroup
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError, PeerError
 from tests.support import batches, linears, mean_square
 
@@ -138,9 +138,9 @@ def test_a_rank_that_dies_in_a_sum_is_named_on_all_others(tmp_path, start_ranks)
     script = tmp_path / "dies.py"
     script.write_text(
         "import os, signal, torch\n"
-        "from gpipe_hpc.comm.joining.start import start_world\n"
-        "from gpipe_hpc.comm.processes import ProcessWorld\n"
-        "from gpipe_hpc.comm.world import together\n"
+        "from gpipe_hpc.comm.world.start import start_world\n"
+        "from gpipe_hpc.comm.world.processes import ProcessWorld\n"
+        "from gpipe_hpc.comm.world.world import together\n"
         "world = start_world(device='cpu', timeout_s=60)\n"
         "world._meshed = 2\n"
         "group = world.group([range(4)])\n"

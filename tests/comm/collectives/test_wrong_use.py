@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.collectives.menu import (
     start_hierarchical_all_reduce,
     start_ordered_all_reduce,
     start_ring_all_reduce,
 )
-from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.comm.threads import run_on_threads
-from gpipe_hpc.comm.world import together
+from gpipe_hpc.comm.world.threads import run_on_threads
+from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.errors import ConfigError, PeerError
 
 ALONE = SoloGroup(0)

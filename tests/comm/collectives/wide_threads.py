@@ -1,8 +1,8 @@
 """Wide groups among threads, which know with whom they have connected."""
 
 from gpipe_hpc.comm.collectives.wide import WideGroup
-from gpipe_hpc.comm.noting import unheard
-from gpipe_hpc.comm.threads import ThreadWorld
+from gpipe_hpc.comm.watchdog.noting import unheard
+from gpipe_hpc.comm.world.threads import ThreadWorld
 
 
 class Heard:

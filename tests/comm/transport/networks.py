@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import torch
 
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.threads import ThreadWorld
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.world.threads import ThreadWorld
+from gpipe_hpc.device.device import HostDevice
 
 LIMIT_S = 20.0
 

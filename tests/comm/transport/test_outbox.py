@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 
-from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload, Ways
 from gpipe_hpc.comm.transport.wire import disassemble
+from gpipe_hpc.device.device import HostDevice
 from tests.comm.transport.networks import LateDevice, Network
 
 

@@ -5,11 +5,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.schedule import Channel
 from tests.comm.transport.networks import LateDevice, Network
 

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.transport.shared import SharedTransport, open_shared_transport
 from gpipe_hpc.comm.transport.shared_channel import SharedReceiver, SharedSender
+from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.schedule import Channel
 
 FORWARD = PlacedChannel(Channel(0, 1, 0), source_rank=0, destination_rank=1, tag=0)

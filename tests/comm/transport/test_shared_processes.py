@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import torch
 
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.comm.transport.base import PlacedChannel
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.schedule import Channel
 from tests.support import resident_bytes
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.transport.wire import (
     EMPTY,
     MAX_STRUCTURE_BYTES,
@@ -25,6 +24,7 @@ from gpipe_hpc.comm.transport.wire import (
     handed_over,
     packed,
 )
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ModelError
 
 

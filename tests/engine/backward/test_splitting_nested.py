@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads, torch_compat
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.run import Intake
 from tests.played.alone import alone
 from tests.played.world import between, run_played

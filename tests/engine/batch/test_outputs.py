@@ -2,8 +2,8 @@
 
 import torch
 
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.comm.world.processes import ProcessWorld
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.steps import broadcast_nest
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.engine import outputs
 from gpipe_hpc.errors import ActionError
 from tests.engine.catalogue import ROWS, WIDTH, Aside, Detached, Scratch, Uses, of_numpy

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.threads import ThreadGroup
+from gpipe_hpc.comm.world.threads import ThreadGroup
 from tests.support import mean_square
 
 WIDTH = 4

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.threads import ThreadGroup
+from gpipe_hpc.comm.world.threads import ThreadGroup
 from tests.played.world import run_played
 from tests.support import batch, square_sum
 

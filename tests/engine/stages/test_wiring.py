@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.threads import ThreadGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.threads import ThreadGroup
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.stages.wiring import wire
 from gpipe_hpc.schedule import build
 from gpipe_hpc.schedule.table.placements import copies_in_rows

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.comm.threads import ThreadGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
+from gpipe_hpc.comm.world.threads import ThreadGroup
 from gpipe_hpc.engine.buffer_sync import DivergenceReporter
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.errors import ConfigError

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError
-from gpipe_hpc.planning.costs.measured import measure_layers
+from gpipe_hpc.planner.costs.measured import measure_layers
 from tests.engine.catalogue import Draw, FromAll, FromNumpy, FromPython, seed_all
 from tests.support import (
     Trained,

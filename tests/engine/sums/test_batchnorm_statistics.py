@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import run_on_threads
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.engine.sums.statistics import StageStatistics
 from gpipe_hpc.models import Reports, convert_batchnorm, reporting
 

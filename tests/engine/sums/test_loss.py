@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted, backward_seed, final_divisor, loss_term
 from gpipe_hpc.engine.sums.step_reduction import StepReduction
 from gpipe_hpc.errors import ModelError

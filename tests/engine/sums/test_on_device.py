@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.data_parallel import Divisor, GradientBuckets
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.sums import results
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import LossTerm

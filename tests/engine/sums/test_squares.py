@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.sums.squares import CopySquares, GradientParts, MicrobatchSquares
 from tests.support import batch, square_sum
 

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.group import Done
+from gpipe_hpc.comm.collectives.group import Done
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.sums.loss import LossTerm
 from gpipe_hpc.engine.sums.rank_summary import NUM_REPORTED
 from gpipe_hpc.engine.sums.step_reduction import StepFlags, StepReduction
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_gpt, token_cross_entropy
-from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.trainer.loop import run_training
 from tests.support import batch, linears, mean_square, token_batch, train_here
 
 CPU = HostDevice()
@@ -132,7 +132,7 @@ def test_the_edge_of_a_step_of_training_costs_no_sum_of_its_own(tiny, tmp_path, 
             counters.append(counting(world))
             return run_training(config, world, stop)
 
-        monkeypatch.setattr("gpipe_hpc.training.loop.run_training", run)
+        monkeypatch.setattr("gpipe_hpc.trainer.loop.run_training", run)
         train_here(
             4,
             *tiny,

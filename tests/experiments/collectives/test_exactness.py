@@ -5,9 +5,9 @@ import torch
 
 from experiments.outer.collectives.menu import PLANNERS, hosts_of, run_backend, start
 from gpipe_hpc import run_on_threads
+from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.collectives.shards import shards
-from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.errors import ConfigError
 
 LENGTHS = (0, 1, 2, 3, 8, 13, 100)

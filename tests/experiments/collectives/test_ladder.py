@@ -13,7 +13,7 @@ from experiments.outer.collectives.ladder import (
     resnet152,
     simulated,
 )
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.schedule import Op
 
 LAYERS = Layers([1.0, 1.0], [2.0, 2.0], [3.0, 0.5], [1.0, 4.0], 3.5, 5.0)

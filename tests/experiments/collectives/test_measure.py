@@ -21,7 +21,7 @@ from experiments.outer.collectives.menu import BACKEND
 from experiments.outer.collectives.picture import COLOURS, DARK, INK, LIGHT, with_grounds
 from experiments.outer.collectives.plot import draw
 from gpipe_hpc.bench.__main__ import main as bench
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world.start import start_world
 
 FIT = Fit(Link(1e-4, 1e-9, 0.0), 0.125)
 

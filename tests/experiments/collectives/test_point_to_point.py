@@ -15,7 +15,7 @@ from experiments.outer.collectives.point_to_point import (
     pipeline_of,
     said,
 )
-from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world.start import start_world
 
 SIZES = [1, 100, 1000, 300_000]
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.nests import map_tensors, tensors_of
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.models.huggingface import huggingface_layers
 from gpipe_hpc.models.huggingface.library import transformers_part
 from gpipe_hpc.models.huggingface.valueless import run_as_with_values
-from gpipe_hpc.planning.costs.counted import count_model
-from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planner.costs.counted import count_model
+from gpipe_hpc.planner.stages import count_stages
+from gpipe_hpc.pytree import map_tensors, tensors_of
 from tests.support import covering
 
 CPU = HostDevice()

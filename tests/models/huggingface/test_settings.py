@@ -10,12 +10,12 @@ import torch
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.config import build_target, compose_config
+from gpipe_hpc.data import open_data
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.training.data import open_data
-from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.trainer.loop import run_training
+from gpipe_hpc.trainer.signals import StopRequest
 
 DATA = ("data=synthetic", "data.seq_len=6", "data.vocab_size=13")
 

@@ -5,11 +5,11 @@ from omegaconf import OmegaConf
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.config import build_target, check_config, compose_config, conf_dir
+from gpipe_hpc.data import open_data
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_model, find_skips, loss_function
+from gpipe_hpc.optim.optimizer import build_optimizer
 from gpipe_hpc.settings import Config
-from gpipe_hpc.training.data import open_data
-from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 
 IMAGES = ("data=synthetic_images",)
 SMALL_IMAGES = ("data.height=64", "data.width=63", "data.num_classes=5")

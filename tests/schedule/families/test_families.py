@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from gpipe_hpc.drawing import draw_text
 from gpipe_hpc.schedule import (
     Action,
     Costs,
@@ -20,6 +19,7 @@ from gpipe_hpc.schedule import (
     to_text,
 )
 from gpipe_hpc.schedule.registry import SCHEDULES
+from gpipe_hpc.visualize import draw_text
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 8)))  # (K, M)
 TIMES = [(1, 1, 2), (2, 2, 3), (2, 1, 5), (2, 3, 5), (3, 1, 1), (1, 0, 1)]  # (F, R, B)

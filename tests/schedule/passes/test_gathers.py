@@ -6,8 +6,6 @@ import io
 import pytest
 import torch.distributed.pipelining.schedules as theirs
 
-from gpipe_hpc.drawing.chrome_trace import chrome_trace
-from gpipe_hpc.drawing.svg import draw_svg
 from gpipe_hpc.schedule import (
     Action,
     Costs,
@@ -24,6 +22,8 @@ from gpipe_hpc.schedule import (
 )
 from gpipe_hpc.schedule.passes.gathers import add_gathers
 from gpipe_hpc.schedule.waits import DataFlow
+from gpipe_hpc.visualize.chrome_trace import chrome_trace
+from gpipe_hpc.visualize.svg import draw_svg
 
 SCHEDULES = sorted({*schedule_names()} - {"file", "auto"})
 

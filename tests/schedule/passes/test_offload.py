@@ -6,10 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_hpc.drawing import draw_svg, draw_text
-from gpipe_hpc.drawing.chrome_trace import chrome_trace
-from gpipe_hpc.drawing.html import render_html
-from gpipe_hpc.drawing.layout import layout
 from gpipe_hpc.schedule import (
     Costs,
     Memory,
@@ -30,6 +26,10 @@ from gpipe_hpc.schedule import (
 )
 from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.waits import DataFlow
+from gpipe_hpc.visualize import draw_svg, draw_text
+from gpipe_hpc.visualize.chrome_trace import chrome_trace
+from gpipe_hpc.visualize.html import render_html
+from gpipe_hpc.visualize.layout import layout
 
 COPIES = (Op.OFFLOAD, Op.FETCH)
 COSTS = Costs(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.schedule import Op, add_offload, add_recompute, build, from_text, lower
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action

@@ -1,0 +1,105 @@
+"""Many small tensors treated as few: broadcast in messages, or worked on by kernels, of many.
+
+A model of a thousand small tensors would otherwise pay a thousand start-ups.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeVar
+
+import torch
+
+from gpipe_hpc.comm.collectives.group import Group, Pending
+
+T = TypeVar("T", bound=torch.Tensor)
+
+PACK: Final = 2**22
+"""Elements of small tensors that one kernel works on, of which copies exist at the same time."""
+
+PACK_BYTES: Final = 32 * 2**20
+_ALIGNED_TO: Final = 16  # bytes of the largest element: views of others need less
+
+StartBroadcast = Callable[[Group, torch.Tensor, int], Pending]
+
+
+def broadcast_packed(
+    group: Group,
+    tensors: Sequence[torch.Tensor],
+    root: int,
+    *,
+    pack_bytes: int = PACK_BYTES,
+    start: StartBroadcast = lambda group, flat, root: group.start_broadcast(flat, root),
+) -> int:
+    """Fill plain tensors, of any dtypes and strides, with world rank `root`'s; return their packs.
+
+    The same shapes, dtypes and order on every rank. One pack exists at a time; a contiguous tensor
+    that fills one by itself is not copied. `start`: the broadcast that is used.
+    """
+    num_sent = 0
+    if group.size == 1:
+        return num_sent
+    # Of one device side by side; the order is otherwise kept.
+    ordered = sorted((t for t in tensors if t.numel()), key=lambda t: str(t.device))
+    for pack in _packs(ordered, pack_bytes):
+        num_sent += 1
+        if len(pack) == 1 and _is_row(pack[0]):
+            start(group, bytes_of(pack[0]), root).wait()  # of its own memory
+            continue
+        places = list(_places(pack))
+        flat = torch.empty(places[-1].stop, dtype=torch.uint8, device=pack[0].device)
+        for tensor, place in zip(pack, places, strict=True):
+            flat[place].copy_(bytes_of(tensor))
+        start(group, flat, root).wait()
+        for tensor, place in zip(pack, places, strict=True):
+            tensor.copy_(flat[place].view(tensor.dtype).view(tensor.shape))
+    return num_sent
+
+
+def _packs(tensors: Sequence[torch.Tensor], pack_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors that follow one another, on one device, as many as fill a pack."""
+    pack: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        room = _aligned(tensor.nbytes)
+        if pack and (size + room > pack_bytes or tensor.device != pack[0].device):
+            yield pack
+            pack, size = [], 0
+        pack.append(tensor)
+        size += room
+    if pack:
+        yield pack
+
+
+def _places(pack: Sequence[torch.Tensor]) -> Iterator[slice]:
+    start = 0
+    for tensor in pack:
+        yield slice(start, start + tensor.nbytes)
+        start += _aligned(tensor.nbytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_TO) * _ALIGNED_TO
+
+
+def _is_row(tensor: torch.Tensor) -> bool:
+    """Say whether the memory of a tensor holds its elements one behind the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of any plain tensor as bytes, in one row: a copy if they are not so."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def packs(tensors: Sequence[T], most: int) -> Iterator[list[T]]:
+    """Yield runs of consecutive tensors with at most `most` elements together, or one tensor."""
+    pack: list[T] = []
+    num_elements = 0
+    for tensor in tensors:
+        if num_elements + tensor.numel() > most and pack:
+            yield pack
+            pack, num_elements = [], 0
+        pack.append(tensor)
+        num_elements += tensor.numel()
+    if pack:
+        yield pack

@@ -1,0 +1,377 @@
+"""A group of ranks over a process group of torch: collectives, exchanges, objects."""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpipe_hpc.comm.collectives.at_once import all_gather, all_to_all
+from gpipe_hpc.comm.collectives.carrier import Carrier, Job, Parts, Traffic
+from gpipe_hpc.comm.collectives.group import Calls, Done, Group, Pending, Piece, Sent, rank_names
+from gpipe_hpc.comm.collectives.menu import (
+    start_all_gather,
+    start_ordered_all_reduce,
+    start_ordered_reduce_scatter,
+    start_reduce_scatter,
+)
+from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.shards import checked_counts, shards
+from gpipe_hpc.comm.collectives.summing import NARROW, OwnSums, widened
+from gpipe_hpc.comm.collectives.wide import WideGroup
+from gpipe_hpc.comm.collectives.works import Started, Works
+from gpipe_hpc.comm.net.pickling import dumps, loads
+from gpipe_hpc.comm.transport.wire import as_bytes
+from gpipe_hpc.comm.watchdog.failure import lost
+from gpipe_hpc.comm.watchdog.noting import Note
+from gpipe_hpc.comm.watchdog.pulse import Pulse
+from gpipe_hpc.device.device import Device, carries, knows
+
+EXCHANGE_TAG = 2**29  # and the numbers of kinds of traffic behind it
+
+T = TypeVar("T")
+
+
+class TorchGroup:
+    """Collectives of a torch process group; `pulse` is told for whom this rank waits.
+
+    `host`: the group of the same ranks over which tensors of the host go, where torch's carries
+    those of the device alone; None where it carries both.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        pulse: Pulse,
+        device: Device,
+        host: WideGroup | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.size = self.width = len(ranks)
+        self.position = ranks.index(dist.get_rank())
+        self.sent = Sent()
+        self.torch_group = group
+        self._pulse, self._device = pulse, device
+        self._carries, self._knows = carries(group, device), knows(group, device)
+        self._host: Group = host or self
+        self._greets = host.greet if host else None
+        agree = host.all_reduce if host else partial(dist.all_reduce, group=group)
+        self._own_sums = OwnSums(group, ranks, device, agree)
+        self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
+        self._stream_carrier = StreamCarrier(
+            ranks, self.position, self._exchange_of_stream, self.all_reduce, device
+        )
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing `tensor` in place."""
+        if self._is_foreign(tensor) or not self._sums(tensor):
+            return self._by_host(tensor, self._start_on_host)
+        work = dist.all_reduce(tensor, group=self.torch_group, async_op=True)
+        return self._collective(work, tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place."""
+        self.start_all_reduce(tensor).wait()
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+        """Sum `tensor` in place: all ranks are one group."""
+        self.all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Put the greatest of each element in its place."""
+        if self._is_foreign(tensor) or not self._sums(tensor):
+            host = self._device.fetch(tensor)
+            widened(host, self._host.all_reduce_max)
+            tensor.copy_(host)
+            return
+        greatest = dist.ReduceOp.MAX
+        work = dist.all_reduce(tensor, op=greatest, group=self.torch_group, async_op=True)
+        self._collective(work, tensor).wait()
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Start filling `tensor` with world rank `root`'s."""
+        if self._is_foreign(tensor):
+            return self._by_host(tensor, partial(self.start_broadcast, root=root))
+        # As bytes: a backend need not have a name for every dtype.
+        moved = as_bytes(tensor) if self.uses_own(tensor) and tensor.is_contiguous() else tensor
+        work = dist.broadcast(moved, root, group=self.torch_group, async_op=True)
+        return self._collective(work, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` with world rank `root`'s."""
+        self.start_broadcast(tensor, root).wait()
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Start sending and receiving over the group's own connections."""
+        outside = not self._carries and self._device.is_accelerator
+        if outside and any(self._device.holds(piece.tensor) for piece in (*sends, *receives)):
+            return self._exchange_by_host(sends, receives)
+        return self._start(Traffic.CALLER, sends, receives, self._await)
+
+    def _sums(self, tensor: torch.Tensor) -> bool:
+        """Say whether the backend that a tensor would go over sums its dtype; see `OwnSums`."""
+        return not self.uses_own(tensor) or self._own_sums.goes(tensor.dtype)
+
+    def _start_on_host(self, host: torch.Tensor) -> Pending:
+        """Start summing a copy in the host's memory; at once where Gloo needs another dtype."""
+        if host.dtype not in NARROW:
+            return self._host.start_all_reduce(host)
+        widened(host, self._host.all_reduce)
+        return Done()
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Say whether the backend knows nothing of the memory that a tensor lies in."""
+        return not self._knows and self._device.holds(tensor)
+
+    def _by_host(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Pending]) -> Pending:
+        """Start a collective over a copy in the host's memory."""
+        host = self._device.fetch(tensor)
+        return _ByHost(start(host), [(tensor, host)])
+
+    def _exchange_by_host(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Exchange copies in the host's memory: the backend sends that alone."""
+        out = [Piece(rank, self._device.fetch(tensor)) for rank, tensor in sends]
+        into = [Piece(rank, torch.empty_like(t, device="cpu")) for rank, t in receives]
+        pending = self._start(Traffic.CALLER, out, into, self._await)
+        back = [(own.tensor, host.tensor) for own, host in zip(receives, into, strict=True)]
+        return _ByHost(pending, back)
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Start a plan: over the device's own backend on a stream, else on a thread of its own.
+
+        Tensors of a device go over Gloo by way of the host, which then waits for them.
+        """
+        if self.uses_own(tensor):
+            return self._stream_carrier.start(plan, tensor, what)
+        return self._carrier.start(plan, tensor, what)
+
+    def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> Pending:
+        """Start a job over a tensor that `uses_own`, on a stream of the device; see `start_plan`.
+
+        Each exchange of it is one with few, by which all ranks take part alike.
+        """
+        return self._stream_carrier.start_job(job, tensor, what)
+
+    def start_reduce_scatter(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Pending:
+        """Sum shards along a ring; equal ones by the way of the device's own backend.
+
+        Gloo's own is an all-reduce inside: twice the bytes.
+        """
+        sizes = checked_counts(whole, counts, self.size)
+        if not self.uses_own(whole) or len(set(sizes)) > 1 or not self._sums(whole):
+            return start_reduce_scatter(self, whole, counts)
+        own = shards(whole, counts, self.size)[self.position]
+        work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
+        return self._collective(work, whole)
+
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum in the order of ranks: each rank exchanges with each."""
+        return start_ordered_all_reduce(self, tensor)
+
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+        """Sum shards in the order of ranks."""
+        return start_ordered_reduce_scatter(self, whole)
+
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Send each rank its shard."""
+        return all_to_all(self, whole, counts)
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Send this rank's shard to each."""
+        all_gather(self, whole, counts)
+
+    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Gather shards along a ring; equal ones by the way of the device's own backend."""
+        sizes = checked_counts(whole, counts, self.size)
+        if not self.uses_own(whole) or len(set(sizes)) > 1:
+            return start_all_gather(self, whole, counts)
+        own = shards(whole, counts, self.size)[self.position]
+        work = dist.all_gather_into_tensor(
+            as_bytes(whole), as_bytes(own), group=self.torch_group, async_op=True
+        )
+        return self._collective(work, whole)
+
+    def uses_own(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor goes over the device's own backend."""
+        return self._carries and self._device.holds(tensor)
+
+    def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> Pending:
+        assert work is not None, f"not a member of {rank_names(self.ranks)}"
+        what = f"a collective of {rank_names(self.ranks)}"
+        started: Started = [(self.ranks, work)]
+        is_apart = self._device.is_accelerator and self._device.holds(tensor)
+        return Works(started, self._await, what, tells=not is_apart)
+
+    def _await(self, ranks: Sequence[int] | None) -> None:
+        self._pulse.waits_for = ranks
+
+    def _exchange(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
+        self._start(traffic, self._pieces(sends), self._pieces(receives), note).wait()
+
+    def _exchange_of_stream(
+        self, traffic: Traffic, sends: Parts, receives: Parts, note: Note
+    ) -> None:
+        """Exchange as `_exchange`; greetings lie on the host, and the calling thread sends them."""
+        if traffic is not Traffic.GREETING or self._greets is None:
+            self._exchange(traffic, sends, receives, note)
+            return
+        self._greets(self._pieces(sends), self._pieces(receives))
+
+    def _pieces(self, parts: Parts) -> list[Piece]:
+        return [Piece(self.ranks[i], tensor) for i, tensor in parts]
+
+    def _start(
+        self, traffic: Traffic, sends: Sequence[Piece], receives: Sequence[Piece], note: Note
+    ) -> Pending:
+        if traffic is not Traffic.GREETING:
+            self.sent.count(sends)
+        tag = EXCHANGE_TAG + traffic.value
+        peers = sorted({piece.rank for piece in (*sends, *receives)})
+        if not peers:
+            return Done()
+        batched = self.uses_own((*sends, *receives)[0].tensor)
+        start = self._start_batch if batched else self._post
+        try:
+            return Works(start(sends, receives, tag), note)
+        except RuntimeError as error:
+            raise lost(error, rank_names(peers)) from error
+
+    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
+        """Start each message by itself; what is expected first, so that nothing has to wait.
+
+        The group's own calls take half the time of torch's `isend` and `irecv` around them.
+        """
+        group, at = self.torch_group, self.ranks.index
+        return [
+            ([piece.rank], start([piece.tensor], at(piece.rank), tag))
+            for start, pieces in ((group.recv, receives), (group.send, sends))
+            for piece in pieces
+        ]
+
+    def _start_batch(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
+        """Start all messages at once, as NCCL needs them: one after the other would wait."""
+        operations = [
+            dist.P2POp(start, as_bytes(piece.tensor), piece.rank, self.torch_group, tag)
+            for start, pieces in ((dist.irecv, receives), (dist.isend, sends))
+            for piece in pieces
+        ]
+        peers = sorted({piece.rank for piece in (*sends, *receives)})
+        return [(peers, work) for work in dist.batch_isend_irecv(operations)]
+
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return what `merge` makes of all values; each rank merges them by itself."""
+        merged: T = reduce(merge, self.all_gather_object(value))
+        return merged
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value in rank order; read as `gpipe_hpc.comm.net.pickling` allows."""
+        parts = self._exchanged(value, self._gather)
+        assert parts is not None, "every rank gathers"
+        return parts
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return every rank's value on world rank `root`, None elsewhere; read as those above."""
+        return self._exchanged(value, partial(self._gather_at, root=root))
+
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Send each rank its value; read as those above."""
+        what = f"values for {rank_names(self.ranks)}"
+        is_root = dist.get_rank() == root
+        assert is_root == (values is not None), f"{what}: rank {root} has them"
+        parts = [bytearray(dumps(value, what)) for value in values or ()]
+        sizes = torch.tensor([len(part) for part in parts] if is_root else [0] * self.size)
+        self.broadcast(sizes, root)
+        own = self.position
+        if values is not None:
+            pieces = [
+                Piece(rank, torch.frombuffer(part, dtype=torch.uint8))
+                for rank, part in zip(self.ranks, parts, strict=True)
+                if rank != root
+            ]
+            self.start_exchange(pieces, ()).wait()
+            return values[own]
+        came = torch.empty(int(sizes[own]), dtype=torch.uint8)
+        self.start_exchange((), [Piece(root, came)]).wait()
+        return loads(came.numpy().data, f"{what}, from rank {root}")
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return world rank `root`'s value; read as those above."""
+        what = f"a collective of {rank_names(self.ranks)}"
+        own = bytearray(dumps(value, what) if dist.get_rank() == root else b"")
+        size = torch.tensor([len(own)])
+        self.broadcast(size, root)
+        if dist.get_rank() == root:
+            self.broadcast(torch.frombuffer(own, dtype=torch.uint8), root)
+            return value
+        told = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(told, root)
+        return loads(told.numpy().data, f"{what}, from rank {root}")
+
+    def _exchanged(
+        self, value: Any, gather: Callable[[torch.Tensor], list[torch.Tensor] | None]
+    ) -> list[Any] | None:
+        """Return the values whose bytes `gather` brings together, where it brings them."""
+        what = f"a collective of {rank_names(self.ranks)}"
+        own = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
+        self._pulse.waits_for = self.ranks
+        try:
+            parts = gather(own)
+        except RuntimeError as error:
+            raise lost(error, what) from error
+        self._pulse.waits_for = None
+        if parts is None:
+            return None
+        sources = zip(self.ranks, parts, strict=True)
+        return [loads(part.numpy().data, f"{what}, from rank {r}") for r, part in sources]
+
+    def _gather_at(self, own: torch.Tensor, root: int) -> list[torch.Tensor] | None:
+        """Return every rank's bytes, of any number, on world rank `root`."""
+        longest = torch.tensor([own.numel()])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.torch_group)
+        # All send as many: their number in eight bytes, theirs, and what means nothing.
+        padded = torch.zeros(8 + int(longest), dtype=torch.uint8)
+        padded[:8] = torch.tensor([own.numel()]).view(torch.uint8)
+        padded[8 : 8 + own.numel()] = own
+        is_root = dist.get_rank() == root
+        gathered = torch.empty(self.size, padded.numel(), dtype=torch.uint8) if is_root else None
+        into = None if gathered is None else list(gathered)
+        dist.gather(padded, into, dst=root, group=self.torch_group)
+        if gathered is None:
+            return None
+        counts = [int(part[:8].clone().view(torch.int64)) for part in gathered]
+        return [part[8 : 8 + count] for part, count in zip(gathered, counts, strict=True)]
+
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's bytes, of any number."""
+        sizes = torch.empty(self.size, 1, dtype=torch.int64)
+        size = torch.tensor([own.numel()])
+        dist.all_gather(list(sizes), size, group=self.torch_group)
+        counts = sizes.flatten().tolist()
+        # All send the same number of bytes; what is behind a rank's own means nothing.
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        gathered = torch.empty(self.size, max(counts), dtype=torch.uint8)
+        dist.all_gather(list(gathered), padded, group=self.torch_group)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+
+
+class _ByHost:
+    """An exchange of copies, which go back to where they belong when it is waited for."""
+
+    def __init__(self, pending: Pending, back: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pending, self._back = pending, back
+        self._calls = Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.add(call)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for own, host in self._back:
+            own.copy_(host)
+        self._calls.make()

@@ -1,0 +1,160 @@
+"""A group of many ranks in two halves: tensors of the device go one way, all else the other.
+
+torch would make both at once, and then connects each rank with each over Gloo, for what little
+lies on the host. Here Gloo connects a rank with few, and the device's own backend as it does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpipe_hpc.comm.collectives.bruck import all_reduce, all_to_all, reduce_scatter
+from gpipe_hpc.comm.collectives.carrying import Exchange as Swap
+from gpipe_hpc.comm.collectives.carrying import plus
+from gpipe_hpc.comm.collectives.group import Done, Group, Pending, Piece, Sent
+from gpipe_hpc.comm.collectives.orders import in_rank_order
+from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.collectives.shards import checked_counts
+from gpipe_hpc.comm.collectives.torch_group import TorchGroup
+from gpipe_hpc.device.device import Device
+
+T = TypeVar("T")
+
+
+class TwoSidedGroup:
+    """A `Group` over `own`, which carries tensors of the device, and `host` for all else.
+
+    Sums in the order of ranks, and what `all_to_all` moves, go by way of other ranks on either
+    side: else each rank would exchange with each.
+    """
+
+    def __init__(self, own: TorchGroup, host: Group, device: Device) -> None:
+        assert own.ranks == host.ranks, f"expected one group, got {own.ranks} and {host.ranks}"
+        self._own, self._host, self._device = own, host, device
+        self._place = Place(own.size, own.position)
+        self.ranks = own.ranks
+        self.size = self.width = own.size
+        self.position = own.position
+
+    @property
+    def sent(self) -> Sent:
+        """Return what went either way."""
+        return self._own.sent.plus(self._host.sent)
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup | None:
+        """Return the group of torch that carries tensors of the device."""
+        return self._own.torch_group
+
+    def _side(self, tensor: torch.Tensor) -> Group:
+        return self._own if self._device.holds(tensor) else self._host
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing `tensor` in place."""
+        return self._side(tensor).start_all_reduce(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place."""
+        self._side(tensor).all_reduce(tensor)
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+        """Sum `tensor` in place: all ranks are one group."""
+        self.all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Put the greatest of each element in its place."""
+        self._side(tensor).all_reduce_max(tensor)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Start filling `tensor` with world rank `root`'s."""
+        return self._side(tensor).start_broadcast(tensor, root)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` with world rank `root`'s."""
+        self._side(tensor).broadcast(tensor, root)
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Start an exchange of pieces that all lie on one side."""
+        if not sends and not receives:
+            return Done()
+        return self._side((*sends, *receives)[0].tensor).start_exchange(sends, receives)
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Start a plan."""
+        return self._side(tensor).start_plan(plan, tensor, what)
+
+    def start_reduce_scatter(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Pending:
+        """Start summing shards."""
+        return self._side(whole).start_reduce_scatter(whole, counts)
+
+    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Start filling `whole` with all ranks' shards."""
+        return self._side(whole).start_all_gather(whole, counts)
+
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing in the order of ranks."""
+        if not self._own.uses_own(tensor):
+            return self._host.start_ordered_all_reduce(tensor)
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        order = in_rank_order(parts.numel(), parts.element_size(), self.size)
+
+        def job(flat: torch.Tensor, swap: Swap) -> None:
+            all_reduce(self._place, flat, order, swap, plus)
+
+        return self._own.start_job(job, parts, "all-reduce in the order of ranks")
+
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+        """Start summing even shards in the order of ranks."""
+        if not self._own.uses_own(whole):
+            return self._host.start_ordered_reduce_scatter(whole)
+        order = in_rank_order(len(whole), whole.element_size(), self.size)
+
+        def job(flat: torch.Tensor, swap: Swap) -> None:
+            reduce_scatter(self._place, flat, order, swap, plus)
+
+        return self._own.start_job(job, whole, "reduce-scatter in the order of ranks")
+
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return this rank's shard of every rank's vector."""
+        if not self._own.uses_own(whole):
+            return self._host.all_to_all(whole, counts)
+        sizes, came = checked_counts(whole, counts, self.size), list[torch.Tensor]()
+
+        def job(flat: torch.Tensor, swap: Swap) -> None:
+            came.extend(all_to_all(self._place, flat, sizes, swap))
+
+        self._own.start_job(job, whole, f"all-to-all, shards {sizes}").wait()
+        for shard in came:  # made on the stream of the job
+            self._device.lend(shard, self._device.current_stream())
+        return came
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Fill `whole` with all shards; on the device along a ring, where they differ in size."""
+        if self._device.holds(whole):
+            self._own.start_all_gather(whole, counts).wait()
+        else:
+            self._host.all_gather(whole, counts)
+
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return what `merge` makes of all values."""
+        return self._host.merge_object(value, merge)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value."""
+        return self._host.all_gather_object(value)
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return every rank's value on the root."""
+        return self._host.gather_object(value, root)
+
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's value."""
+        return self._host.deal_object(values, root)
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return the root's value."""
+        return self._host.broadcast_object(value, root)

@@ -1,1 +1,0 @@
-"""How a failure, or silence, reaches all ranks, and what a user reads of it."""

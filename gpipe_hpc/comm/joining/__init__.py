@@ -1,1 +1,0 @@
-"""How processes become ranks: launcher, rendezvous, roll call, secret."""

@@ -1,0 +1,1 @@
+"""How ranks reach each other: interfaces, addresses, secret, control messages."""

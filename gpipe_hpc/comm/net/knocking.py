@@ -1,0 +1,98 @@
+"""Whether other ranks can be reached, asked before Gloo connects.
+
+Gloo tries for minutes, cannot be stopped, and then names no rank. Which port it listens on it does
+not say. So each rank listens on a port of its own meanwhile, on the same address, and the others
+call that: the kernel answers, also for a process that is busy.
+"""
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+from gpipe_hpc.comm.net.gloo import cannot_listen
+
+_UNDER_WAY: Final = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
+
+
+class Place(NamedTuple):
+    """Where a rank listens, as it tells the others: `host|address|port`."""
+
+    host: str
+    address: str
+    port: int
+
+    @classmethod
+    def parsed(cls, text: str) -> "Place":
+        """Read what a rank has told."""
+        host, address, port = text.split("|")
+        return cls(host, address, int(port))
+
+    def told(self) -> str:
+        """Return it as the others read it."""
+        return f"{self.host}|{self.address}|{self.port}"
+
+    def __str__(self) -> str:
+        ends = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{ends}:{self.port}"
+
+
+@contextmanager
+def listening(address: str, backlog: int) -> Iterator[Place]:
+    """Listen on an address of this host for up to `backlog` calls; raises LaunchError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=backlog)
+    except OSError as error:
+        raise cannot_listen(address, error) from error
+    with listener:
+        yield Place(_host(), address, int(listener.getsockname()[1]))
+
+
+def _host() -> str:
+    return socket.gethostname().replace("|", "_")
+
+
+def calls(own: Place, other: Place) -> bool:
+    """Say whether Gloo lets the first of two ranks call the other one: the greater address does.
+
+    Of two ranks with one address, which are on one host, neither is asked about.
+    """
+    return own.address != other.address and _bytes(own.address) > _bytes(other.address)
+
+
+def unanswered(places: Mapping[int, Place], limit_s: float) -> dict[int, str]:
+    """Call ranks where they listen, all at once; return why those are not reached that are not."""
+    poller, failed = select.poll(), dict[int, str]()
+    waiting: dict[int, tuple[int, socket.socket]] = {}
+    for rank, place in places.items():
+        call = socket.socket(socket.AF_INET6 if ":" in place.address else socket.AF_INET)
+        call.setblocking(False)
+        code = call.connect_ex((place.address, place.port))
+        if code in _UNDER_WAY:
+            poller.register(call, select.POLLOUT)
+            waiting[call.fileno()] = rank, call
+        else:
+            failed[rank] = os.strerror(code)
+            call.close()
+    deadline_s = time.monotonic() + limit_s
+    while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+        for descriptor, _ in poller.poll(1e3 * left_s):
+            rank, call = waiting.pop(descriptor)
+            poller.unregister(descriptor)
+            code = call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                failed[rank] = os.strerror(code)
+            call.close()
+    for rank, call in waiting.values():
+        failed[rank] = f"no answer within {limit_s:g} s"
+        call.close()
+    return failed
+
+
+def _bytes(address: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)

@@ -1,1 +1,0 @@
-"""How ranks reach one another: interfaces, ports, connections and groups."""

@@ -1,0 +1,108 @@
+"""What ranks that are threads of one process share: queues, exchanges, the first failure."""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from gpipe_hpc.comm.collectives.group import rank_names
+from gpipe_hpc.comm.net.secret import Secret
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+from gpipe_hpc.comm.transport.handing import Left
+from gpipe_hpc.comm.watchdog.report import Report
+from gpipe_hpc.comm.watchdog.timeouts import checked_timeout
+
+T = TypeVar("T")
+POLL_S = 0.05
+
+
+ExchangeKey = tuple[tuple[int, ...], int]
+"""The ranks that exchange values, and a serial number."""
+
+
+class MailKey(NamedTuple):
+    """A message between two ranks of a group."""
+
+    group: ExchangeKey
+    traffic: object
+    source: int
+    destination: int
+    number: int  # of the messages of this kind between the two
+
+
+@dataclass
+class _Exchange:
+    """Values that ranks put in for one another, and how many have taken them."""
+
+    parts: dict[int, Any] = field(default_factory=dict)
+    num_taken: int = 0
+
+
+class ThreadHub:
+    """What the threads of one world share. `timeout_s` bounds every wait."""
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self.timeout_s = checked_timeout(timeout_s, "timeout_s")
+        self.changed = threading.Condition()
+        self.report: Report | None = None
+        self.secret = Secret(secrets.token_bytes(32), "this process")
+        self.queues: dict[PlacedChannel, deque[tuple[int, Message, Left]]] = {}
+        self.mail: dict[MailKey, Left] = {}
+        self._exchanges: dict[ExchangeKey, _Exchange] = {}
+
+    def refuse_failed(self, what: str) -> None:
+        """Raise ConnectionError if a rank has failed: what is left of its step is no message."""
+        if self.report is not None:
+            raise ConnectionError(f"another rank has failed, ahead of {what}")
+
+    def wait_for(self, ready: Callable[[], T | None], what: str) -> T:
+        """Return what `ready` gives once it is not None; call with `changed` held.
+
+        Raises ConnectionError if a rank failed meanwhile, TimeoutError after `timeout_s`.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while (value := ready()) is None:
+            if self.report is not None:
+                raise ConnectionError(f"another rank failed while waiting for {what}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing came within {self.timeout_s:g} s from {what}")
+            self.changed.wait(POLL_S)
+        return value
+
+    def contribute(self, key: ExchangeKey, rank: int, value: Any) -> None:
+        """Put this rank's part of the exchange `key` (ranks, serial)."""
+        with self.changed:
+            self._exchanges.setdefault(key, _Exchange()).parts[rank] = value
+            self.changed.notify_all()
+
+    def collect(self, key: ExchangeKey) -> list[Any]:
+        """Return every part of an exchange in rank order, once all are there."""
+        ranks = key[0]
+        with self.changed:
+            exchange = self._exchanges[key]
+
+            def complete() -> list[Any] | None:
+                parts = exchange.parts
+                return [parts[r] for r in ranks] if len(parts) == len(ranks) else None
+
+            values = self.wait_for(complete, f"a collective of {rank_names(ranks)}")
+            exchange.num_taken += 1
+            if exchange.num_taken == len(ranks):
+                del self._exchanges[key]
+        return values
+
+    def put_mail(self, key: MailKey, left: Left) -> None:
+        """Leave a message; the receiver owns the tensor."""
+        with self.changed:
+            self.mail[key] = left
+            self.changed.notify_all()
+
+    def take_mail(self, key: MailKey) -> Left:
+        """Return a message, once it is there."""
+        with self.changed:
+            self.wait_for(lambda: self.mail.get(key), f"rank {key.source}")
+            return self.mail.pop(key)

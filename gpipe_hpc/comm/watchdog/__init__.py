@@ -1,0 +1,1 @@
+"""How a failure or silence reaches all ranks, and what a user reads about it."""

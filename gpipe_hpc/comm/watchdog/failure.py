@@ -1,0 +1,458 @@
+"""How one rank's failure or silence reaches all others, and ends them.
+
+News travel from watcher to watcher (`gpipe_hpc.comm.watchdog`), whatever hangs. The store that
+brought the ranks together says which of several failures was the first.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final, Protocol, TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+from gpipe_hpc.comm.net.sealed_store import cloned
+from gpipe_hpc.comm.watchdog.display import Display
+from gpipe_hpc.comm.watchdog.helper import Helper
+from gpipe_hpc.comm.watchdog.introduction import Introduction
+from gpipe_hpc.comm.watchdog.lines import Message
+from gpipe_hpc.comm.watchdog.pulse import Pulse
+from gpipe_hpc.comm.watchdog.report import Report
+from gpipe_hpc.comm.watchdog.settings import Watchfulness
+from gpipe_hpc.comm.watchdog.stacks import StackSignal, all_stacks
+
+log = logging.getLogger("gpipe_hpc.watch")
+
+BEAT_S = 1.0
+REPORT_GRACE_S = 2.5
+ANSWER_S = 3.0
+FACTS_S = 3.5  # for answers to who holds us up; two ranks agree on the next second
+SPREAD_S = 0.5  # in which a report reaches the others before this process may exit
+SETTLE_S = 0.5  # in which all lost ranks of a host become known, or a rank's own report
+BREAK_S = 1.0  # in which the main thread may find out by itself
+END_S = 7.0  # in which a thread that learned of a failure, or that never did, has to end
+FAILED_EXIT_CODE = 1
+MAX_LISTED = 8
+_REMEDIES: Final = {
+    "died": "look at its log; SIGKILL often means that its host ran out of memory",
+    "stopped": "continue it sooner, or raise comm.silence_s",
+    "silent": "its host is down, its link is cut, or all its processes are stopped",
+    "helper": (
+        "the rank was killed with it, or is in a call that holds Python's interpreter lock: look "
+        "at its log; SIGKILL often means that its host ran out of memory"
+    ),
+}
+
+T = TypeVar("T")
+
+
+_THREAD_END_S: Final = 5.0  # for which a process waits as it ends
+
+
+class Board(Protocol):
+    """Where the failure of a run stands."""
+
+    @property
+    def has_news(self) -> bool:
+        """Say whether another rank has failed and the main thread here has not been told."""
+
+    def publish(self, report: Report) -> Report:
+        """Make `report` the run's failure unless there is one; return the one that stands."""
+
+    def await_spreading(self) -> None:
+        """Give the other ranks a moment to say what they have heard before this process exits."""
+
+    def explain(self, symptom: str) -> Report:
+        """Return the run's failure; if nobody reported one, find out who holds the others up."""
+
+    def stop(self) -> None:
+        """End what watches."""
+
+    def await_end(self) -> None:
+        """Return once what was stopped has ended, or a moment later."""
+
+    def forget(self) -> None:
+        """Close in a forked process what belongs to its parent."""
+
+
+class SoloBoard:
+    """The board of a rank that is alone."""
+
+    has_news: Final = False
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._report: Report | None = None
+
+    def publish(self, report: Report) -> Report:
+        """Keep the first report."""
+        self._report = self._report or report
+        return self._report
+
+    def await_spreading(self) -> None:
+        """Return at once: there is nobody to hear it."""
+
+    def explain(self, symptom: str) -> Report:
+        """Return the first report, else the symptom."""
+        return self.publish(Report(f"rank {self._rank}: {symptom}"))
+
+    def stop(self) -> None:
+        """Do nothing: nothing watches."""
+
+    def await_end(self) -> None:
+        """Return at once: nothing watches."""
+
+    def forget(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+class FailureBoard:
+    """The first failure of a run, on every rank, brought and taken by a thread.
+
+    `on_report` is called on that thread when another rank has failed, after the main thread had
+    a moment to find out by itself. `key`: by which watchers know each other. `address`: of this
+    host, on which they listen to other hosts; None for the one that leads there.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        pulse: Pulse,
+        display: Display,
+        on_report: Callable[[], None],
+        *,
+        key: bytes,
+        watchfulness: Watchfulness,
+        address: str | None,
+    ) -> None:
+        self._store, self._address = store, address
+        self._rank, self._size = rank, size
+        self._pulse, self._display, self._on_report = pulse, display, on_report
+        self._key, self._silence_s = key, watchfulness.silence_s
+        self._ends_process = watchfulness.ends_process
+        self._changed = threading.Condition(threading.RLock())
+        self._report: Report | None = None
+        self._failed_s = self._lost_s = float("inf")
+        self._is_told = False  # the main thread knows
+        self._is_broken = False  # waits of this process have been ended
+        self._lost: dict[int, Message] = {}
+        self._facts: dict[int, tuple[float, str]] = {}
+        self._stuck: dict[int, str] = {}  # the stacks that were shown last
+        self._around = ""
+        self._stop = threading.Event()
+        self._main = threading.get_ident()
+        self._stacks = StackSignal()
+        self._helper = Helper()
+        # A connection of its own, so that it never waits behind the main thread.
+        self._watched = cloned(store)
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Say whether a failure stands that the main thread has neither told nor been told of."""
+        return self._report is not None and not self._is_told
+
+    def publish(self, report: Report) -> Report:
+        """Make `report` the run's failure unless there is one; return the one that stands."""
+        with self._changed:
+            standing = self._report
+        if standing is None:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                report = _within(ANSWER_S, lambda: self._agree(report))
+            standing = self._stand(report)
+            self._helper.send(kind="failure", **standing._asdict())
+        self._note_told()
+        return standing
+
+    def await_spreading(self) -> None:
+        """Give the other ranks a moment to say what they have heard before this process exits."""
+        time.sleep(SPREAD_S)
+
+    def explain(self, symptom: str) -> Report:
+        """Return the run's failure; if nobody reported one, find out who holds the others up."""
+        report = self._await_report(REPORT_GRACE_S) or self._report_in_store()
+        if report is None:
+            self._helper.send(kind="call")
+            report = self._await_report(FACTS_S)
+        if report is None:
+            symptom = f"rank {self._rank}: {symptom}; {self._finding()}"
+            report = self.publish(Report(with_host(symptom, self._rank)))
+        else:
+            self._stand(report)
+            self._note_told()
+        return report
+
+    def stop(self) -> None:
+        """End the watching thread and the watcher."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._helper.leave()
+
+    def await_end(self) -> None:
+        """Let the watching thread end, within a moment.
+
+        One that is in torch's store while Python goes down aborts the process.
+        """
+        if self._stop.is_set() and threading.current_thread() is not self._thread:
+            self._thread.join(_THREAD_END_S)
+
+    def forget(self) -> None:
+        """Close in a forked process what belongs to its parent."""
+        self._helper.forget()
+        self._display.close()
+
+    def _agree(self, report: Report) -> Report:
+        self._store.compare_set("failure", "", report.written())
+        return Report.read(self._store.get("failure").decode())
+
+    def _report_in_store(self) -> Report | None:
+        """Return what stands in the store, for ranks that news do not reach."""
+        try:
+            found = _within(ANSWER_S, lambda: _read(self._store, "failure"))
+        except (RuntimeError, TimeoutError):
+            return None
+        return None if found is None else Report.read(found)
+
+    def _stand(self, report: Report) -> Report:
+        """Take `report` for the run's failure if it is the first here; return the first."""
+        with self._changed:
+            if self._report is None:
+                self._report, self._failed_s = report, time.monotonic()
+            self._changed.notify_all()
+            return self._report
+
+    def _note_told(self) -> None:
+        self._is_told = True
+        self._say_doing()
+
+    def _await_report(self, limit_s: float) -> Report | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._report is not None, limit_s)
+            return self._report
+
+    def _finding(self) -> str:
+        """Return what ranks and their neighbours have answered."""
+        with self._changed:
+            recent_s = time.monotonic() - FACTS_S - REPORT_GRACE_S
+            facts = [text for heard_s, text in self._facts.values() if heard_s > recent_s]
+            around = self._around
+        if facts:
+            return "; ".join(facts[:MAX_LISTED])
+        return f"all ranks that answer are alive and wait for others: {around or 'none answers'}"
+
+    # What the thread does.
+
+    def _watch(self) -> None:
+        try:
+            introduction: Introduction | None = self._introduce()
+            next_beat_s = 0.0
+            while not self._is_over():
+                now_s = time.monotonic()
+                if now_s >= next_beat_s:
+                    self._say_doing()
+                    next_beat_s = now_s + BEAT_S
+                if introduction is not None and now_s >= introduction.due_s:
+                    introduction = self._ask(introduction)
+                due_s = introduction.due_s if introduction is not None else next_beat_s
+                limit_s = min(next_beat_s, due_s, self._next_s()) - time.monotonic()
+                for message in self._helper.receive(max(limit_s, 0.0)):
+                    self._hear(message, introduction)
+                self._act()
+        finally:
+            self._helper.end()
+            self._display.close()
+
+    def _is_over(self) -> bool:
+        """Return whether the helper has ended for good; start another if it should be there.
+
+        Without one the neighbours would take this rank for lost, and none would notice a hang.
+        """
+        why = self._helper.why_gone()
+        if why is None:
+            return False
+        if self._stop.is_set() and self._helper.has_ended_well:
+            return True
+        before = self._helper.process_number
+        if not self._helper.replace():
+            log.warning("rank %d: its watcher %s; the others will lose this rank", self._rank, why)
+            return True
+        number = self._helper.process_number
+        log.warning(
+            "rank %d on %s: its helper process %d, which watches other ranks, %s; %s replaces "
+            "it, and the run continues",
+            *(self._rank, socket.gethostname(), before, why),
+            f"process {number}" if number != os.getpid() else "a thread of the rank",
+        )
+        self._say_doing()
+        if self._report is not None:
+            self._helper.send(kind="failure", **self._report._asdict())
+        if self._stop.is_set():
+            self._helper.leave()
+        return False
+
+    def _introduce(self) -> Introduction:
+        """Bring the watcher together with its neighbours'."""
+        self._helper.send(
+            kind="orders",
+            rank=self._rank,
+            size=self._size,
+            key=self._key.hex(),
+            silence_s=self._silence_s,
+            stack_signal=self._stacks.number,
+            stack_file=f"/proc/{os.getpid()}/fd/{self._stacks.descriptor}",
+            display=f"/proc/{os.getpid()}/fd/{self._display.descriptor}",
+        )
+        return Introduction(self._watched[0], self._helper, self._rank, self._size, self._address)
+
+    def _ask(self, introduction: Introduction) -> Introduction | None:
+        try:
+            introduction.advance()
+        except RuntimeError:
+            return None
+        return introduction
+
+    def _say_doing(self) -> None:
+        pulse = self._pulse
+        inside = pulse.is_inside
+        self._helper.send(
+            kind="doing",
+            count=pulse.count,
+            text=str(pulse),
+            inside=inside,
+            waits=pulse.waits,
+            limit_s=pulse.limit_s,
+            ends=self._ends_process or (inside and not self._is_told),
+        )
+
+    def _hear(self, message: Message, introduction: Introduction | None) -> None:
+        match message["kind"]:
+            case "listening" if introduction is not None:
+                if message.get("error"):
+                    log.warning("rank %d: its watcher cannot listen: %s", self._rank, message)
+                with contextlib.suppress(RuntimeError):
+                    introduction.publish(message)
+            case "failure":
+                why = (message.get(name) is True for name in ("is_mistake", "is_stop"))
+                self._stand(Report(str(message["words"]), *why))
+            case "lost":
+                self._lost[message["rank"]] = message
+                self._lost_s = min(self._lost_s, time.monotonic())
+            case "warning":
+                log.warning("%s", message["text"])
+            case "fact":
+                self._note_fact(message["rank"], message["text"])
+            case "stuck":
+                self._note_fact(message["rank"], message["text"])
+                self._say_stuck(message)
+            case "around":
+                self._around = message["text"]
+            case "stack":
+                self._helper.send(kind="stack", text=all_stacks(self._main))
+
+    def _say_stuck(self, news: Message) -> None:
+        if self._stuck.get(news["rank"]) == news["stack"]:
+            log.warning("%s; its stacks are as before", news["text"])
+            return
+        self._stuck[news["rank"]] = news["stack"]
+        log.warning("%s; its stacks:\n%s", news["text"], news["stack"])
+
+    def _note_fact(self, rank: int, text: str) -> None:
+        with self._changed:
+            self._facts[rank] = (time.monotonic(), text)
+
+    def _next_s(self) -> float:
+        """Return when `_act` has something to do next."""
+        return min(
+            self._lost_s + SETTLE_S if self._report is None else float("inf"),
+            float("inf") if self._is_broken else self._failed_s + BREAK_S,
+            self._failed_s + END_S,
+        )
+
+    def _act(self) -> None:
+        """Turn lost ranks into a report, and a report into the end of what waits here."""
+        now_s = time.monotonic()
+        if self._report is None and now_s >= self._lost_s + SETTLE_S:
+            report = Report(_told_of_all(list(self._lost.values())[:MAX_LISTED]))
+            log.error("%s", self._stand(report).words)
+        if self._stop.is_set():
+            return
+        if not self._is_broken and now_s >= self._failed_s + BREAK_S:
+            self._is_broken = True
+            self._on_report()
+        if now_s >= self._failed_s + END_S:
+            self._failed_s = float("inf")
+            if self._ends_process or (self._pulse.is_inside and not self._is_told):
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """End the process: its main thread is stuck."""
+        assert self._report is not None, "a failure stands"
+        text = (
+            f"rank {self._rank}: did not end within {END_S:g} s of the run's failure and is stuck "
+            f"in {self._pulse}; the process ends now. The failure: {self._report.words}"
+        )
+        stacks = all_stacks(self._main)
+        # Whoever is stuck may hold the locks of the logs.
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            _within(1.0, lambda: log.critical("%s\n%s", text, stacks))
+        with contextlib.suppress(OSError):
+            os.write(2, f"gpipe_hpc: {text}\n".encode())
+        os._exit(os.EX_TEMPFAIL if self._report.is_stop else FAILED_EXIT_CODE)
+
+
+def _told_of_all(lost: Sequence[Message]) -> str:
+    """Return lost ranks as a message; what to do stands once, behind the last of a kind."""
+    last = {news["what"]: news for news in lost}
+    return "; ".join(_told_of(news, tells_remedy=last[news["what"]] is news) for news in lost)
+
+
+def _told_of(news: Message, *, tells_remedy: bool) -> str:
+    name = f"rank {news['rank']}" + (f" on {news['host']}" if news["host"] else "")
+    links = {"died": " died: it", "helper": ":"}
+    return (
+        f"{name}{links.get(news['what'], '')} {news['fate']}; its last action: {news['doing']}"
+        + (f"; {news['waiting']}{_REMEDIES[news['what']]}" if tells_remedy else "")
+    )
+
+
+def with_host(report: str, rank: int) -> str:
+    """Return what a rank reports with the name of its host: others look for it there.
+
+    Of a report that does not begin with that rank nothing is changed.
+    """
+    return re.sub(rf"^rank {rank}(?=[,:])", f"rank {rank} on {socket.gethostname()}", report)
+
+
+def _read(store: Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _within(limit_s: float, question: Callable[[], T]) -> T:
+    """Return the answer; TimeoutError if it takes too long: a stopped store never answers."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except RuntimeError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answer.result(limit_s)
+
+
+def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:
+    """Return what torch's error about a wait means, without the noise of its source lines."""
+    text = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
+    if re.search("timed? ?out", text, re.IGNORECASE):
+        return TimeoutError(f"timed out waiting for {what}: {text}")
+    return ConnectionError(f"lost {what}: {text}")

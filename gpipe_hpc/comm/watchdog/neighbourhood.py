@@ -1,0 +1,169 @@
+"""The connections of a watcher to those of its neighbours: made, proved, replaced, and lost."""
+
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+from gpipe_hpc.comm.net.secret import Secret
+from gpipe_hpc.comm.watchdog.lines import Line, Message
+from gpipe_hpc.comm.watchdog.link import Link
+from gpipe_hpc.comm.watchdog.neighbours import dials, neighbours
+from gpipe_hpc.comm.watchdog.talk import Talk
+
+_GREETING_S: Final = 5.0
+_REDIAL_S: Final = 0.5
+_MAX_STRANGERS: Final = 64
+
+
+class Neighbourhood:
+    """The neighbours of one rank, and incoming connections that have not proved who they are."""
+
+    def __init__(self, host: str) -> None:
+        self.links: dict[int, Link] = {}
+        self.listeners: list[socket.socket] = []
+        self._host, self._rank, self._secret = host, -1, Secret(b"", "nothing yet")
+        self._strangers: list[Talk] = []
+        self._has_changed = False
+
+    def begin(self, rank: int, size: int, secret: Secret) -> None:
+        """Learn which rank this is, of how many, and what its neighbours have to prove."""
+        self._rank, self._secret = rank, secret
+        for other in neighbours(rank, size):
+            self.links[other] = Link(other, dials(rank, other))
+
+    def listen(self, host: str, port: int = 0) -> int:
+        """Listen on an address of this machine; return on which port. Raises OSError.
+
+        `port`: the one that neighbours know already.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_MAX_STRANGERS)
+        listener.setblocking(False)
+        self.listeners.append(listener)
+        return int(listener.getsockname()[1])
+
+    def talks(self) -> list[Talk]:
+        """Return all connections that are open, proven or not."""
+        own = [link.talk for link in self.links.values() if link.talk is not None]
+        return [talk for talk in (*own, *self._strangers) if talk.line.is_open]
+
+    def accept(self, listener: socket.socket, now_s: float) -> None:
+        """Accept a connection, unproved; if there are too many of those, close the oldest."""
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._strangers.pop(0).line.close()
+        self._strangers.append(self._talk(connection, None, now_s))
+
+    def dial(self, now_s: float) -> None:
+        """Connect to the neighbours that this rank connects to and that are not connected."""
+        for link in self.links.values():
+            pending = link.talk is not None and link.talk.line.is_open
+            due = now_s > link.dialled_s + _REDIAL_S
+            if not link.dials or link.address is None or link.has_left or pending or not due:
+                continue
+            link.dialled_s = now_s
+            family = socket.AF_INET6 if ":" in link.address[0] else socket.AF_INET
+            connection = socket.socket(family)
+            connection.setblocking(False)
+            try:
+                connection.connect_ex(link.address)
+            except OSError:
+                connection.close()
+                continue
+            link.talk = self._talk(connection, link.rank, now_s)
+
+    def hear(
+        self, talk: Talk, greeting: Sequence[Message], now_s: float
+    ) -> list[tuple[Link, Message]]:
+        """Return what a proven neighbour says; one that has just come is told `greeting`."""
+        was_proven = talk.is_proven
+        talk.line.flush()
+        messages = talk.receive()
+        if talk.is_proven and not was_proven:
+            self._welcome(talk, greeting)
+        if not talk.is_proven:
+            return []
+        assert talk.peer is not None, "proven without a name"
+        link = self.links[talk.peer]
+        link.heard_s = now_s
+        return [(link, message) for message in messages]
+
+    def tell(self, message: Message, without: Link | None = None) -> None:
+        """Send something to all neighbours that can be reached, except for one."""
+        for link in self.links.values():
+            if link is not without and link.is_up and link.talk is not None:
+                link.talk.line.send(message)
+
+    def part(self, link: Link) -> None:
+        """Take notice that a neighbour has left in good order."""
+        link.has_left = True
+        if link.talk is not None:
+            link.talk.line.close()
+        self._has_changed = True
+
+    def drop_strangers(self) -> None:
+        """Close connections that have not proved who they are."""
+        for talk in self.talks():
+            if not talk.is_proven:
+                talk.line.close()
+
+    def drop_ended(self, now_s: float) -> None:
+        """Drop connections that have ended or that have not proved who they are."""
+        for talk in self.talks():
+            if not talk.is_proven and talk.began_s < now_s - _GREETING_S:
+                talk.line.close()
+        self._strangers = [talk for talk in self._strangers if talk.line.is_open]
+        for link in self.links.values():
+            if link.talk is not None and not link.talk.line.is_open:
+                if link.talk.is_proven and link.ended_s is None:
+                    link.ended_s = now_s
+                link.talk = None
+                self._has_changed = True
+
+    def take_change(self) -> bool | None:
+        """Return whether all neighbours can be reached, if that may have changed; else None."""
+        if not self._has_changed:
+            return None
+        self._has_changed = False
+        return self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether all neighbours that have not left can be reached."""
+        return all(link.is_up or link.has_left for link in self.links.values())
+
+    def forgive(self, pause_s: float) -> None:
+        """Do not count a time in which this process itself did not run."""
+        for link in self.links.values():
+            link.forgive(pause_s)
+
+    def close(self) -> None:
+        """Close all connections and the listening socket."""
+        for talk in self.talks():
+            talk.line.close()
+        for listener in self.listeners:
+            listener.close()
+
+    def _talk(self, connection: socket.socket, expected: int | None, now_s: float) -> Talk:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Talk(Line(connection), self._rank, self._host, self._secret, expected, now_s)
+
+    def _welcome(self, talk: Talk, greeting: Sequence[Message]) -> None:
+        """A connection to a neighbour works: it replaces an older one."""
+        if talk in self._strangers:
+            self._strangers.remove(talk)
+        link = self.links.get(-1 if talk.peer is None else talk.peer)
+        if link is None:
+            talk.line.close()
+            talk.is_proven = False
+            return
+        if link.talk is not None and link.talk is not talk:
+            link.talk.line.close()
+        link.talk, link.ended_s, link.host = talk, None, talk.host
+        link.heard_at = talk.line.far_address
+        for message in greeting:
+            talk.line.send(message)
+        self._has_changed = True

@@ -1,0 +1,64 @@
+"""Notices that one rank leaves in the rendezvous store for the few ranks that ask for them."""
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from torch.distributed.distributed_c10d import Store
+
+from gpipe_hpc.comm.collectives.group import rank_names
+from gpipe_hpc.comm.watchdog.noting import Note, unheard
+
+_FIRST_PAUSE_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.2
+
+
+class Noticeboard:
+    """Texts under the names of ranks.
+
+    A rank writes one text and asks for those of its own peers, whatever the size of the world. It
+    asks again and again instead of waiting in the store, where no failure would end the wait.
+    `note` is told for whom it waits.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout_s: float, note: Note = unheard) -> None:
+        self._store, self._rank, self._timeout_s, self._note = store, rank, timeout_s, note
+        self._is_closed = False
+
+    def tell(self, what: str, text: str = "") -> None:
+        """Put up this rank's text; `what` is new each time, and the same on all ranks."""
+        self._store.set(_key(what, self._rank), text)
+
+    def ask(self, what: str, ranks: Collection[int]) -> Mapping[int, str]:
+        """Return what other ranks have told, once all have.
+
+        Raises TimeoutError, naming those that have not; ConnectionError once a rank has failed.
+        """
+        keys = {rank: _key(what, rank) for rank in sorted(ranks)}
+        self._await(what, keys)
+        return {rank: self._store.get(key).decode() for rank, key in keys.items()}
+
+    def absent(self, what: str, ranks: Collection[int]) -> list[int]:
+        """Return which ranks have not told by now; waits for none."""
+        return [rank for rank in sorted(ranks) if not self._store.check([_key(what, rank)])]
+
+    def close(self) -> None:
+        """Let ranks that still wait for a notice learn that the run has failed."""
+        self._is_closed = True
+
+    def _await(self, what: str, keys: Mapping[int, str]) -> None:
+        self._note(sorted(keys.keys() - {self._rank}) or None)
+        deadline_s, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while keys and not self._store.check(list(keys.values())):
+            if self._is_closed:
+                raise ConnectionError(f"{what}: another rank has failed")
+            if time.monotonic() > deadline_s:
+                missing = rank_names(self.absent(what, keys))
+                raise TimeoutError(f"{what}: timed out waiting for {missing}")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        self._note(None)
+
+
+def _key(what: str, rank: int) -> str:
+    return f"notice/{what}/{rank}"

@@ -1,0 +1,135 @@
+"""What a rank is doing, and for how long it may do one thing before somebody should look."""
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpipe_hpc.comm.watchdog.display import Display
+
+_TIMES_LONGEST: Final = 10.0
+_LEAST_S: Final = 30.0
+_SHARE_OF_TIMEOUT: Final = 0.5
+_TORCH_WAITS: Final = "torch/distributed/distributed_c10d.py"
+_STANDARD_WAITS: Final = ("threading.py", "queue.py", "selectors.py", "contextlib.py")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Something that all ranks do together, such as a step or a checkpoint."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The time between two phases, which is the caller's own."""
+
+    after: str
+
+    def __str__(self) -> str:
+        return f"the caller's own work after {self.after}"
+
+
+class Pulse:
+    """What the rank's thread does; another thread reads it, and the watcher from `display`.
+
+    `limit_s`: how long one thing may take. What is not given is ten times the longest so far in
+    phases of the same name, 30 s at least, and half of `timeout_s` at most: that is also the limit
+    of the first phase of a name, be it a first step, a compilation, a checkpoint, a validation
+    or the indexing of data.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        stall_s: float | None,
+        display: Display | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._display = display
+        self.count = 0
+        self.activity: object = "starting"
+        self.waits_for: Sequence[int] | None = None
+        self._thread = threading.get_ident()
+        self._clock = clock
+        self._since_s = clock()
+        self._stall_s, self._most_s = stall_s, _SHARE_OF_TIMEOUT * timeout_s
+        self._phase = self._name = ""
+        self._longest_s: dict[str, float] = {}  # by name, of phases that have ended
+        self._longest_now_s = 0.0
+
+    def note(self, activity: object) -> None:
+        """Begin something new."""
+        now_s = self._clock()
+        self._longest_now_s = max(self._longest_now_s, now_s - self._since_s)
+        self.count += 1
+        self.activity, self.waits_for, self._since_s = activity, None, now_s
+        if isinstance(activity, Phase | Idle):
+            self._turn(activity)
+            if self._display is not None:
+                is_together = isinstance(activity, Phase)
+                self._display.show_phase(self.count, activity, is_together=is_together)
+        elif self._display is not None:
+            self._display.show_action(self.count, activity)
+
+    def wait_for(self, ranks: Sequence[int] | None) -> None:
+        """Take note of the ranks that this one waits for; None: of none any more."""
+        self.waits_for = ranks
+
+    def _turn(self, activity: Phase | Idle) -> None:
+        before, longest_s = self._phase, self._longest_s
+        if before:
+            longest_s[before] = max(longest_s.get(before, 0.0), self._longest_now_s)
+        self._phase = kind_of(activity.name) if isinstance(activity, Phase) else ""
+        self._name = str(activity)
+        self._longest_now_s = 0.0
+        self._thread = threading.get_ident()
+
+    @property
+    def is_inside(self) -> bool:
+        """Say whether the rank is within something that all do together."""
+        return not isinstance(self.activity, Idle)
+
+    @property
+    def waits(self) -> bool:
+        """Say whether it is for others to act."""
+        return self.waits_for is not None or _waits_in_torch(self._thread)
+
+    @property
+    def limit_s(self) -> float:
+        """Return how long what is being done may take."""
+        if self._stall_s is not None:
+            return self._stall_s
+        longest_s = self._longest_s.get(self._phase)
+        if longest_s is None:
+            return self._most_s
+        return min(max(_TIMES_LONGEST * longest_s, _LEAST_S), self._most_s)
+
+    def __str__(self) -> str:
+        activity, awaited = self.activity, self.waits_for
+        within = isinstance(activity, Phase | Idle) or not self._phase
+        where = str(activity) if within else f"{activity} in {self._name}"
+        if awaited is None:
+            return where
+        names = ", ".join(map(str, awaited[:8])) + (", ..." if len(awaited) > 8 else "")
+        return f"{where}, waiting for rank{'s' if len(awaited) > 1 else ''} {names}"
+
+
+def kind_of(phase: str) -> str:
+    """Return the name of a phase without what differs from one to the next."""
+    return re.sub(r"\d+", "", phase)
+
+
+def _waits_in_torch(thread: int) -> bool:
+    """Say whether a thread is within a call of torch.distributed that waits for other ranks."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename.endswith(_STANDARD_WAITS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.endswith(_TORCH_WAITS)

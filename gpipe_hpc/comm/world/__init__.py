@@ -1,0 +1,1 @@
+"""How processes and threads become ranks: launcher, rendezvous, mesh, worlds."""

@@ -1,0 +1,456 @@
+"""A group of torch.distributed whose messages go by MPI.
+
+It is registered as a backend, so whatever uses torch's groups works over it as it stands:
+boundaries, sums, the words of a checkpoint, fairscale's OSS. Only messages from one rank to another
+are MPI's. The collectives are made of them by plans of ours, because theirs would have to be waited
+for inside MPI, where no failure of another rank ends the wait, and because MPI leaves it to its
+libraries in which order they sum. Ours sum each element in one order, whatever the size of the
+tensor and wherever the element stands in it: by halves, on four ranks (0 + 2) + (1 + 3).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from gpipe_hpc.comm.collectives.carrier import flattened, give_back
+from gpipe_hpc.comm.collectives.carrying import Combine, carry_out, plus
+from gpipe_hpc.comm.collectives.halving import (
+    butterfly_all_reduce,
+    halving_reduce_scatter,
+    rabenseifner_all_reduce,
+)
+from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.collectives.tree import binomial_broadcast, scatter_ring_broadcast
+from gpipe_hpc.comm.collectives.turns import Turns
+from gpipe_hpc.comm.watchdog.noting import Note
+from gpipe_hpc.comm.world.mpi.library import Library
+from gpipe_hpc.comm.world.mpi.progress import Message
+from gpipe_hpc.comm.world.mpi.staging import BLOCK_BYTES, Job, Stage, Stager
+from gpipe_hpc.comm.world.mpi.works import MessageWork, TurnWork
+from gpipe_hpc.device.device import Accelerator, Device, HostDevice, on_host
+
+NAME: Final = "mpi4py"
+"""What torch calls this backend; `mpi` is the one that torch may have been built with."""
+SHORT_BYTES: Final = 16 * 1024
+"""Up to so many bytes each exchange has the whole tensor: fewer messages."""
+
+Parts = Sequence[tuple[int, torch.Tensor]]
+Tensors = list[torch.Tensor]
+
+
+def register(library: Library, device: Device) -> None:
+    """Let torch make its groups of this backend over `library`."""
+
+    def create(options: Any, _: object) -> "MpiGroup":
+        return MpiGroup(library, options, device)
+
+    # Whatever tensors it gets it takes; those of a device by way of the host, if MPI wants that.
+    kinds = sorted({"cpu", "cuda", "xpu", device.type})
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=kinds)
+
+
+class MpiGroup(dist.ProcessGroup):
+    """Ranks that send and sum by MPI, as torch.distributed asks for it.
+
+    Its methods have the names and arguments by which torch calls them.
+    """
+
+    def __init__(
+        self, library: Library, options: Any, device: Device, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        rank, size = options.group_rank, options.group_size
+        # The one way in for a class of Python, which torch's own types do not name.
+        initialise: Any = super().__init__
+        initialise(rank, size)
+        self._library = library
+        self._limit_s = options.timeout.total_seconds()
+        # Torch names no ranks for the group of all.
+        self._ranks = tuple(options.global_ranks_in_group or range(size))
+        self._place = Place(size, rank)
+        self._number = _agreed_number(library, options.store, self._place)
+        self._own_tag = library.tags.own(self._number)
+        self._set_group_name(options.group_id)
+        self._set_group_desc("undefined")
+        self._turns = Turns(f"mpi of {size} ranks")
+        # Of a device's messages, by way, peer and tag: those of one keep their order.
+        self._lines: dict[tuple[str, int, int], Turns] = {}
+        self._stager = Stager(device if device.is_accelerator else HostDevice(), block_bytes)
+
+    def abort(self) -> None:
+        """End all waits of this process in MPI."""
+        self._library.progress.break_off("another rank has failed")
+
+    # From one rank to another.
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int) -> dist.Work:
+        """Start sending a tensor to the rank at a position."""
+        return self._message("send", tensors, dstRank, tag)
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int) -> dist.Work:
+        """Start receiving into a tensor from the rank at a position."""
+        return self._message("receive", tensors, srcRank, tag)
+
+    def _message(self, way: str, tensors: Tensors, peer: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        start = self._library.send if way == "send" else self._library.receive
+        begin = partial(start, rank=self._ranks[peer], tag=self._library.tags.of(self._number, tag))
+        if not self._is_apart(tensor):
+            return MessageWork(begin(tensor), tensor, self._limit_s)
+        line = self._lines.setdefault((way, peer, tag), Turns(f"mpi {way} {self._ranks[peer]}"))
+        stager = self._stager_of(tensor)
+        stage = stager.begin()
+        job = partial(self._carry_block, begin)
+        turn = line.start(
+            self._over_device(stager, tensor, stage, job, way == "send", way != "send")
+        )
+        return TurnWork(turn, tensors, stager.device, stage)
+
+    def _carry_block(self, begin: Callable[[torch.Tensor], Message], block: torch.Tensor) -> None:
+        begin(block).wait(self._limit_s)
+
+    def _over_device(
+        self,
+        stager: Stager,
+        tensor: torch.Tensor,
+        stage: Stage,
+        job: Job,
+        reads: bool,
+        writes: bool,
+    ) -> Callable[[Note], None]:
+        """Return what does a job with a device's tensor: where it is, or in blocks by the host."""
+        if self._library.takes_device_pointers:
+            return lambda note: stager.directly(tensor, stage, job)
+        return lambda note: stager.through(tensor, stage, job, reads=reads, writes=writes)
+
+    def _exchange(self, sends: Parts, receives: Parts) -> None:
+        """Send and receive tensors, each with the position of a rank; return when all is done."""
+        library, tag = self._library, self._own_tag
+        if any(self._is_apart(tensor) for _, tensor in (*sends, *receives)):
+            # MPI knows of no streams: what it sends is there, what it overwrites nobody needs.
+            self._stager.device.current_stream().synchronize()
+        under_way = [
+            start(tensor, self._ranks[position], tag)
+            for start, parts in ((library.receive, receives), (library.send, sends))
+            for position, tensor in parts
+            if tensor.numel()
+        ]
+        for message in under_way:
+            message.wait(self._limit_s)
+
+    # Sums.
+
+    def allreduce(self, *given: Any, **named: Any) -> dist.Work:
+        """Sum a tensor in place, or combine it otherwise."""
+        (tensor,), options = given[0], _options(given, named)
+        if tensor.layout is not torch.strided:
+            return self._start(partial(self._sum_sparse, tensor), [tensor])
+        job = partial(self._reduce_host, *_combined(options.reduceOp, self.size()))
+        return self._in_place(tensor, job, reads=True)
+
+    def reduce(self, *given: Any, **named: Any) -> dist.Work:
+        """Sum a tensor as `allreduce` does; the root alone gets the sum."""
+        (tensor,), options = given[0], _options(given, named)
+        job = partial(self._reduce_host, *_combined(options.reduceOp, self.size()))
+
+        def run(read: Tensors, written: Tensors) -> None:
+            job(read[0])
+            for each in written:
+                each.copy_(read[0])
+
+        into = [tensor] if options.rootRank == self.rank() else []
+        return self._by_host([tensor], into, run, copies=True)
+
+    def reduce_scatter(self, *given: Any, **named: Any) -> dist.Work:
+        """Sum tensors of one size, one for each rank, and give each its own."""
+        (own,), (tensors,), options = given[0], given[1], _options(given, named, 2)
+        return self._reduce_scatter(own, tensors, options)
+
+    def _reduce_scatter_base(self, *given: Any, **named: Any) -> dist.Work:
+        own, whole, options = given[0], given[1], _options(given, named, 2)
+        return self._reduce_scatter(own, list(whole.view(-1).split(own.numel())), options)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def _reduce_scatter(self, own: torch.Tensor, tensors: Tensors, options: Any) -> dist.Work:
+        combine, finish = _combined(options.reduceOp, self.size())
+
+        def run(read: Tensors, written: Tensors) -> None:
+            counts = tuple(each.numel() for each in read)
+            flat = torch.cat([each.reshape(-1) for each in read])
+            plan = halving_reduce_scatter(self._place, counts)
+            carry_out(plan, flat, self.rank(), self._exchange, combine)
+            shard = torch.split(flat, list(counts))[self.rank()]
+            finish(shard)
+            written[0].copy_(shard.view_as(written[0]))
+
+        return self._by_host(tensors, [own], run)
+
+    def _reduce_host(
+        self, combine: Combine, finish: Callable[[torch.Tensor], object], flat: torch.Tensor
+    ) -> None:
+        """Combine a row on the host in place."""
+        plan = _all_reduce_plan(self._place, flat.numel(), flat.element_size())
+        carry_out(plan, flat, self.rank(), self._exchange, combine)
+        finish(flat)
+
+    def _sum_sparse(self, tensor: torch.Tensor) -> None:
+        """Sum a sparse tensor: its entries go to all, who add them in the order of ranks."""
+        own = tensor.coalesce()
+        indices, values = own.indices().contiguous(), own.values().contiguous()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in self._ranks]
+        counts[self.rank()][0] = indices.shape[1]
+        self._give_all(counts)
+        all_indices = [indices.new_empty((indices.shape[0], int(each))) for each in counts]
+        all_values = [values.new_empty((int(each), *values.shape[1:])) for each in counts]
+        for parts, mine in ((all_indices, indices), (all_values, values)):
+            parts[self.rank()] = mine
+            self._give_all(parts)
+        parts = [
+            torch.sparse_coo_tensor(at, each, tensor.shape)
+            for at, each in zip(all_indices, all_values, strict=True)
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        tensor.copy_(total.coalesce())
+
+    # What moves and is not summed.
+
+    def broadcast(self, *given: Any, **named: Any) -> dist.Work:
+        """Fill a tensor with the root's."""
+        (tensor,), options = given[0], _options(given, named)
+        root = options.rootRank
+
+        def job(flat: torch.Tensor) -> None:
+            flat = flat.view(torch.uint8)
+            plan = _broadcast_plan(self._place, root, flat.numel())
+            carry_out(plan, flat, self.rank(), self._exchange)
+
+        return self._in_place(tensor, job, reads=root == self.rank())
+
+    def allgather(self, *given: Any, **named: Any) -> dist.Work:
+        """Fill a list of tensors with those of all ranks."""
+        (outputs,), (own,) = given[0], given[1]
+        return self._all_gather(outputs, own)
+
+    def _allgather_base(self, *given: Any, **named: Any) -> dist.Work:
+        whole, own = given[0], given[1]
+        return self._all_gather(list(whole.view(-1).split(own.numel())), own)
+
+    all_gather_single = _allgather_base
+
+    def _all_gather(self, outputs: Tensors, own: torch.Tensor) -> dist.Work:
+        def run(read: Tensors, written: Tensors) -> None:
+            written[self.rank()].copy_(read[0].view_as(written[self.rank()]))
+            self._give_all(written)
+
+        return self._by_host([own], outputs, run)
+
+    def _give_all(self, tensors: Tensors) -> None:
+        """Send this rank's of the tensors to all others, and fill theirs."""
+        mine = tensors[self.rank()]
+        others = [position for position in range(self.size()) if position != self.rank()]
+        self._exchange([(p, mine) for p in others], [(p, tensors[p]) for p in others])
+
+    def gather(self, *given: Any, **named: Any) -> dist.Work:
+        """Fill a list of tensors on the root with those of all ranks."""
+        (own,), options = given[1], _options(given, named, 2)
+        root, is_root = options.rootRank, options.rootRank == self.rank()
+
+        def run(read: Tensors, written: Tensors) -> None:
+            if not is_root:
+                self._exchange([(root, read[0])], ())
+                return
+            written[root].copy_(read[0])
+            self._exchange((), [(p, t) for p, t in enumerate(written) if p != root])
+
+        return self._by_host([own], given[0][0] if is_root else [], run)
+
+    def scatter(self, *given: Any, **named: Any) -> dist.Work:
+        """Give each rank its tensor of those that the root has."""
+        (own,), options = given[0], _options(given, named, 2)
+        root, is_root = options.rootRank, options.rootRank == self.rank()
+
+        def run(read: Tensors, written: Tensors) -> None:
+            if not is_root:
+                self._exchange((), [(root, written[0])])
+                return
+            written[0].copy_(read[root])
+            self._exchange([(p, t) for p, t in enumerate(read) if p != root], ())
+
+        return self._by_host(given[1][0] if is_root else [], [own], run)
+
+    def alltoall(self, *given: Any, **named: Any) -> dist.Work:
+        """Give each rank the tensor of the list that is at its position."""
+
+        def run(read: Tensors, written: Tensors) -> None:
+            own = self.rank()
+            written[own].copy_(read[own])
+            self._exchange(
+                [(p, t) for p, t in enumerate(read) if p != own],
+                [(p, t) for p, t in enumerate(written) if p != own],
+            )
+
+        return self._by_host(given[1], given[0], run)
+
+    def alltoall_base(self, *given: Any, **named: Any) -> dist.Work:
+        """Do the same with the parts of one tensor, even ones where no sizes are given."""
+        into, out = given[0], given[1]
+        parts = [
+            list(tensor.split(list(sizes) or tensor.shape[0] // self.size()))
+            for tensor, sizes in ((into, given[2]), (out, given[3]))
+        ]
+        return self.alltoall(*parts)
+
+    all_to_all_single = alltoall_base
+
+    def barrier(self, *given: Any, **named: Any) -> dist.Work:
+        """Start what is done once all ranks have come here."""
+        token = torch.zeros(1, dtype=torch.uint8)
+        return self._in_place(token, partial(self._reduce_host, plus, _leave), reads=True)
+
+    # How what is asked for is carried out: in turn, on a thread, or by who waits for it.
+
+    def _start(self, job: Callable[[], None], tensors: Tensors) -> dist.Work:
+        return TurnWork(self._turns.start(lambda note: job()), tensors)
+
+    def _in_place(
+        self, tensor: torch.Tensor, job: Callable[[torch.Tensor], None], *, reads: bool
+    ) -> dist.Work:
+        """Do what changes the elements of a tensor one by one: of a device's, block by block."""
+        if self._is_apart(tensor) and not tensor.is_contiguous():
+
+            def whole(read: Tensors, written: Tensors) -> None:
+                flat = flattened(read[0])
+                job(flat)
+                written[0].copy_(flat.view_as(written[0]))
+
+            return self._by_host([tensor], [tensor], whole, copies=True)
+        if not self._is_apart(tensor):
+            flat = flattened(tensor)
+
+            def run(note: Note) -> None:
+                job(flat)
+                give_back(flat, tensor)
+
+            return TurnWork(self._turns.start(run), [tensor])
+        stager = self._stager_of(tensor)
+        stage = stager.begin()
+        turn = self._turns.start(
+            self._over_device(stager, tensor.detach(), stage, job, reads, True)
+        )
+        return TurnWork(turn, [tensor], stager.device, stage)
+
+    def _by_host(
+        self,
+        reads: Tensors,
+        writes: Tensors,
+        run: Callable[[Tensors, Tensors], None],
+        *,
+        copies: bool = False,
+    ) -> dist.Work:
+        """Do what needs whole tensors on the host, where those of a device are copied to.
+
+        `copies`: what is read is changed meanwhile, so it is a copy in any case.
+        """
+        apart = [tensor for tensor in (*reads, *writes) if self._is_apart(tensor)]
+        stager = self._stager_of(apart[0]) if apart else self._stager
+        stage = stager.begin() if apart else None
+
+        def job(note: Note) -> None:
+            if stage is not None:
+                stager.device.use()
+                stage.behind.synchronize()
+            read = [stager.device.fetch(tensor.detach()).contiguous() for tensor in reads]
+            if copies:
+                read = [tensor.clone() for tensor in read]
+            direct = [not self._is_apart(t) and t.is_contiguous() for t in writes]
+            written = [
+                tensor.detach() if same else torch.empty(tensor.shape, dtype=tensor.dtype)
+                for tensor, same in zip(writes, direct, strict=True)
+            ]
+            run(read, written)
+            for tensor, host, same in zip(writes, written, direct, strict=True):
+                if not same:
+                    tensor.detach().copy_(host)
+            if stage is not None:
+                stage.done = stager.device.current_stream().record_event()
+
+        device = None if stage is None else stager.device
+        return TurnWork(self._turns.start(job), writes, device, stage)
+
+    def _is_apart(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor lies where MPI's own copies do not reach."""
+        device = self._stager.device
+        return not on_host(tensor) or (device.is_accelerator and device.holds(tensor))
+
+    def _stager_of(self, tensor: torch.Tensor) -> Stager:
+        if self._stager.device.holds(tensor):
+            return self._stager
+        return Stager(Accelerator(tensor.device))
+
+
+def _agreed_number(library: Library, store: Store, place: Place) -> int:
+    """Return the number of a new group: one that none of its members has for another.
+
+    Each says the first that it has free; the highest is taken, and what is below is lost.
+    """
+    size, position = place
+    if not library.num_groups:  # the group of all, made by all alike
+        number = 0
+    else:
+        store.set(f"free/{position}", str(library.num_groups))
+        number = max(int(store.get(f"free/{each}")) for each in range(size))
+    library.num_groups = number + 1
+    return number
+
+
+@lru_cache(maxsize=64)
+def _all_reduce_plan(place: Place, count: int, element_bytes: int) -> Plan:
+    if count * element_bytes <= SHORT_BYTES:
+        return butterfly_all_reduce(place, count)
+    return rabenseifner_all_reduce(place, count)
+
+
+@lru_cache(maxsize=64)
+def _broadcast_plan(place: Place, root: int, num_bytes: int) -> Plan:
+    if num_bytes <= SHORT_BYTES or place.size == 2:
+        return binomial_broadcast(place, root, num_bytes)
+    return scatter_ring_broadcast(place, root, num_bytes)
+
+
+def _leave(tensor: torch.Tensor) -> None:
+    """Leave the combined values as they are."""
+
+
+def _combined(operation: Any, size: int) -> tuple[Combine, Callable[[torch.Tensor], object]]:
+    """Return what combines two tensors, and what is done with the result in the end."""
+    kind = getattr(operation, "op", operation)
+    if kind == dist.ReduceOp.AVG:
+        return plus, lambda total: total.div_(size)
+    if kind not in _COMBINES:
+        raise RuntimeError(f"MPI: expected a sum, product, minimum, maximum or bits, got {kind}")
+    return _COMBINES[kind], _leave
+
+
+_COMBINES: Final[Mapping[Any, Combine]] = MappingProxyType(
+    {
+        dist.ReduceOp.SUM: plus,
+        dist.ReduceOp.PRODUCT: lambda own, other: own.mul_(other),
+        dist.ReduceOp.MIN: lambda own, other: torch.minimum(own, other, out=own),
+        dist.ReduceOp.MAX: lambda own, other: torch.maximum(own, other, out=own),
+        dist.ReduceOp.BAND: lambda own, other: own.bitwise_and_(other),
+        dist.ReduceOp.BOR: lambda own, other: own.bitwise_or_(other),
+        dist.ReduceOp.BXOR: lambda own, other: own.bitwise_xor_(other),
+    }
+)
+
+
+def _options(given: Sequence[Any], named: Mapping[str, Any], position: int = 1) -> Any:
+    """Return the options of a call, which torch gives by place or by name."""
+    return given[position] if len(given) > position else named["opts"]

@@ -1,0 +1,533 @@
+"""Ranks as processes under torch.distributed: start, groups, channels, failure, stop."""
+
+import atexit
+import contextlib
+import logging
+import multiprocessing.util
+import os
+import secrets
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from gpipe_hpc.comm.collectives.group import Gathering, Group, SoloGroup, rank_names
+from gpipe_hpc.comm.collectives.levels import WIDTH, Levels, own_levels
+from gpipe_hpc.comm.collectives.orders import in_gloo_order
+from gpipe_hpc.comm.collectives.pairs import Pairs
+from gpipe_hpc.comm.collectives.torch_face import StartBroadcast, TorchFace
+from gpipe_hpc.comm.collectives.torch_group import EXCHANGE_TAG, TorchGroup
+from gpipe_hpc.comm.collectives.two_sided import TwoSidedGroup
+from gpipe_hpc.comm.collectives.wide import MESHED, WideGroup
+from gpipe_hpc.comm.net.acquaintance import make_acquaintance
+from gpipe_hpc.comm.net.secret import Secret, secret_for_all
+from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
+from gpipe_hpc.comm.transport.lanes import TorchLane
+from gpipe_hpc.comm.transport.outbox import Outbox
+from gpipe_hpc.comm.transport.payload import Payload
+from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.transport.routed import RoutedTransport
+from gpipe_hpc.comm.transport.shared import (
+    SharedTransport,
+    meeting_place,
+    open_shared_transport,
+    why_not_shared,
+)
+from gpipe_hpc.comm.watchdog.display import Display
+from gpipe_hpc.comm.watchdog.failure import Board, FailureBoard, SoloBoard, with_host
+from gpipe_hpc.comm.watchdog.noticeboard import Noticeboard
+from gpipe_hpc.comm.watchdog.pulse import Idle, Pulse
+from gpipe_hpc.comm.watchdog.report import Report
+from gpipe_hpc.comm.watchdog.settings import Watchfulness
+from gpipe_hpc.comm.watchdog.timeouts import DEFAULT_REACH_S, checked_timeout
+from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.world.claim import claim_device
+from gpipe_hpc.comm.world.forming import Former
+from gpipe_hpc.comm.world.mpi.process_group import NAME as MPI_NAME
+from gpipe_hpc.comm.world.mpi.process_group import MpiGroup
+from gpipe_hpc.comm.world.source import own_source
+from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.device.device import Device, carries
+from gpipe_hpc.device.host.machine import folder_identity, kernel_identity
+from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.torch_compat import default_store
+
+log = logging.getLogger("gpipe_hpc.comm")
+
+_BREAK_TAG = 2**30
+_LATE_TAG = 2**28
+_DEVICE_TAG = 2**30  # over MPI, which has no use for the one that breaks
+
+
+_Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
+
+
+class ProcessWorld:
+    """This process among all ranks of the default process group.
+
+    `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
+    ranks take one another for lost. `width`: more ranks than that tell one another what all know by
+    way of levels of groups of so many. `meshed`: in groups of more ranks, which sum gradients, each
+    is connected with few over Gloo. `address`: of this host, on which it listens for other ranks;
+    None for Gloo's own choice. `reach_s`: in which other ranks have to answer where they listen.
+    Its own groups, connections and threads go with it, or with `close`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        timeout_s: float,
+        *,
+        shares_memory: bool = True,
+        job_secret: Secret | None = None,
+        watchfulness: Watchfulness | None = None,
+        width: int = WIDTH,
+        meshed: int = MESHED,
+        address: str | None = None,
+        reach_s: float = DEFAULT_REACH_S,
+    ) -> None:
+        self._width, self._meshed = width, meshed
+        self._address = address
+        watchfulness = watchfulness or Watchfulness()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.device = device
+        self.is_one_process = False
+        self._keys, number = _private_keys(self.rank)
+        keys = self._keys
+        self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
+        timeout_s = checked_timeout(timeout_s, "timeout_s")
+        self._display = Display() if self.size > 1 else None  # else nobody looks
+        self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
+        self._timeout = timedelta(seconds=timeout_s)
+        uses_own = _is_carried(device)
+        self._uses_mpi = isinstance(dist.group.WORLD, MpiGroup)
+        self._host_backend = MPI_NAME if self._uses_mpi else "gloo"
+        # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
+        self._own_backend = f"{device.type}:{device.backend}"
+        self._backend = f"cpu:gloo,{self._own_backend}" if uses_own else self._host_backend
+        self._shares_memory = shares_memory
+        self._is_divided = False  # from ranks of this machine
+        self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
+        self._speaks: bool | None = None
+        self._groups: _Groups = []
+        self._wide_pairs: list[Pairs] = []
+        # From host to host by two ranks, and over the device's backend by direction.
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._queues: dict[tuple[int, int], TorchLane] = {}
+        self._board_of_notices = Noticeboard(keys, self.rank, timeout_s, self._pulse.wait_for)
+        self._former = self._make_former(
+            f"gpipe_hpc_world{number}",
+            self._timeout,
+            self._backend,
+            partial(_exchanged_among, self._board_of_notices, self.rank),
+            self._address,
+            reach_s,
+            self._board_of_notices.absent,
+        )
+        self._num_transports = 0
+        # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
+        self._board = self._open_board(keys, watchfulness)
+        with together(self, "joining the other ranks"):
+            self.everybody = self.gathering([range(self.size)])
+        # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
+        unasked = [] if uses_own else self._groups
+        self._release = weakref.finalize(self, _release, self._board, unasked, self._wide_pairs)
+        self._release.atexit = False
+        # Runs before the default group is left, which was there first.
+        atexit.register(_await_end, weakref.ref(self._board))
+        atexit.register(self._release)
+        # What Python's multiprocessing starts ends without atexit.
+        multiprocessing.util.Finalize(self, self._release, exitpriority=1)
+        # Else what a fork copies would keep connections of a dead rank open.
+        os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
+        self._introduce()
+        self.activity = Idle("joining the other ranks")
+
+    def claim(self, name: str) -> None:
+        """Take the device for this rank; `name`: what was asked for. See `claim_device`."""
+        claim_device(self._keys, self.device, self.rank, name, self._backend)
+
+    @property
+    def activity(self) -> object:
+        """Return what this rank is doing: an action, a phase, or a text."""
+        return self._pulse.activity
+
+    @activity.setter
+    def activity(self, activity: object) -> None:
+        self._pulse.note(activity)
+
+    @property
+    def doing(self) -> str:
+        """Return what this rank is doing, and for whom it waits."""
+        return str(self._pulse)
+
+    def _open_board(self, keys: Store, watchfulness: Watchfulness) -> Board:
+        if self.size == 1:
+            return SoloBoard(self.rank)
+        assert self._display is not None, "several ranks watch one another"
+        # Not by way of `self`: the watching thread must not keep the world alive.
+        this = weakref.ref(self)
+        return FailureBoard(
+            keys,
+            self.rank,
+            self.size,
+            self._pulse,
+            self._display,
+            on_report=lambda: _break_groups(this()),
+            key=self.secret.derive("watch").key,
+            watchfulness=watchfulness,
+            address=self._address,
+        )
+
+    def _make_former(self, *given: Any) -> Former:
+        return Former(*given)
+
+    def _introduce(self) -> None:
+        """Let ranks prove the secret over their groups and say which source lines they run.
+
+        Raises LaunchError on all ranks if one cannot, or runs others.
+        """
+        everybody = self.everybody
+        groups, below = (
+            (everybody.groups, everybody.below)
+            if isinstance(everybody, Levels)
+            else ((everybody,), ())
+        )
+        refusal = make_acquaintance(groups, below, self.rank, self.secret, own_source())
+        if refusal:
+            self.close()
+            raise LaunchError(refusal)
+
+    def group(self, members: Sequence[Sequence[int]]) -> Group:
+        """Form the one group of `members` that this rank is in; the others form theirs."""
+        return self._group_of(self._own(members))
+
+    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+        """Form what tells all of the ranks something: of many, levels of small groups."""
+        ranks = self._own(members)
+        if len(ranks) <= self._width:
+            return self._group_of(ranks)
+        position = ranks.index(self.rank)
+        levels = own_levels(len(ranks), position, self._width)
+        groups = [self._group_of([ranks[i] for i in level]) for level in levels]
+        return Levels(ranks, position, groups, self._width)
+
+    def _own(self, members: Sequence[Sequence[int]]) -> Sequence[int]:
+        own = next((ranks for ranks in members if self.rank in ranks), None)
+        assert own is not None, f"rank {self.rank} is in none of {members}"
+        return own
+
+    def _group_of(self, members: Sequence[int]) -> Group:
+        ranks = tuple(members)
+        if len(ranks) == 1:
+            return SoloGroup(self.rank)
+        if self._uses_mpi or len(ranks) <= self._meshed:
+            return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
+        # Too many for Gloo to connect each with each.
+        host = self._wide_group(ranks)
+        if self._backend == "gloo":
+            return host
+        formed = self._form(ranks, self._own_backend)
+        own = TorchGroup(formed, ranks, self._pulse, self.device, host)
+        return TwoSidedGroup(own, host, self.device)
+
+    def _wide_group(self, ranks: tuple[int, ...]) -> WideGroup:
+        """Form a group whose ranks are connected with few."""
+        # Not by way of `self`: what is closed with this world must not keep it alive.
+        former, position = self._former, ranks.index(self.rank)
+        device = former.open_device()
+        pairs = Pairs(ranks, position, lambda pair: former.connect(pair, device))
+        self._wide_pairs.append(pairs)
+        return WideGroup(
+            ranks,
+            position,
+            lambda traffic, *messages: pairs.start(EXCHANGE_TAG + traffic.value, *messages),
+            pairs.connect,
+            self._pulse.wait_for,
+            ordering=in_gloo_order,
+            show=partial(_shown, former, self._groups, ranks),
+        )
+
+    def transport(
+        self, channels: Sequence[PlacedChannel], device: Device | None = None
+    ) -> Transport:
+        """Open the channels: in shared memory where both ends see it, else over torch.
+
+        This rank asks the ranks at the other ends of its channels where they are, and no others.
+        """
+        device = device or self.device
+        self._num_transports += 1
+        what = f"channels {self._num_transports}"
+        own = [c for c in channels if self.rank in _ends(c)]
+        hosts = self._exchanged(f"hosts of {what}", self._host(device), _peers(own, self.rank))
+        here = [c for c in own if _one_host(hosts, c)]
+        apart = [c for c in own if c not in here]
+        self._say_divided(hosts, apart)
+        routes: dict[PlacedChannel, Transport] = {}
+        if here:
+            seconds = self._timeout.total_seconds()
+            tell = partial(self._exchanged, f"sockets of {what}")
+            shared = open_shared_transport(here, self.rank, tell, seconds)
+            self._shared.add(shared)
+            routes |= dict.fromkeys(here, shared)
+        if apart:
+            routes |= dict.fromkeys(apart, self._torch_transport(apart, device))
+        return RoutedTransport(routes, self._pulse)
+
+    def _exchanged(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
+        """Tell the peers a text; return theirs, and this rank's own."""
+        return _exchanged_among(self._board_of_notices, self.rank, what, text, peers)
+
+    def _host(self, device: Device) -> str:
+        """Return with whom this rank can share memory; empty: with nobody."""
+        if not self._shares_memory or device.is_accelerator:
+            return ""
+        refusal = why_not_shared()
+        if refusal:
+            # Both ends of a channel learn of it by the empty text, so both turn to torch.
+            log.warning(
+                "rank %d: no memory is shared with other processes (%s); boundaries go over "
+                "torch.distributed, which copies more; set comm.shared_memory=false if that is "
+                "intended",
+                *(self.rank, refusal),
+            )
+        # The path of a socket has to mean the same to both.
+        return "" if refusal else folder_identity(meeting_place())
+
+    def _say_divided(self, hosts: Mapping[int, str], channels: Sequence[PlacedChannel]) -> None:
+        """Say once that ranks of this machine share no memory, as they meet in no folder."""
+        kernel = kernel_identity()
+        near = [r for r in _peers(channels, self.rank) if hosts[r].startswith(kernel)]
+        if self._is_divided or not near or not hosts[self.rank]:
+            return
+        self._is_divided = True
+        log.warning(
+            "rank %d: no memory is shared with %s of this machine, in another container; "
+            "boundaries go over torch.distributed, which copies more. To share it, give all "
+            "containers one folder of the machine as %s, or say by "
+            "comm.shared_memory=false that it was meant",
+            *(self.rank, rank_names(sorted(near)), meeting_place()),
+        )
+
+    def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:
+        """Open channels over torch.
+
+        Gloo and MPI keep tags apart, so two ranks need one group. A backend of the device knows no
+        tags: all that goes between two ranks in a group is one queue. So each direction has a group
+        of its own, in which a receive that is posted early does not keep back what is sent; and as
+        the table posts in the order of the sends, all channels share it. Assumed is that the queues
+        of a rank, two for each rank that it talks to, move side by side: that the kernels of so
+        many communicators can run at the same time.
+        """
+        # Groups are formed in one order everywhere, so no ranks wait for one another in a ring;
+        # every second pair of a pipeline, or of ranks some places apart, comes first, so that they
+        # are formed side by side.
+        for pair in sorted({_pair(c) for c in channels} - self._pairs.keys(), key=_order):
+            self._pairs[pair] = self._form(pair, self._host_backend)
+        ways = {_ends(c) for c in channels} if _is_carried(device) else set()
+        for ends in sorted(ways - self._queues.keys(), key=_order):
+            self._queues[ends] = self._open_queue(ends, device)
+        payload = Payload(device)
+        links = [self._link(channel) for channel in channels]
+        return ProcessTransport(links, payload, Outbox(payload))
+
+    def _link(self, channel: PlacedChannel) -> Link:
+        """Return this rank's end of a channel, with the lanes that it takes."""
+        pair = _pair(channel)
+        (peer,) = _peers([channel], self.rank)
+        host = partial(TorchLane, self._pairs[pair], pair.index(peer))
+        direct = self._queues.get(_ends(channel))
+        if self._uses_mpi and self.device.is_accelerator:
+            direct = host(_DEVICE_TAG + channel.tag)
+        return Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
+
+    def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
+        """Form the group of one direction, and build its communicator: not in the first step."""
+        group = self._form(ends, self._own_backend)
+        sends = self.rank == ends[0]
+        lane = TorchLane(group, peer=int(sends))
+        token = device.empty((1,), torch.uint8)
+        # Not waited for, its memory would be given to others while it is read or written.
+        (lane.send(token) if sends else lane.receive(token)).wait()
+        return lane
+
+    @property
+    def has_news(self) -> bool:
+        """Say whether another rank has failed and this one has not been told."""
+        return self._board.has_news
+
+    def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
+        """Publish the report, with this host, let it spread, and unblock whoever waits for us."""
+        own = Report(with_host(report, self.rank), is_mistake, is_stop)
+        tell_torchrun(own.words, is_cause=True)
+        self._speaks = self._board.publish(own) == own
+        if not self._speaks:
+            tell_torchrun(own.words, is_cause=False)
+        self._board.await_spreading()
+        self.break_groups()
+
+    @property
+    def speaks(self) -> bool | None:
+        """Say whether this rank's failure is the run's; None while it has told none."""
+        return self._speaks
+
+    def explain(self, symptom: str) -> Report:
+        """Return the reason why a wait failed."""
+        return self._board.explain(symptom)
+
+    def close(self) -> None:
+        """Give back groups, connections and threads, the same call on every rank."""
+        self._release()
+        _release(self._board, self._groups, self._wide_pairs)
+        for shared in list(self._shared):
+            shared.close()
+
+    def forget(self) -> None:
+        """Close in a forked process what belongs to its parent, which notices nothing."""
+        self._release.detach()
+        atexit.unregister(self._release)
+        self._board.forget()
+        for shared in list(self._shared):
+            shared.drop()
+
+    def _form(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+        formed = self._former.form(ranks, backend)
+        self._groups.append((formed, ranks))
+        return formed
+
+    def break_groups(self) -> None:
+        """Close every connection, so that a rank blocked in a wait is told at once.
+
+        Gloo has no abort for point-to-point, but a wait that times out closes all pairs of its
+        group; NCCL communicators are aborted.
+        """
+        self._board_of_notices.close()
+        for shared in list(self._shared):
+            shared.close()
+        for pairs in self._wide_pairs:
+            pairs.break_off(_BREAK_TAG)
+        for group, ranks in self._groups:
+            peer = next((rank for rank in ranks if rank != self.rank), None)
+            if peer is None:  # nobody waits in a group of one
+                continue
+            if isinstance(group, MpiGroup):
+                group.abort()
+                continue
+            if isinstance(group, TorchFace):  # its connections are those of a wide group
+                continue
+            with contextlib.suppress(RuntimeError, ValueError):
+                work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+            if self._backend != "gloo":
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    backend: Any = group._get_backend(self.device.torch)
+                    backend.abort()
+
+
+def _shown(
+    former: Former, groups: _Groups, ranks: tuple[int, ...], start_broadcast: StartBroadcast
+) -> dist.ProcessGroup:
+    """Return what torch sees of a wide group; it is left with the others."""
+    shown = former.show(ranks, start_broadcast)
+    groups.append((shown, ranks))
+    return shown
+
+
+def _private_keys(rank: int) -> tuple[Store, int]:
+    """Return the part of the default store for this world, and its number: one may have failed.
+
+    Each rank counts its own worlds; as all make them together, they agree without a word.
+    """
+    store = PrefixStore("gpipe_hpc", default_store())
+    number = store.add(f"worlds/{rank}", 1)
+    return PrefixStore(f"world{number}", store), number
+
+
+def _number_of_world(keys: Store, rank: int) -> bytes:
+    """Return the random number that rank 0 draws for this world."""
+    if rank == 0:
+        keys.set("number", secrets.token_hex(32))
+    return keys.get("number")
+
+
+def _exchanged_among(
+    notices: Noticeboard, rank: int, what: str, text: str, ranks: Collection[int]
+) -> Mapping[int, str]:
+    """Tell ranks a text; return theirs, and this rank's own, once all have come here."""
+    notices.tell(what, text)
+    return {rank: text, **notices.ask(what, set(ranks) - {rank})}
+
+
+def _await_end(board: weakref.ref[Board]) -> None:
+    """At exit, after the board was told to stop: its thread holds it until it has ended."""
+    stopped = board()
+    if stopped is not None:
+        stopped.await_end()
+
+
+def _break_groups(world: ProcessWorld | None) -> None:
+    if world is not None:
+        world.break_groups()
+
+
+def _forget_in_child(this: "weakref.ref[ProcessWorld]") -> None:
+    world = this()
+    if world is not None:
+        world.forget()
+
+
+def _release(board: Board, groups: _Groups, wide: list[Pairs]) -> None:
+    board.stop()
+    while wide:
+        wide.pop().close()
+    while groups:
+        group, _ = groups.pop()
+        # ValueError or AssertionError: the user has left the default group, which ends all.
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(group)
+
+
+def leave_default_group(store: Store) -> None:
+    """Leave the process group that we started over a store; called at exit."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _one_host(hosts: Mapping[int, str], channel: PlacedChannel) -> bool:
+    source, destination = hosts[channel.source_rank], hosts[channel.destination_rank]
+    return source == destination != ""
+
+
+def _is_carried(device: Device) -> bool:
+    """Say whether the default group was made with the device's own backend."""
+    world = dist.group.WORLD
+    assert world is not None, "joined before"
+    return carries(world, device)
+
+
+def _ends(channel: PlacedChannel) -> tuple[int, int]:
+    return channel.source_rank, channel.destination_rank
+
+
+def _pair(channel: PlacedChannel) -> tuple[int, int]:
+    """Return the two ranks of a channel, the lower one first: channels both ways share a pair."""
+    low, high = sorted(_ends(channel))
+    return low, high
+
+
+def _order(ends: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+    low, high = sorted(ends)
+    return low // (high - low) % 2, ends
+
+
+def _peers(channels: Sequence[PlacedChannel], rank: int) -> set[int]:
+    """Return the ranks at the other ends of this rank's channels."""
+    return {end for channel in channels for end in _ends(channel)} - {rank}

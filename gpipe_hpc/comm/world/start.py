@@ -1,0 +1,258 @@
+"""Find this process's place among the ranks: join what exists, or start it."""
+
+import atexit
+import logging
+import os
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+from gpipe_hpc.comm.net.gloo import default_group_settings, listening_address
+from gpipe_hpc.comm.net.interfaces import asked_for
+from gpipe_hpc.comm.net.sealed_store import SealedStore
+from gpipe_hpc.comm.net.secret import SECRET_VARIABLE, job_secret
+from gpipe_hpc.comm.transport.thread_hub import ThreadHub
+from gpipe_hpc.comm.watchdog.settings import DEFAULT_SILENCE_S, Watchfulness
+from gpipe_hpc.comm.watchdog.timeouts import DEFAULT_REACH_S, checked_timeout
+from gpipe_hpc.comm.watchdog.tracebacks import OwnFramesLeftOut
+from gpipe_hpc.comm.watchdog.uncaught import unwatch, watch_start, watch_uncaught
+from gpipe_hpc.comm.world import rendezvous
+from gpipe_hpc.comm.world.launcher import Launch, detect_launch
+from gpipe_hpc.comm.world.mpi.joining import launch_by
+from gpipe_hpc.comm.world.mpi.library import Library, open_mpi
+from gpipe_hpc.comm.world.mpi.process_group import NAME as MPI_NAME
+from gpipe_hpc.comm.world.mpi.process_group import register
+from gpipe_hpc.comm.world.processes import ProcessWorld, leave_default_group
+from gpipe_hpc.comm.world.threads import ThreadWorld
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.device.device import Device, device_of_rank
+from gpipe_hpc.device.host.flight_recorder import leave_unrecorded
+from gpipe_hpc.device.host.machine import started_by
+from gpipe_hpc.errors import ConfigError, LaunchError
+from gpipe_hpc.setting_names import setting
+
+log = logging.getLogger("gpipe_hpc.comm")
+
+DEFAULT_TIMEOUT_S = 600.0
+MPI: Final = "mpi"
+
+
+def start_world(
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    mpi_device_pointers: bool | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    loopback: bool | None = None,
+    shares_memory: bool = True,
+    secret_file: str | None = None,
+    silence_s: float = DEFAULT_SILENCE_S,
+    stall_s: float | None = None,
+    ends_process: bool = False,
+    interface: str | None = None,
+    reach_s: float = DEFAULT_REACH_S,
+) -> World:
+    """Return the world of this process.
+
+    Joins the default process group if there is one. Otherwise asks the launcher's environment
+    (torchrun, Open MPI, MPICH, MVAPICH2, srun) and starts the group; without a launcher the
+    world is this process alone and nothing is opened.
+
+    `device`: auto, cpu, a kind of accelerator as ``cuda`` (NVIDIA and AMD) or ``xpu`` (Intel), or
+    one device as ``cuda:0``; see `device_of_rank`. `backend`: auto, gloo, mpi (by mpi4py, under an
+    mpiexec or srun that starts ranks of MPI), or what torch has for the device: nccl, xccl.
+    `mpi_device_pointers`: MPI sends from the device's own memory; None: if it says that it can.
+    `timeout_s`: how long a rank waits for another before it gives up and says so. `loopback`:
+    listen on this machine alone; None means when all ranks are on it. `shares_memory`: ranks of one
+    host with CPU tensors hand boundaries over in shared memory. `secret_file`: where the job's
+    secret lies; None for GPIPE_HPC_SECRET, else this user's own where all ranks are on one machine,
+    else none. `silence_s`, `stall_s`, `ends_process`: see `Watchfulness`; a world of one rank has
+    no use for them. `interface`: of the network on which all listen that ranks of other machines
+    reach, by its name or a subnet; None for the one that leads to MASTER_ADDR. `reach_s`: in which
+    another host has to answer at all.
+    """
+    with OwnFramesLeftOut():
+        _watch_place()
+        world = _start(
+            device,
+            backend,
+            mpi_device_pointers,
+            timeout_s,
+            loopback,
+            shares_memory,
+            secret_file,
+            Watchfulness(silence_s, stall_s, ends_process),
+            interface,
+            checked_timeout(reach_s, "reach_s"),
+        )
+        if isinstance(world, ProcessWorld):
+            watch_uncaught(world)
+            with together(world, "joining the other ranks"):
+                world.claim(device)
+    return world
+
+
+def say_stopped(told: str, *, backend: str, loopback: bool | None, secret_file: str | None) -> None:
+    """Let ranks that wait for this one in `start_world` end: a signal has ended it.
+
+    With the arguments that `start_world` has. Takes some seconds; under torchrun or MPI the
+    launcher ends the others.
+    """
+    if backend == MPI:
+        return
+    with suppress(LaunchError, ConfigError):
+        launch = detect_launch()
+        secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
+        rendezvous.say_stopped(launch, told, loopback, secret)
+
+
+# What a rank is a descendant of that one of these started.
+_PROGRAMS: Final = {
+    "srun": ("slurmstepd",),
+    "openmpi": ("mpirun", "mpiexec", "orted", "prte"),
+    "mpich": ("hydra", "mpiexec"),
+    "mvapich2": ("hydra", "mpiexec", "mpirun", "mpispawn"),
+}
+
+
+def _sees_users_files(launch: Launch) -> bool:
+    """Say whether the ranks of this machine see one file of this user.
+
+    A rank whose launcher is outside its container may be alone in that: each would make a secret
+    of its own. Which is so where the launcher started the containers, not the ranks in one.
+    """
+    if launch.launcher == "torchrun":
+        return True
+    return started_by(_PROGRAMS.get(launch.launcher, ())) is not None
+
+
+def _watch_place() -> None:
+    """Let a mistake in what all ranks ask for be shown once, also before anything is opened.
+
+    Which rank this is, the environment says; where it cannot, that is refused later on.
+    """
+    if dist.is_initialized():
+        watch_start(dist.get_rank(), dist.get_world_size())
+        return
+    with suppress(LaunchError):
+        # Where the ranks meet is not looked up for this: a name may take long to resolve.
+        place = detect_launch({"MASTER_ADDR": "unknown", "MASTER_PORT": "0", **os.environ})
+        watch_start(place.rank, place.world_size)
+
+
+def _start(
+    device: str,
+    backend: str,
+    mpi_device_pointers: bool | None,
+    timeout_s: float,
+    loopback: bool | None,
+    shares_memory: bool,
+    secret_file: str | None,
+    watchfulness: Watchfulness,
+    interface: str | None,
+    reach_s: float,
+) -> World:
+    timeout_s = checked_timeout(timeout_s, "timeout_s")
+    if dist.is_initialized() and backend == MPI and dist.get_backend() != MPI_NAME:
+        raise ConfigError(
+            f"comm.backend=mpi: expected no default process group yet, or one that goes by MPI, "
+            f"got one of {dist.get_backend()}; call start_world before init_process_group, or "
+            f"leave backend out"
+        )
+    joined = None if dist.is_initialized() else _joined(backend, mpi_device_pointers, timeout_s)
+    launch, library = joined or (None, None)
+    if launch is None:
+        chosen = device_of_rank(device, None)
+        # Whether its ranks are on one machine is not known here, so no secret is made for them.
+        secret = job_secret(one_machine=False, secret_file=secret_file)
+        return ProcessWorld(
+            chosen,
+            timeout_s,
+            shares_memory=shares_memory,
+            job_secret=secret,
+            watchfulness=watchfulness,
+            address=_address_of_choice(interface),
+            reach_s=reach_s,
+        )
+    watch_start(launch.rank, launch.world_size)  # MPI alone may know
+    chosen = device_of_rank(device, launch.local_rank)
+    chosen_backend = _backend(backend, chosen)
+    if launch.world_size == 1:
+        return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
+    secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
+    if secret is None and launch.rank == 0:
+        log.warning(
+            "launch: no secret, so anyone who reaches this job's ports can join or change it; if "
+            "others can, set %s or comm.secret_file for all ranks",
+            SECRET_VARIABLE,
+        )
+    met = rendezvous.meet(launch, timeout_s, loopback, secret, interface=interface, reach_s=reach_s)
+    store, address = met.store, listening_address(met.address)
+    if library is not None:
+        register(library, chosen)
+    if secret is not None and chosen_backend in ("gloo", MPI_NAME):
+        # NCCL's own threads ask the store at times when they must not wait for Python.
+        store = SealedStore(store, secret.derive("store"))
+    unwatch()
+    if not chosen.is_accelerator:  # there NCCL tells by it which collective hangs
+        leave_unrecorded()
+    with default_group_settings(address):
+        dist.init_process_group(
+            chosen_backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    watch_start(launch.rank, launch.world_size)
+    # The group calls the store from C++ and does not keep the Python object alive.
+    atexit.register(leave_default_group, store)
+    return ProcessWorld(
+        chosen,
+        timeout_s,
+        shares_memory=shares_memory,
+        job_secret=secret,
+        watchfulness=watchfulness,
+        address=met.address,
+        reach_s=reach_s,
+    )
+
+
+def _address_of_choice(interface: str | None) -> str | None:
+    """Return the address of the interface that is asked for; None if none is."""
+    found = asked_for(interface) if interface is not None else None
+    return None if found is None else found.address
+
+
+def _joined(
+    backend: str, mpi_device_pointers: bool | None, timeout_s: float
+) -> tuple[Launch, Library | None]:
+    """Return this process's place, and MPI where that is asked for and there are several ranks."""
+    if backend != MPI:
+        return detect_launch(), None
+    library = open_mpi(mpi_device_pointers)
+    atexit.register(library.finish, timeout_s)  # the last of all, as it was the first
+    launch = launch_by(library)
+    return launch, library if launch.world_size > 1 else None
+
+
+def _backend(name: str, device: Device) -> str:
+    """Return torch's backend string; CPU tensors (words, flags) always travel over Gloo."""
+    if name == MPI:
+        return MPI_NAME
+    if name not in ("auto", "gloo", device.backend):
+        raise ConfigError(
+            f"comm.backend: expected auto, gloo, mpi or the one that torch has for a device of "
+            f"kind {device.type}, which is {device.backend}, got {name!r}; choose one of them"
+        )
+    if device.backend == "gloo" or name == "gloo":
+        return "gloo"
+    if not dist.is_backend_available(device.backend):
+        raise ConfigError(
+            f"comm.backend: expected a torch with {device.backend}, which a device of kind "
+            f"{device.type} uses, got one without; use {setting('comm.backend', 'gloo')}, which "
+            f"goes by way of the host, or another torch build"
+        )
+    return f"cpu:gloo,{device.type}:{device.backend}"

@@ -1,0 +1,429 @@
+"""Ranks as threads of one process, with queues for channels: for tests and debugging.
+
+The same engine runs on them as on processes; only this file and the in-memory transport know.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, reduce
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpipe_hpc.comm.collectives.at_once import all_gather, all_to_all
+from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
+from gpipe_hpc.comm.collectives.group import (
+    Calls,
+    Gathering,
+    Group,
+    Pending,
+    Piece,
+    Sent,
+    SoloGroup,
+    rank_names,
+)
+from gpipe_hpc.comm.collectives.menu import (
+    start_all_gather,
+    start_ordered_all_reduce,
+    start_ordered_reduce_scatter,
+    start_reduce_scatter,
+)
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.thread_plans import ThreadPlans
+from gpipe_hpc.comm.net.pickling import check_travels
+from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
+from gpipe_hpc.comm.transport.handing import Left, leave, take
+from gpipe_hpc.comm.transport.memory import MemoryTransport
+from gpipe_hpc.comm.transport.thread_hub import ExchangeKey, MailKey, ThreadHub
+from gpipe_hpc.comm.watchdog.noting import Note, unheard
+from gpipe_hpc.comm.watchdog.report import Report
+from gpipe_hpc.comm.watchdog.tracebacks import leave_out_own_frames
+from gpipe_hpc.device.device import Device, HostDevice
+from gpipe_hpc.errors import LaunchError, PeerError, is_users_mistake
+
+T = TypeVar("T")
+
+
+class _Aside:
+    """What a group does beside the compute: on an accelerator in a stream of its own.
+
+    As NCCL does it: behind what the current stream has to do when something starts, and the current
+    stream behind it once it is waited for.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._stream = device.stream()
+
+    def follow(self) -> None:
+        """Begin behind what the current stream has to do."""
+        self._stream.wait_stream(self.device.current_stream())
+
+    def join(self) -> None:
+        """Let the current stream go on behind all that has begun here."""
+        self.device.current_stream().wait_stream(self._stream)
+
+    def leave(self, tensor: torch.Tensor) -> Left:
+        """Leave a copy of a tensor for others."""
+        self.follow()
+        with self.device.on(self._stream):
+            left = leave(self.device, [tensor.clone()])
+        self._lend(tensor)
+        return left
+
+    def fill(self, tensor: torch.Tensor, of: Callable[[], torch.Tensor]) -> None:
+        """Fill a tensor with what `of` returns; the current stream is behind that."""
+        with self.device.on(self._stream):
+            tensor.copy_(of())
+            done = self._stream.record_event()
+        self._lend(tensor)
+        self.device.current_stream().wait_event(done)
+
+    def _lend(self, tensor: torch.Tensor) -> None:
+        if self.device.holds(tensor):
+            self.device.lend(tensor, self._stream)
+
+
+class _ThreadCollective:
+    """A collective under way: the contribution is out, the result is taken at `wait`."""
+
+    def __init__(
+        self,
+        aside: _Aside,
+        collect: Callable[[], list[Left]],
+        tensor: torch.Tensor,
+        result: Callable[[list[torch.Tensor]], torch.Tensor],
+    ) -> None:
+        self._aside, self._collect, self._tensor, self._result = aside, collect, tensor, result
+        self._calls = Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.add(call)
+
+    def wait(self) -> None:
+        found = self._collect()
+
+        def result() -> torch.Tensor:
+            return self._result([part for x in found for part in take(self._aside.device, x)])
+
+        self._aside.fill(self._tensor, result)
+        self._calls.make()
+
+
+def _in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class _ThreadExchange:
+    """An exchange under way: what is sent is out, what comes is taken at `wait`."""
+
+    def __init__(
+        self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]], aside: _Aside
+    ) -> None:
+        self._hub, self._receives, self._aside = hub, receives, aside
+        self._calls = Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.add(call)
+
+    def wait(self) -> None:
+        for key, tensor in self._receives:
+            left = self._hub.take_mail(key)
+            self._aside.fill(tensor, partial(self._came, key, tensor, left))
+        # Behind the copies of what was sent, too: the caller may write to it again.
+        self._aside.join()
+        self._calls.make()
+
+    def _came(self, key: MailKey, tensor: torch.Tensor, left: Left) -> torch.Tensor:
+        (came,) = take(self._aside.device, left)
+        if (came.dtype, came.numel()) != (tensor.dtype, tensor.numel()):
+            raise ConnectionError(
+                f"exchange: expected {tensor.numel()} x {tensor.dtype} from rank "
+                f"{key.source}, got {came.numel()} x {came.dtype}; the ranks do not do the same"
+            )
+        return came.view(tensor.shape)
+
+
+class ThreadGroup:
+    """Collectives among threads; sums are taken in rank order."""
+
+    def __init__(
+        self, hub: ThreadHub, ranks: tuple[int, ...], rank: int, serial: int, device: Device
+    ) -> None:
+        self.ranks = ranks
+        self.size = self.width = len(ranks)
+        self.position = ranks.index(rank)
+        self.sent = Sent()
+        self.torch_group: dist.ProcessGroup | None = None
+        self._hub, self._rank, self._serial = hub, rank, serial
+        self._aside = _Aside(device)
+        self._name: ExchangeKey = (ranks, serial)
+        self._num_mails: dict[tuple[Traffic, int, int], int] = defaultdict(int)
+        self._carrier = (
+            ThreadPlans(ranks, self.position, self._exchange, device)
+            if device.is_accelerator
+            else Carrier(ranks, self.position, self._exchange, unheard)
+        )
+
+    def _contribute(self, left: Left) -> Callable[[], list[Left]]:
+        """Leave something for all; return what collects what each has left, in rank order."""
+        self._serial += 1
+        key = (self.ranks, self._serial)
+        self._hub.contribute(key, self._rank, left)
+        return lambda: self._hub.collect(key)
+
+    def _collective(
+        self, tensor: torch.Tensor, result: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> Pending:
+        collect = self._contribute(self._aside.leave(tensor))
+        return _ThreadCollective(self._aside, collect, tensor, result)
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Contribute a copy of `tensor`; the sum lands in it at `wait`."""
+        return self._collective(tensor, _in_rank_order)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place."""
+        self.start_all_reduce(tensor).wait()
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+        """Sum `tensor` in place: all ranks are one group."""
+        self.all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Put the greatest of each element in its place."""
+        self._collective(tensor, lambda parts: torch.stack(parts).amax(0)).wait()
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Contribute a copy of `tensor`; the root's lands in it at `wait`."""
+        return self._collective(tensor, itemgetter(self.ranks.index(root)))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` with world rank `root`'s."""
+        self.start_broadcast(tensor, root).wait()
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Leave copies of what is sent; what comes lands at `wait`."""
+        return self._start(Traffic.CALLER, sends, receives)
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Start a plan on the group's own thread."""
+        return self._carrier.start(plan, tensor, what)
+
+    def start_reduce_scatter(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Pending:
+        """Sum shards along a ring."""
+        return start_reduce_scatter(self, whole, counts)
+
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum in the order of ranks: each rank exchanges with each."""
+        return start_ordered_all_reduce(self, tensor)
+
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+        """Sum shards in the order of ranks."""
+        return start_ordered_reduce_scatter(self, whole)
+
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Send each rank its shard."""
+        return all_to_all(self, whole, counts)
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Send this rank's shard to each."""
+        all_gather(self, whole, counts)
+
+    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Gather shards along a ring."""
+        return start_all_gather(self, whole, counts)
+
+    def _start(
+        self, traffic: Traffic, sends: Sequence[Piece], receives: Sequence[Piece]
+    ) -> Pending:
+        if traffic is not Traffic.GREETING:
+            self.sent.count(sends)
+        # What only receives writes behind what the caller's stream has to do with that memory.
+        self._aside.follow()
+        for piece in sends:
+            key = self._mail(traffic, self._rank, piece.rank)
+            self._hub.put_mail(key, self._aside.leave(piece.tensor))
+        keys = [self._mail(traffic, piece.rank, self._rank) for piece in receives]
+        awaited = zip(keys, (piece.tensor for piece in receives), strict=True)
+        return _ThreadExchange(self._hub, list(awaited), self._aside)
+
+    def _mail(self, traffic: Traffic, source: int, destination: int) -> MailKey:
+        number = self._num_mails[traffic, source, destination]
+        self._num_mails[traffic, source, destination] += 1
+        return MailKey(self._name, traffic, source, destination, number)
+
+    def _exchange(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
+        out, into = ([Piece(self.ranks[i], t) for i, t in parts] for parts in (sends, receives))
+        self._start(traffic, out, into).wait()
+
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return what `merge` makes of all values; each rank merges them by itself."""
+        merged: T = reduce(merge, self.all_gather_object(value))
+        return merged
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value: the object itself, if it could travel between processes."""
+        check_travels(value, f"a collective of {rank_names(self.ranks)}")
+        # A value may hold tensors.
+        found = self._contribute(leave(self._aside.device, (), value))()
+        for left in found:
+            take(self._aside.device, left)
+        return [left.value for left in found]
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return every rank's value on world rank `root`, None elsewhere."""
+        values = self.all_gather_object(value)
+        return values if self._rank == root else None
+
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's value of those of world rank `root`: the object itself."""
+        dealt: Sequence[Any] = self.broadcast_object(values, root)
+        return dealt[self.position]
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return world rank `root`'s value: the object itself."""
+        values = self.all_gather_object(value if self._rank == root else None)
+        return values[self.ranks.index(root)]
+
+
+class ThreadWorld:
+    """One thread's view of a ThreadHub; `device`: where this rank computes; None for the CPU."""
+
+    def __init__(self, hub: ThreadHub, rank: int, device: Device | None = None) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.size = hub.size
+        self.device: Device = device or HostDevice()
+        self.secret = hub.secret
+        self.activity: object = "starting"
+        self.is_one_process = True
+        self._is_told = False  # of a failure
+        self._num_groups: dict[tuple[int, ...], int] = {}
+        self.everybody: Gathering = self.group([tuple(range(self.size))])
+
+    def group(self, members: Sequence[Sequence[int]]) -> Group:
+        """Return the group of `members` that holds this rank."""
+        ranks = next(tuple(m) for m in members if self.rank in m)
+        if len(ranks) == 1:
+            return SoloGroup(self.rank)
+        # Groups over the same ranks must not share serials: each gets its own marker.
+        count = self._num_groups[ranks] = self._num_groups.get(ranks, 0) + 1
+        return ThreadGroup(self.hub, ranks, self.rank, count * 10**12, self.device)
+
+    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+        """Return such a group: threads are near one another, however many."""
+        return self.group(members)
+
+    def transport(
+        self, channels: Sequence[PlacedChannel], device: Device | None = None
+    ) -> Transport:
+        """Open the channels in memory."""
+        return MemoryTransport(self.hub, channels, self.device)
+
+    @property
+    def doing(self) -> str:
+        """Return what this rank is doing."""
+        return str(self.activity)
+
+    @property
+    def has_news(self) -> bool:
+        """Say whether another rank has failed and this one has not been told."""
+        return self.hub.report is not None and not self._is_told
+
+    def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
+        """Keep the first report and wake everybody."""
+        self._is_told = True
+        with self.hub.changed:
+            if self.hub.report is None:
+                self.hub.report = Report(report, is_mistake, is_stop)
+            self.hub.changed.notify_all()
+
+    def explain(self, symptom: str) -> Report:
+        """Return the first report, or the symptom if there is none."""
+        self._is_told = True
+        return self.hub.report or Report(symptom)
+
+
+class RankThread(threading.Thread):
+    """A rank that is a thread. `num_edges` of steps it has passed: odd within a step."""
+
+    num_edges = 0
+
+
+@contextmanager
+def within_step() -> Iterator[None]:
+    """Mark the block as a training step of this rank, in which no code of a loop draws numbers."""
+    thread = threading.current_thread()
+    if not isinstance(thread, RankThread):
+        yield
+        return
+    thread.num_edges += 1
+    try:
+        yield
+    finally:
+        thread.num_edges += 1
+
+
+def run_on_threads(
+    size: int,
+    body: Callable[[ThreadWorld], T],
+    *,
+    timeout_s: float = 60.0,
+    device: Callable[[int], Device] | None = None,
+) -> list[T]:
+    """Run `body(world)` on `size` ranks, each a thread; return their results in rank order.
+
+    Raises the first failure by time; the failure of a rank that stopped because of another one only
+    if there is no other. Waits within the threads have their own time-outs.
+
+    Args:
+        size: number of ranks.
+        body: called with the world of each rank.
+        device: device of each rank, created on its thread; None: the CPU.
+    """
+    hub = ThreadHub(size, timeout_s)
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+
+    def target(rank: int) -> None:
+        try:
+            own = None if device is None else device(rank)
+            if own is not None:
+                own.use()
+            results[rank] = body(ThreadWorld(hub, rank, own))
+        except BaseException as failure:
+            failures.append(failure)
+            told = f"rank {rank}: {type(failure).__name__}: {failure}"
+            ThreadWorld(hub, rank).fail(told, is_mistake=is_users_mistake(failure))
+
+    threads = [
+        RankThread(target=target, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        causes = [f for f in failures if not isinstance(f, PeerError | ConnectionError)]
+        first = (causes or failures)[0]
+        leave_out_own_frames(first)
+        raise first
+    # A body may have caught a failure that was told to all: what was under way is left.
+    if hub.report is None and (hub.mail or any(hub.queues.values())):
+        raise LaunchError(
+            "threads: expected every message consumed when a body returns, got some left over; "
+            "wait for what is under way before, as pipe.parameters() waits for parameters that "
+            "the optimizer's last step has sent, or let no pipeline outlive its body"
+        )
+    return results

@@ -1,0 +1,55 @@
+"""Data: what a run reads, and in which order.
+
+Names are loaded when they are first asked for: processes that list files need no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpipe_hpc.data.corruption import CorruptTally, tolerance
+    from gpipe_hpc.data.dataset import CorruptSampleError, DataFacts, Dataset, DataSource
+    from gpipe_hpc.data.identity import Identity, differences, identify
+    from gpipe_hpc.data.opening import open_data, open_readers
+    from gpipe_hpc.data.processes import ProcessReaders
+    from gpipe_hpc.data.reading import BatchReader, Readers, Reading, ReadRequest
+    from gpipe_hpc.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
+
+__all__ = [
+    "BatchReader",
+    "CorruptSampleError",
+    "CorruptTally",
+    "DataFacts",
+    "DataSource",
+    "Dataset",
+    "Identity",
+    "PlannedBatch",
+    "ProcessReaders",
+    "ReadRequest",
+    "Readers",
+    "Reading",
+    "ShuffledSampler",
+    "differences",
+    "identify",
+    "open_data",
+    "open_readers",
+    "tolerance",
+    "validation_batches",
+]
+
+_HOMES = (
+    ("corruption", ("CorruptTally", "tolerance")),
+    ("dataset", ("CorruptSampleError", "DataFacts", "DataSource", "Dataset")),
+    ("identity", ("Identity", "differences", "identify")),
+    ("opening", ("open_data", "open_readers")),
+    ("processes", ("ProcessReaders",)),
+    ("reading", ("BatchReader", "ReadRequest", "Readers", "Reading")),
+    ("sampler", ("PlannedBatch", "ShuffledSampler", "validation_batches")),
+)
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _HOMES:
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,222 @@
+"""Arrays in files: row i of one is the input, row i of the other the target of sample i."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from gpipe_hpc.data.array_files import StoredArray, open_array
+from gpipe_hpc.data.pairs import PairSource, check_fraction, fitting_loss, loss_of_samples, split
+from gpipe_hpc.errors import ConfigError, UnfitDataError
+from gpipe_hpc.settings import Choices, DataConfig, Level, Shape, Shapes, refuse
+
+_DTYPES: Final = Choices(
+    *("auto", "stored", "float64", "float32", "bfloat16", "float16"),
+    *("int64", "int32", "uint8", "bool"),
+)
+
+
+@dataclass
+class ArraysConfig(DataConfig):
+    """The user's own arrays, in files of NumPy's or safetensors."""
+
+    no_matter: ClassVar[frozenset[str]] = DataConfig.no_matter | {
+        "inputs",
+        "targets",
+        "validation_inputs",
+        "validation_targets",
+    }
+
+    inputs: Annotated[str | None, Level.EVERYDAY] = None
+    """File of the inputs; the first dimension counts the samples."""
+
+    targets: Annotated[str | None, Level.EVERYDAY] = None
+    """File of the targets. null: an array in the file of the inputs."""
+
+    inputs_key: str | None = None
+    """Name of the inputs in an archive (.npz, .safetensors). null: its only array, or inputs."""
+
+    targets_key: str | None = None
+    """Name of the targets in an archive. null: its only array, or targets."""
+
+    inputs_dtype: Annotated[str, _DTYPES] = "auto"
+    """Type of the inputs in training. auto: float32, whole numbers int64. stored: as in the file.
+    float32 keeps 0 to 255 of pictures."""
+
+    targets_dtype: Annotated[str, _DTYPES] = "auto"
+    """Type of the targets, as inputs_dtype. Whole numbers are classes and get another loss than
+    other numbers."""
+
+    validation_inputs: Annotated[str | None, Level.EVERYDAY] = None
+    """File of inputs for validation. null: validation_fraction of the rows."""
+
+    validation_targets: Annotated[str | None, Level.EVERYDAY] = None
+    """File of targets for validation."""
+
+    validation_fraction: Annotated[float, Level.EVERYDAY] = 0.05
+    """Fraction of the rows for validation, spread over the file, the same ones each time."""
+
+    def check(self) -> None:
+        """Refuse settings that cannot work; raises ConfigError that names one."""
+        super().check()
+        if not self.inputs:
+            remedy = "as data.inputs=x.npy data.targets=y.npy"
+            raise refuse("data.inputs", "a file", self.inputs, remedy)
+        if self.validation_targets and not self.validation_inputs:
+            remedy = "give the inputs that go with data.validation_targets"
+            raise refuse("data.validation_inputs", "a file", self.validation_inputs, remedy)
+        check_fraction(self.validation_fraction)
+
+    def open(self, seed: int, spare: Path | None) -> PairSource:
+        """Return what `open_arrays` does."""
+        return open_arrays(self)
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return the shapes of a batch, by the headers of the files."""
+        whole = self.training_arrays()
+        loss = fitting_loss(whole.read_targets([0]))
+        if loss is None:
+            raise ConfigError(
+                "data: the loss is unknown, expected targets that are numbers or classes, got "
+                f"{whole.targets}; set data.targets_dtype"
+            )
+        inputs, targets = (
+            Shape(str(each.dtype).removeprefix("torch."), (num_samples, *each.stored.shape[1:]))
+            for each in (whole.inputs, whole.targets)
+        )
+        return Shapes(inputs, targets, loss)
+
+    def training_arrays(self) -> "ArrayPairs":
+        """Return the arrays of `inputs` and `targets`, looked at but not read."""
+        assert self.inputs is not None, "checked before"
+        return self._pairs("", self.inputs, self.targets)
+
+    def validation_arrays(self) -> "ArrayPairs | None":
+        """Return those of `validation_inputs` and `validation_targets`; None if not given."""
+        if not self.validation_inputs:
+            return None
+        return self._pairs("validation_", self.validation_inputs, self.validation_targets)
+
+    def _pairs(self, which: str, inputs: str, targets: str | None) -> "ArrayPairs":
+        # One archive may hold both.
+        other = targets or inputs
+        stored = (
+            open_array(inputs, self.inputs_key, which, "inputs"),
+            open_array(other, self.targets_key, which, "targets", is_given=targets is not None),
+        )
+        wanted = {"inputs_dtype": self.inputs_dtype, "targets_dtype": self.targets_dtype}
+        for each, (name, dtype) in zip(stored, wanted.items(), strict=True):
+            _refuse_complex(each, name, dtype)
+        return ArrayPairs(*map(Rows, stored, wanted.values()))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An array and the type that its numbers are brought to."""
+
+    stored: StoredArray
+    wanted: str = "auto"
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Return the type of what is read: with `auto` float32, or int64 for whole numbers."""
+        own = self.stored.dtype
+        if self.wanted == "stored":
+            return own
+        if self.wanted != "auto":
+            chosen: torch.dtype = getattr(torch, self.wanted)
+            return chosen
+        if own == torch.bool:
+            return own
+        return torch.float32 if own.is_floating_point else torch.int64
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        """Return these rows."""
+        return self.stored.rows(indices).to(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.stored} read as {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class ArrayPairs:
+    """Sample i: row i of the inputs and row i of the targets; each is read by who needs it."""
+
+    inputs: Rows
+    targets: Rows
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        length, other = (each.stored.shape[0] for each in (self.inputs, self.targets))
+        if length != other:
+            raise UnfitDataError(
+                f"data: inputs and targets differ in length, expected as many rows (the first "
+                f"dimension) in both, got {self.inputs.stored} and {self.targets.stored}; give "
+                f"the targets of these inputs"
+            )
+        if not length:
+            raise UnfitDataError(
+                f"data: {self.inputs.stored} has no rows, expected samples; fill it"
+            )
+        object.__setattr__(self, "num_samples", length)
+
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+        """Return rows of the inputs, [len(indices), ...]."""
+        return self.inputs.read(indices)
+
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+        """Return rows of the targets, [len(indices), ...]."""
+        return self.targets.read(indices)
+
+    def digest(self) -> str:
+        """Return a short text that is equal where names, sizes and types are."""
+        return f"{self.inputs}/{self.targets}"
+
+
+def open_arrays(config: ArraysConfig) -> PairSource:
+    """Return the rows of the given files, some of them held back for validation.
+
+    Validation is `validation_inputs` and `validation_targets`, or else a share of the rows, from
+    all over. Looks at headers alone. Raises DataError for a file that is not there, is none of the
+    known kinds or holds several arrays, and for arrays that do not go together.
+    """
+    whole = config.training_arrays()
+    held = config.validation_arrays()
+    if held is None:
+        train, validation = split(whole, config.validation_fraction, str(whole.inputs.stored))
+    else:
+        train, validation = whole, held
+        for ours, theirs in ((whole.inputs, held.inputs), (whole.targets, held.targets)):
+            _refuse_unlike(ours, theirs)
+    loss = loss_of_samples(whole, whole.read_targets([0]))
+    about = (
+        f"inputs {whole.inputs}, targets {whole.targets}; {train.num_samples} samples to train on, "
+        f"{validation.num_samples} held back"
+    )
+    return PairSource(train, validation, loss, about)
+
+
+def _refuse_complex(stored: StoredArray, setting: str, wanted: str) -> None:
+    """Raise ConfigError for complex numbers that would lose a half, or end in a layer of floats."""
+    if stored.dtype.is_complex and wanted != "stored":
+        raise refuse(
+            f"data.{setting}",
+            f"stored for complex numbers, as {stored} holds",
+            wanted,
+            "set that where the model takes complex numbers, else save real and imaginary parts as "
+            "numbers of their own, as np.stack([x.real, x.imag], 1)",
+        )
+
+
+def _refuse_unlike(train: Rows, validation: Rows) -> None:
+    ours = (train.dtype, train.stored.shape[1:])
+    theirs = (validation.dtype, validation.stored.shape[1:])
+    if ours != theirs:
+        raise UnfitDataError(
+            f"data: validation samples are unlike those to train on, expected rows as in "
+            f"{train.stored}, got {validation.stored}; give both alike"
+        )

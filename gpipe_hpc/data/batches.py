@@ -1,0 +1,116 @@
+"""From the order of samples to what a rank gives its pipeline, batch after batch."""
+
+from collections.abc import Iterable, Iterator
+from itertools import tee
+from typing import NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.data import (
+    BatchReader,
+    CorruptTally,
+    Dataset,
+    PlannedBatch,
+    ProcessReaders,
+    Readers,
+    Reading,
+    ReadRequest,
+    open_readers,
+)
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.pytree import Nest
+from gpipe_hpc.settings import DataConfig
+
+
+class Batch(NamedTuple):
+    """This rank's part of a global batch of `num_samples`; `position` is the one after it."""
+
+    num_samples: int
+    position: int
+    inputs: Nest
+    targets: Nest
+
+
+class Batches:
+    """Global batches in a planned order, read by those ranks that use them.
+
+    Every rank takes each batch; one whose stages need neither inputs nor targets reads nothing
+    and gives no `dataset`. What is read ahead of the batch last taken belongs to no position: it
+    is neither lost nor repeated when a run goes on from there.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        dataset: Dataset | None,
+        plan: Iterable[PlannedBatch],
+        settings: DataConfig,
+        tally: CorruptTally,
+        timeout_s: float,
+        what: str = "samples",
+    ) -> None:
+        self._pipe, self._dataset = pipe, dataset
+        self._tally, self._what = tally, what
+        ahead, self._plan = tee(plan)
+        self._readers: Readers | ProcessReaders | None = None
+        if pipe.needs_inputs or pipe.needs_targets:
+            assert dataset is not None, "a rank that needs samples has opened no data"
+            reader = BatchReader(dataset, pipe.needs_inputs, pipe.needs_targets, tally.limit)
+            self._readers = open_readers(
+                reader,
+                (ReadRequest(each.indices[self._share(each)], each.epoch) for each in ahead),
+                settings.workers,
+                settings.prefetch,
+                timeout_s,
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next batch; raises DataError on every rank where one cannot read its part."""
+        planned, world = next(self._plan), self._pipe.world
+        where = f"reading {self._what} of step {self._pipe.steps_done}"
+        with together(world, where):
+            world.activity = where
+            reading = None if self._readers is None else next(self._readers)
+            inputs = reading and reading.inputs
+            targets = reading and reading.targets
+            if self._tally.limit:
+                used = self._used(planned, reading)
+                if self._dataset is not None and targets is not None and used != planned.indices:
+                    own = used[self._share(planned)]
+                    targets = self._dataset.read_targets(own, planned.epoch)
+        return Batch(len(planned.indices), planned.position, inputs, targets)
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        if self._readers is not None:
+            self._readers.close()
+
+    def _share(self, planned: PlannedBatch) -> slice:
+        return self._pipe.share(len(planned.indices))
+
+    def _used(self, planned: PlannedBatch, reading: Reading | None) -> list[int]:
+        """Return the samples of the global batch after replacing those that ranks found corrupt.
+
+        Only who reads inputs finds out; whoever reads their targets must know, and all count.
+        """
+        pipe = self._pipe
+        corrupt = {} if reading is None else dict(reading.corrupt)
+        found = torch.tensor([len(corrupt)], dtype=torch.int64)
+        pipe.everybody.all_reduce(found)
+        used = list(planned.indices)
+        if not found.item():
+            return used
+        own = list(enumerate(reading.used, self._share(planned).start)) if reading else []
+        # Of all samples those alone travel that another takes the place of.
+        other = {place: index for place, index in own if index != planned.indices[place]}
+        others, merged = pipe.everybody.merge_object(
+            (other, corrupt), lambda ahead, behind: (ahead[0] | behind[0], ahead[1] | behind[1])
+        )
+        for place, index in others.items():
+            used[place] = index
+        self._tally.add(dict(sorted(merged.items())), says=pipe.world.rank == 0)
+        return used

@@ -1,0 +1,116 @@
+"""Which samples a run takes in which order: what a checkpoint says of it beside the position.
+
+A position counts samples since the start of a run. It means the same samples only while the data,
+the seed and the batch size are what they were. Files are told apart by their names, sizes and some
+of their samples, not by folders or dates: a copy on another machine is the same data.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from gpipe_hpc.data.dataset import (
+    CorruptSampleError,
+    Dataset,
+    DataSource,
+    read_both,
+    samples_that_fit,
+)
+from gpipe_hpc.pytree import flatten
+from gpipe_hpc.settings import DataConfig, TrainConfig
+
+Identity = Mapping[str, Any]
+"""What JSON can hold."""
+
+_ORDER: Final = 1  # raised where the sampler gives another order
+_RAMP: Final = "train.batch_ramp"  # its start, steps and increment
+_NUM_LOOKED_AT: Final = 16  # samples, from the first to the last
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A dataset whose samples are made from stored bytes in ways that may differ by machine."""
+
+    def stored(self, index: int) -> bytes:
+        """Return the bytes that sample `index` is made from, inputs and target."""
+        ...
+
+
+def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identity:
+    """Return what decides about the samples of a run and their order; reads some samples.
+
+    Raises DataError where one cannot be read.
+    """
+    dataset = source.train
+    settings = {k: v for k, v in data.written().items() if k not in data.no_matter}
+    ramp = train.batch_ramp
+    return {
+        "order": _ORDER,
+        "train.seed": train.seed,
+        "train.batch_size": train.batch_size,
+        # None without one, as in checkpoints that know of none.
+        _RAMP: None if ramp.start is None else [ramp.start, ramp.steps, ramp.increment],
+        "samples": dataset.num_samples,
+        "digest": hashlib.sha256(dataset.digest().encode()).hexdigest()[:16],
+        "content": _content(dataset),
+        "validation": hashlib.sha256(source.validation.digest().encode()).hexdigest()[:16],
+        "kind": data.kind,
+        "settings": {f"data.{name}": value for name, value in settings.items()},
+    }
+
+
+def differences(was: Identity, now: Identity) -> list[str]:
+    """Return what makes the samples of a run, or their order, other ones; empty where nothing.
+
+    Settings and their two values where they explain it, else that the files are others.
+    """
+    order = ("train.seed", "train.batch_size", _RAMP)
+    found = [_change(name, was, now) for name in order if was.get(name) != now.get(name)]
+    keys = ("order", "samples", "digest", "content")
+    if all(was.get(key) == now.get(key) for key in keys):
+        return found
+    if was.get("kind") != now.get("kind"):
+        return [*found, _change("kind", was, now)]
+    before, after = was.get("settings", {}), now["settings"]
+    settings = [_change(k, before, after) for k in after if before.get(k, after[k]) != after[k]]
+    if was.get("samples") != now.get("samples"):
+        settings.append(_change("samples", was, now))
+    # A seed alone may have changed the digest: images are varied by it.
+    if not settings and (was.get("content") != now.get("content") or not found):
+        settings.append("the content of the data")
+    return found + settings
+
+
+def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name}: was {was.get(name)}, is {now.get(name)}"
+
+
+def _content(dataset: Dataset) -> str:
+    """Return a hash of a few samples from all over the data."""
+    hashed = hashlib.sha256()
+    places = np.linspace(0, max(0, dataset.num_samples - 1), _NUM_LOOKED_AT)
+    for index in dict.fromkeys(places.round().astype(np.int64).tolist()):
+        if dataset.num_samples:
+            with samples_that_fit():
+                for part in _sample(dataset, index):
+                    hashed.update(part)
+    return hashed.hexdigest()[:16]
+
+
+def _sample(dataset: Dataset, index: int) -> Iterator[bytes]:
+    try:
+        if isinstance(dataset, Stored):
+            yield dataset.stored(index)
+            return
+        for leaf in flatten(read_both(dataset, [index], epoch=0))[0]:
+            if isinstance(leaf, torch.Tensor):
+                yield f"{leaf.dtype}{list(leaf.shape)}".encode()
+                # As bytes: NumPy lacks some of torch's types.
+                yield leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            else:
+                yield repr(leaf).encode()
+    except CorruptSampleError:
+        yield b"corrupt"

@@ -1,0 +1,157 @@
+"""Images varied at random, by a published key: the same on every layout and in every reader.
+
+Draw d of sample i in epoch e of a run with ``train.seed`` s is::
+
+    uniform(s, e, i, d) = (words(5, s, e, i, d) >> 11) / 2**53        in [0, 1)
+
+where ``words`` is `gpipe_hpc.data.hashing.hash_words`. Which draw is used for what is
+said at each kind.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from gpipe_hpc.data.hashing import hash_words
+
+Pixels = npt.NDArray[np.uint8]
+"""[images, channels, height, width]"""
+Draws = npt.NDArray[np.float64]
+
+_STREAM: Final = 5  # apart from the sampler's and those of synthetic samples
+
+
+def uniform(seed: int, epoch: int, indices: npt.NDArray[np.uint64], num_draws: int) -> Draws:
+    """Return the draws of each sample, [len(indices), num_draws], in [0, 1)."""
+    draws = np.arange(num_draws, dtype=np.uint64)
+    words = hash_words(_STREAM, seed, epoch, indices[:, None], draws)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+class Shift(Protocol):
+    """What is done to stored images in training."""
+
+    @property
+    def num_draws(self) -> int:
+        """Return how many draws it uses for an image."""
+        ...
+
+    def apply(self, images: Pixels, draws: Draws) -> Pixels:
+        """Return the images, each varied by its draws."""
+        ...
+
+
+@dataclass(frozen=True)
+class PadCropFlip:
+    """Shift each image by up to `padding` pixels either way, black moving in; mirror half of them.
+
+    Draws: 0 how far down, 1 how far to the right, 2 below one half: mirror left and right, which
+    happens only if `flips`. (He et al., Deep residual learning for image recognition, 2015, 4.2.)
+    """
+
+    padding: int
+    flips: bool
+    num_draws: int = 3
+
+    def apply(self, images: Pixels, draws: Draws) -> Pixels:
+        """Return the images, each varied by its draws."""
+        pad, (height, width) = self.padding, images.shape[2:]
+        padded = np.pad(images, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+        tops, lefts = np.floor(draws[:, :2] * (2 * pad + 1)).astype(int).T
+        varied = np.empty_like(images)
+        for place, (top, left) in enumerate(zip(tops, lefts, strict=True)):
+            part = padded[place, :, top : top + height, left : left + width]
+            varied[place] = part[..., ::-1] if self.flips and draws[place, 2] < 0.5 else part
+        return varied
+
+
+class Box(NamedTuple):
+    """A part of an image, in its pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+class Crop(Protocol):
+    """Which part of a decoded image becomes the sample."""
+
+    @property
+    def num_draws(self) -> int:
+        """Return how many draws it uses for an image."""
+        ...
+
+    def box(self, width: int, height: int, draws: Draws) -> Box:
+        """Return the part of an image of this size."""
+        ...
+
+    def flips(self, draws: Draws) -> bool:
+        """Say whether to mirror it."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop:
+    """A part of random area and shape, mirrored half of the time.
+
+    (Szegedy et al., Going deeper with convolutions, 2014, section 6, as torchvision does it.) Try t
+    of 10 takes draws 4t to 4t+3: the share of the area from `min_area` to 1; the ratio of width to
+    height, logarithmically from 3/4 to 4/3; how far down; how far to the right. The first part that
+    fits is taken, or else the largest one in the middle whose ratio is within the bounds. Draw 40
+    below one half: mirror left and right.
+    """
+
+    min_area: float
+    num_draws: int = 41
+
+    def box(self, width: int, height: int, draws: Draws) -> Box:
+        """Return the part of an image of this size."""
+        for share, shape, down, right in draws[:40].reshape(10, 4):
+            area = width * height * (self.min_area + share * (1 - self.min_area))
+            ratio = math.exp((2 * shape - 1) * math.log(4 / 3))
+            wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < wide <= width and 0 < high <= height:
+                left = math.floor(right * (width - wide + 1))
+                top = math.floor(down * (height - high + 1))
+                return Box(left, top, left + wide, top + high)
+        return _middle(width, height, min(width, height * 4 / 3), min(height, width * 4 / 3))
+
+    def flips(self, draws: Draws) -> bool:
+        """Say whether to mirror it."""
+        return bool(draws[40] < 0.5)
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """The middle `height` x `width` pixels of the image once its shorter side is `resize` long."""
+
+    height: int
+    width: int
+    resize: int
+    num_draws: int = 0
+
+    def box(self, width: int, height: int, draws: Draws) -> Box:
+        """Return the part of an image of this size."""
+        scale = min(width, height) / self.resize
+        return _middle(width, height, self.width * scale, self.height * scale)
+
+    def flips(self, draws: Draws) -> bool:
+        """Return False."""
+        return False
+
+
+def cut(image: Image.Image, box: Box, height: int, width: int, flip: bool) -> Image.Image:
+    """Return a part of an image, scaled to `height` x `width` (bilinear, with antialiasing)."""
+    part = image.resize((width, height), Image.Resampling.BILINEAR, box=box)
+    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else part
+
+
+def _middle(width: int, height: int, wide: float, high: float) -> Box:
+    left, top = (width - wide) / 2, (height - high) / 2
+    # Rounding must not lead past the edges: Pillow refuses such a box.
+    return Box(max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height))

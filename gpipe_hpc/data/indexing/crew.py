@@ -1,0 +1,172 @@
+"""Tasks of indexing done by several processes, or by this one where they are small.
+
+Processes of their own, not forks: a copy of one that computes on several threads, and holds the
+connections of a rank, may lock up or keep them open.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import gpipe_hpc
+from gpipe_hpc.data.indexing.parts import Part, read_part
+from gpipe_hpc.data.indexing.worker import do
+from gpipe_hpc.device.cores.given import given_cpus
+from gpipe_hpc.errors import DataError
+
+log = logging.getLogger("gpipe_hpc.train")
+
+_WORTH_PROCESSES: Final = 2**26  # bytes; less is done before a process has started
+_MOST_PROCESSES: Final = 32
+_SAY_EVERY_S: Final = 5.0
+
+
+class Task(NamedTuple):
+    """What a process is to do (`worker.do`), for which file, and how many bytes that is."""
+
+    words: dict[str, Any]
+    path: Path
+    num_bytes: int
+
+
+def in_order(tasks: Sequence[Task]) -> Iterator[Part]:
+    """Yield what each task finds, in their order; raises OSError for what cannot be read.
+
+    Says every few seconds how far it is.
+    """
+    progress = Progress(sum(task.num_bytes for task in tasks))
+    num_processes = min(_MOST_PROCESSES, len(given_cpus() or {0}), len(tasks))
+    if progress.total_bytes < _WORTH_PROCESSES or num_processes < 2:
+        for task in tasks:
+            try:
+                part = do(task.words)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(task.path)) from error
+            progress.add(task.num_bytes)
+            yield part
+        return
+    crew = _Crew(tasks, progress)
+    try:
+        crew.start(num_processes)
+        for number, task in enumerate(tasks):
+            part = crew.take(number)
+            if "error" in part.facts:
+                raise OSError(part.facts["errno"], part.facts["error"], str(task.path))
+            yield part
+    finally:
+        crew.stop()
+
+
+class Progress:
+    """How many bytes are done of how many, logged every few seconds."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._done_bytes = 0
+        self._began_s = self._said_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """Count what was done."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._done_bytes += num_bytes
+            if now_s - self._said_s < _SAY_EVERY_S:
+                return
+            self._said_s = now_s
+            done, per_s = self._done_bytes, self._done_bytes / (now_s - self._began_s)
+        log.info(
+            "indexing data: %.1f of %.1f GB, %.0f MB/s, %.0f s left",
+            done / 1e9,
+            self.total_bytes / 1e9,
+            per_s / 1e6,
+            (self.total_bytes - done) / max(1.0, per_s),
+        )
+
+
+class _Crew:
+    """Processes and, for each, a thread that gives it tasks.
+
+    The threads are daemons: whoever ends this process need not wait for them.
+    """
+
+    def __init__(self, tasks: Sequence[Task], progress: Progress) -> None:
+        self._tasks, self._progress = tasks, progress
+        self._left = iter(range(len(tasks)))
+        self._parts: dict[int, Part | BaseException] = {}
+        self._changed = threading.Condition()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._stopped = False
+
+    def start(self, num_processes: int) -> None:
+        package = Path(gpipe_hpc.__file__).parents[1]
+        inherited = os.environ.get("PYTHONPATH")
+        path = f"{package}{os.pathsep}{inherited}" if inherited else str(package)
+        for number in range(num_processes):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "gpipe_hpc.data.indexing.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                process_group=0,  # Ctrl-C is for this process, which ends them
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            )
+            self._processes.append(process)
+            name = f"indexing{number}"
+            threading.Thread(target=self._serve, args=(process,), name=name, daemon=True).start()
+
+    def take(self, number: int) -> Part:
+        """Return what a task found, once it is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._parts)
+            part = self._parts.pop(number)
+        if isinstance(part, BaseException):
+            raise part
+        return part
+
+    def stop(self) -> None:
+        """End the processes; those that were done first end by themselves."""
+        with self._changed:
+            self._stopped = True
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                # What could not be sent to a process that is gone is not missed.
+                with contextlib.suppress(OSError):
+                    assert stream is not None, "both are pipes"
+                    stream.close()
+
+    def _serve(self, process: subprocess.Popen[bytes]) -> None:
+        tasks, parts = process.stdin, process.stdout
+        assert tasks is not None and parts is not None, "both are pipes"
+        while True:
+            with self._changed:
+                number = None if self._stopped else next(self._left, None)
+            if number is None:
+                return
+            task = self._tasks[number]
+            found: Part | BaseException
+            try:
+                tasks.write(json.dumps(task.words).encode() + b"\n")
+                tasks.flush()
+                found = read_part(parts)
+            except (OSError, EOFError, ValueError) as error:
+                found = DataError(
+                    f"data: a process that indexes {task.path} has ended, expected what is in it, "
+                    f"got {type(error).__name__}: {error} (exit code {process.poll()}); look at "
+                    f"its messages, and whether the machine has memory left"
+                )
+            self._progress.add(task.num_bytes)
+            with self._changed:
+                self._parts[number] = found
+                self._changed.notify_all()
+            if isinstance(found, BaseException):
+                return

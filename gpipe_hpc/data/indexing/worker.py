@@ -1,0 +1,35 @@
+"""A process that indexes: reads tasks, a line of JSON each, and writes what it found."""
+
+import json
+import sys
+from typing import Any, BinaryIO
+
+from gpipe_hpc.data.indexing.lines import scan_lines
+from gpipe_hpc.data.indexing.parts import Part, write_part
+from gpipe_hpc.data.indexing.tar import scan_tar
+from gpipe_hpc.device.cores.given import go_everywhere
+
+
+def do(task: dict[str, Any]) -> Part:
+    """Return what a task finds; raises OSError for a file that cannot be read."""
+    match task:
+        case {"scan": "lines", **keywords}:
+            return scan_lines(**keywords)
+        case {"scan": "tar", **keywords}:
+            return scan_tar(**keywords)
+    raise ValueError(f"unknown task {task}")
+
+
+def serve(tasks: BinaryIO, parts: BinaryIO) -> None:
+    """Do tasks until there are no more; what the system refuses is told as a fact."""
+    for line in tasks:
+        try:
+            part = do(json.loads(line))
+        except OSError as error:
+            part = Part({}, {"errno": error.errno, "error": error.strerror or str(error)})
+        write_part(parts, part)
+
+
+if __name__ == "__main__":
+    go_everywhere()
+    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,1 @@
+"""Devices: CPU and accelerators, cores and their threads, memory of the host."""

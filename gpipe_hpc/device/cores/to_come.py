@@ -1,0 +1,68 @@
+"""What a rank of a run to come will compute with on a host like this one."""
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from gpipe_hpc.device.cores.choice import Asked, share_out
+from gpipe_hpc.device.cores.given import given_cpus, user_chose_threads
+from gpipe_hpc.device.cores.machine import allowed_cpus, cores_with, tightest_quota
+
+
+class Share(NamedTuple):
+    """So many threads of torch's operators, while so many other ranks of the host compute."""
+
+    num_threads: int
+    num_others: int
+
+    def __str__(self) -> str:
+        """Say how layers are run that are to take as long as on a rank."""
+        threads = f"on {self.num_threads} thread{'s' * (self.num_threads > 1)}"
+        if not self.num_others:
+            return threads
+        others = "another process computes" if self.num_others == 1 else "others compute"
+        number = "" if self.num_others == 1 else f"{self.num_others} "
+        return f"{threads} while {number}{others}"
+
+
+def share_to_come(num_ranks: int, num_threads: str | int | None, *, binds: bool = True) -> Share:
+    """Return what each of so many ranks of this host will have, as `bind` shares it out.
+
+    `num_threads`: as `bind` takes it. `binds`: whether it will keep ranks on cores of their own.
+    Others compute at once as far as there are cores for them.
+    """
+    wish = wished_threads(num_threads)
+    given = given_cpus()
+    if given is None:
+        own, num_cores = wish or torch.get_num_threads(), os.cpu_count() or 1
+    else:
+        quota, cores = tightest_quota(), cores_with(given)
+        lots = share_out(cores, [Asked(given, None, quota, wish)] * num_ranks, binds=binds)
+        own = min(lots[0].num_threads)
+        num_cores = sum(bool(core.cpus & given) for core in cores)
+        if quota is not None:
+            num_cores = min(num_cores, max(1, int(quota.num_cpus)))
+    return Share(own, max(1, min(num_ranks, num_cores // own)) - 1)
+
+
+def share_of_bound(num_ranks: int) -> Share:
+    """Return what this rank has, which has bound itself, as others of its host do beside it.
+
+    `num_ranks`: of the host. Others are those on the cores that this process has left to them; none
+    where a launcher has given each rank its own.
+    """
+    given, own = given_cpus(), allowed_cpus()
+    left = frozenset[int]() if given is None or own is None else given - own
+    num_cores = sum(bool(core.cpus & left) for core in cores_with(left)) if left else 0
+    num_threads = torch.get_num_threads()
+    return Share(num_threads, min(num_ranks - 1, num_cores // num_threads))
+
+
+def wished_threads(num_threads: str | int | None) -> int | None:
+    """Return the threads that settings or the user name; None: as many as a rank has cores."""
+    if isinstance(num_threads, int):
+        return num_threads
+    if num_threads == "auto" and not user_chose_threads():
+        return None
+    return torch.get_num_threads()

@@ -1,6 +1,0 @@
-"""Pictures of timelines: text, SVG, PNG, one HTML page, Chrome trace events. Pure Python."""
-
-from gpipe_hpc.drawing.svg import draw_svg
-from gpipe_hpc.drawing.text import draw_text
-
-__all__ = ["draw_svg", "draw_text"]

@@ -1,0 +1,282 @@
+"""What would make a step faster: other settings, laid out and simulated for what a run measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.models import Layer, stage_layers
+from gpipe_hpc.planner.costs.counted import ModelCount
+from gpipe_hpc.planner.costs.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planner.cutting.partition import Partition
+from gpipe_hpc.planner.forecast import forecast
+from gpipe_hpc.planner.layout import Layout, lay_out
+from gpipe_hpc.planner.memory.by_rank import excess_bytes
+from gpipe_hpc.planner.ordering import is_simulated, shared_by
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.schedule import Op, Timeline, mean_costs, mean_forwards, num_stages, simulate
+from gpipe_hpc.schedule.families.rerouted import ORDERS
+from gpipe_hpc.schedule.table.placements import copies_in_rows
+
+_LEAST_GAIN: Final = 0.02  # of the time in the pipeline; less is within what runs differ by
+MOST_ACTIONS: Final = 50_000  # of a table: of larger ones nothing is said, as it would take minutes
+_SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
+    ("gpipe", MappingProxyType({})),
+    ("one_f_one_b", MappingProxyType({})),
+    ("interleaved", MappingProxyType({"stages_per_rank": 2})),
+    ("zb_h1", MappingProxyType({})),
+    ("zb_h2", MappingProxyType({})),
+    ("zb_v", MappingProxyType({})),
+    ("dualpipe_v", MappingProxyType({})),
+)
+_SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "dualpipe_v"})
+"""Those whose gain is in weight gradients that wait."""
+
+
+class Advice(NamedTuple):
+    """Settings as on the command line, and what they bring.
+
+    `gain`: the share of the time in the pipeline that they save. `more_bytes`: how much more memory
+    the fullest rank then needs, as planned; less than 0: less; None where not planned. `assumes`:
+    what the simulation takes for granted, if that is much. `without`: settings of the run that are
+    to be left out.
+    """
+
+    settings: str
+    gain: float
+    more_bytes: int | None = None
+    assumes: str = ""
+    without: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return it in one line: ``pipeline.schedule=one_f_one_b: -7 %``."""
+        left_out = f" (without {', '.join(self.without)})" if self.without else ""
+        return f"{self.settings}{left_out}: {-100 * self.gain:.0f} % of the time in the pipeline"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A gauge of figures that are there: what layers took in a run, and what was counted."""
+
+    layers: Sequence[Layer]
+    times: tuple[LayerTimes, ...]
+    count: ModelCount
+    measure: str = MEASURED
+
+
+def advise(
+    request: Request,
+    layout: Layout,
+    gauge: Known,
+    *,
+    measured_s: float = 0.0,
+    shares: Sequence[float] = (),
+    limits: Sequence[float] | None = None,
+    finer: int | None = None,
+    most_actions: int = MOST_ACTIONS,
+) -> list[Advice]:
+    """Return what would save time on the same ranks, the most first; the training stays the same.
+
+    Other orders of the work, another cut, no recomputation, more micro-batches: each by itself,
+    unless some rank then needs more than it may fill, its one of `limits`. One rank alone can only
+    recompute less. `finer`: what pipeline.microbatches would be for twice as many micro-batches;
+    None where there are too few samples. Both the layout that ran and the others are simulated for
+    the gauge's times, with free transfers; what is saved so is told as a share of `measured_s`, the
+    time in the pipeline with transfers and all else. `shares`: how large the micro-batches are;
+    nothing runs for empty ones, and the gauge's times are the mean of the others. Nothing is said
+    of a table of more than `most_actions`; a thousand of them take half a second.
+    """
+    if sum(map(len, layout.schedule.ranks)) > most_actions or request.recompute == "budget":
+        return []
+    present = tuple(float(share > 0) for share in shares)
+    before = _Trial.of(request, layout, gauge, present)
+    whole_s = max(measured_s, before.pipeline_s)
+    found = []
+    for settings, other, its_gauge, assumes in _others(request, layout, gauge, finer):
+        try:
+            of_finer = other.microbatches != request.microbatches
+            laid_out = lay_out(other, its_gauge)
+            after = _Trial.of(other, laid_out, its_gauge, () if of_finer else present)
+        except GpipeError:
+            continue  # not for these numbers of ranks, layers and micro-batches
+        gain = (before.pipeline_s - after.pipeline_s) / whole_s if whole_s else 0.0
+        if _is_by_hand(request) and len(laid_out.partition.counts) != len(layout.partition.counts):
+            settings += f" {_cut_words(laid_out.partition)}"
+        more_bytes = None if assumes else max(after.held_bytes) - max(before.held_bytes)
+        is_too_much = excess_bytes(after.held_bytes, limits) > 0
+        if gain >= _LEAST_GAIN and not (is_too_much and more_bytes):
+            left_out = _left_out(request, other)
+            found.append(Advice(settings, gain, more_bytes, assumes, left_out))
+    # Of what saves as much to a hundredth, first what needs less memory.
+    return sorted(found, key=lambda each: (-round(each.gain, 2), each.more_bytes or 0))
+
+
+class _Trial(NamedTuple):
+    """A layout as simulated, and what each rank is planned to hold."""
+
+    pipeline_s: float
+    held_bytes: list[int]
+
+    @classmethod
+    def of(
+        cls, request: Request, layout: Layout, gauge: Known, present: Sequence[float]
+    ) -> "_Trial":
+        kept = layout.partition
+        costs = Partition(
+            kept.counts, (), MEASURED, gauge.times, kept.paces, kept.rank_paces
+        ).stage_costs(layout.recomputed)
+        assert costs is not None, "the times are known"
+        foreseen = forecast(
+            gauge.count,
+            layout.partition.counts,
+            layout.schedule,
+            request.kept_states,
+            layout.recomputed,
+            present,
+            layout.sharing,
+        )
+        held = [rank.total_bytes for rank in foreseen.ranks]
+        costs = replace(costs, shares=present)
+        return cls(simulate(layout.schedule, costs).makespan, held)
+
+
+_Other = tuple[str, Request, Known, str]
+
+
+def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -> Iterator[_Other]:
+    """Yield settings to try, the request with them, what it is tried on, and what that assumes."""
+    kept = layout.partition
+    same_cut = replace(request, partition=kept)
+    if any(action.op is Op.R for row in layout.schedule.ranks for action in row):
+        yield "pipeline.recompute=never", replace(same_cut, recompute="never"), gauge, ""
+    if layout.schedule.num_ranks == 1:
+        return
+    took = tuple(each.forward + each.backward for each in gauge.times)
+    cut = kept._replace(
+        counts=(), costs=took, measure=MEASURED, times=gauge.times, is_open=False, made_on=""
+    )
+    anew = cut.cut_anew(len(kept.counts), shared_by(request))
+    if is_simulated(request, kept):
+        anew = _laid_out(replace(request, partition=anew._replace(is_open=True)), gauge, anew)
+    if anew.counts != kept.counts:
+        yield _cut_words(anew), replace(request, partition=anew), gauge, ""
+    # A cut by hand is for its number of stages; for another one it would be refused.
+    own_cut = cut if _is_by_hand(request) else kept
+    if copies_in_rows(layout.schedule.placement) is not None:
+        yield from _other_orders(same_cut, gauge)
+        return
+    for name, options in _SCHEDULES:
+        if (name, dict(options)) == (layout.schedule.name, request.options):
+            continue
+        if request.compile and name in _SPLITTING:
+            continue  # compiled layers make weight gradients together with those of inputs
+        words = [f"pipeline.schedule={name}"]
+        words += [f"pipeline.options.{key}={value}" for key, value in options.items()]
+        fits = num_stages(
+            name, ranks=layout.schedule.num_ranks, microbatches=request.microbatches, **options
+        ) == len(kept.counts)
+        other = replace(
+            request,
+            partition=kept if fits else own_cut,
+            schedule=name,
+            schedule_options=dict(options),
+        )
+        yield " ".join(words), other, gauge, ""
+    if finer is None:
+        return
+    halves = tuple(LayerTimes(*(part / 2 for part in each)) for each in gauge.times)
+    yield (
+        f"pipeline.microbatches={finer}",
+        replace(same_cut, microbatches=2 * request.microbatches),
+        replace(gauge, times=halves),
+        "that half a micro-batch takes half the time",
+    )
+
+
+def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
+    """Yield the other orders of rows with holes, by the schedules that a user names."""
+    kept = {name: value for name, value in request.options.items() if name == "stages"}
+    for order in ORDERS:
+        if request.options.get("order") == order or (request.compile and order in _SPLITTING):
+            continue
+        asked = {**kept, "order": order}
+        other = replace(request, schedule="rerouted", schedule_options=asked)
+        yield f"pipeline.schedule={order}", other, gauge, ""
+
+
+def _left_out(request: Request, other: Request) -> tuple[str, ...]:
+    """Return the options of the run's schedule that another one does not take."""
+    if other.schedule == request.schedule or other.schedule == "rerouted":
+        return ()
+    return tuple(f"pipeline.options.{key}" for key in request.options if key not in other.options)
+
+
+def _is_by_hand(request: Request) -> bool:
+    """Say whether the user has given the layers of each stage."""
+    return not isinstance(request.partition, str | Partition)
+
+
+def _laid_out(request: Request, gauge: Known, otherwise: Partition) -> Partition:
+    """Return the cut that a layout takes; `otherwise`, where there is none."""
+    try:
+        return lay_out(request, gauge).partition
+    except GpipeError:
+        return otherwise
+
+
+def _cut_words(partition: Partition) -> str:
+    return f"pipeline.partition=[{','.join(map(str, partition.counts))}]"
+
+
+def layer_times(
+    timeline: Timeline,
+    counts: Sequence[int],
+    basis: Sequence[LayerTimes],
+    paces: Sequence[float] = (),
+) -> tuple[LayerTimes, ...]:
+    """Return what each layer took in a measured step; on a slow rank, would have on rank 0.
+
+    What each op of a stage took is spread over its layers as `basis` says, which may be of any
+    unit: measured alone, or counted; `paces` are those of stages. Halves of a backward that was not
+    split are as in the basis.
+    """
+    costs = mean_costs(timeline)
+    measured = {op: costs.of_compute(op, timeline.num_stages) for op in (Op.B, Op.I, Op.W)}
+    kept_took, bare_took = mean_forwards(timeline)
+    times: list[LayerTimes] = []
+    for stage, span in enumerate(stage_layers(counts)):
+        own = [basis[layer] for layer in span]
+        pace = paces[stage] if paces else 1.0
+        took = {op: seconds[stage] / pace for op, seconds in measured.items()}
+        kept_s, bare_s = _both_forwards(kept_took[stage], bare_took[stage], own)
+        forward = _spread(kept_s / pace, [each.forward for each in own])
+        bare = _spread(bare_s / pace, [each.bare_forward for each in own])
+        backward = _spread(took[Op.B] or took[Op.I] + took[Op.W], [each.backward for each in own])
+        for each, ahead, alone, back in zip(own, forward, bare, backward, strict=True):
+            # Measured apart, while others had the machine, too: a half may be above the whole.
+            share = min(1.0, each.of_input / each.backward) if each.backward else 0.5
+            times.append(LayerTimes(ahead, back, share * back, (1 - share) * back, alone))
+    return tuple(times)
+
+
+def _both_forwards(
+    kept: float | None, bare: float | None, basis: Sequence[LayerTimes]
+) -> tuple[float, float]:
+    """Return what forwards of a stage take with and without a graph; what was not seen by basis."""
+    with_graph, without = sum(each.forward for each in basis), sum(e.bare_forward for e in basis)
+    ratio = without / with_graph if with_graph and without else 1.0
+    if kept is None and bare is None:
+        return 0.0, 0.0
+    if kept is None:
+        assert bare is not None, "one of them was seen"
+        return bare / ratio, bare
+    return kept, kept * ratio if bare is None else bare
+
+
+def _spread(total: float, weights: Sequence[float]) -> list[float]:
+    """Share a total out by weights, evenly where they say nothing."""
+    whole = sum(weights)
+    if not whole:
+        return [total / len(weights) for _ in weights]
+    return [total * weight / whole for weight in weights]

@@ -1,0 +1,101 @@
+"""One choice for each of several stages that share the memory of ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from gpipe_hpc.planner.budget.one_stage import Choices, Indices, Integers, thinned, undominated
+
+MAX_SELECTIONS: Final = 2048
+"""Most partial selections that are followed; all of them, where there are no more."""
+
+_MAX_PICKS: Final = 512  # of a stage among several, of those that fit at all
+
+
+class Limit(NamedTuple):
+    """At one time of a rank: what its stages keep, and leave behind R, within `room` bytes.
+
+    By stage: the micro-batches that are still to be recomputed, and that are already.
+    """
+
+    rank: int
+    kept: Mapping[int, int]
+    full: Mapping[int, int]
+    room: float
+
+    def used(self, stage: int, choices: Choices) -> Integers:
+        """Return the bytes that each choice of a stage uses of the room."""
+        kept, full = self.kept.get(stage, 0), self.full.get(stage, 0)
+        return choices.kept_bytes * kept + choices.full_bytes * full
+
+
+def select(
+    choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
+) -> dict[int, int] | None:
+    """Return the number of the choice of each stage: the cheapest selection within all limits.
+
+    A stage's cost counts as often as it is run again. None: no selection is within the limits.
+    """
+    stages = list(choices)
+    uses = {
+        stage: np.stack([limit.used(stage, choices[stage]) for limit in limits], axis=1)
+        for stage in stages
+    }
+    room = np.array([limit.room for limit in limits])
+    used = np.zeros((1, len(limits)), dtype=np.int64)
+    costs = np.zeros(1, dtype=np.int64)
+    trail: list[tuple[Indices, Indices]] = []
+    least = {stage: uses[stage].min(axis=0) for stage in stages}
+    rest = whole = np.stack(list(least.values())).sum(axis=0)
+    for stage in stages:
+        own = choices[stage]
+        others = whole - least[stage]
+        picks = np.flatnonzero((uses[stage] + others <= room).all(axis=1))
+        if len(stages) > 1:
+            picks = picks[np.argsort(own.kept_bytes[picks], kind="stable")]
+            picks = thinned(picks, _MAX_PICKS)
+        rest = rest - least[stage]
+        used = (used[:, None, :] + uses[stage][picks]).reshape(-1, len(limits))
+        costs = (costs[:, None] + runs[stage] * own.costs[picks]).ravel()
+        places = np.flatnonzero((used + rest <= room).all(axis=1))
+        if not len(places):
+            return None
+        if stage == stages[-1]:
+            places = places[[costs[places].argmin()]]
+        else:
+            places = places[_best(used[places], costs[places])]
+        trail.append((places // len(picks), picks[places % len(picks)]))
+        used, costs = used[places], costs[places]
+    selected: dict[int, int] = {}
+    at = 0
+    for stage, (before, picked) in zip(reversed(stages), reversed(trail), strict=True):
+        selected[stage] = int(picked[at])
+        at = int(before[at])
+    return selected
+
+
+def _best(used: Integers, costs: Integers) -> Indices:
+    """Return the places of the partial selections that no other one beats."""
+    sums = list(used.T)
+    if len(sums) == 1:
+        return thinned(undominated(sums[0], costs), MAX_SELECTIONS)
+    places = np.arange(len(costs))
+    if len(costs) > MAX_SELECTIONS:
+        # Too many to compare each with each: those that are best for one limit, or for the sum.
+        sums.append(used.sum(axis=1))
+        fronts = [thinned(undominated(each, costs), MAX_SELECTIONS // len(sums)) for each in sums]
+        places = np.unique(np.concatenate(fronts))
+    return places[_undominated_rows(np.column_stack([used[places], costs[places]]))]
+
+
+def _undominated_rows(rows: Integers) -> Indices:
+    """Return the places of rows of which no other is as small in all columns."""
+    order = np.lexsort(rows.T)
+    found = np.empty_like(rows)
+    places: list[int] = []
+    for place in order:
+        if not (found[: len(places)] <= rows[place]).all(axis=1).any():
+            found[len(places)] = rows[place]
+            places.append(int(place))
+    return np.array(places, dtype=np.int64)

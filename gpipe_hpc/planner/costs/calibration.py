@@ -1,0 +1,250 @@
+"""What a run measured of its layers under load, and the file that keeps it for the next plan."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import yaml
+
+from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.planner.costs.counted import ModelCount
+from gpipe_hpc.planner.costs.gauges import LayerTimes
+from gpipe_hpc.planner.costs.origin import doubts_of_device
+from gpipe_hpc.planner.costs.prices import (
+    FREE,
+    OLDER_KEY,
+    Measured,
+    Prices,
+    Reader,
+    process_key,
+    told_link,
+    told_prices,
+)
+from gpipe_hpc.schedule import Link
+from gpipe_hpc.yaml_files import read_yaml
+
+_FORMAT: Final = "calibration of gpipe_hpc, "
+_VERSION: Final = 4
+_NO_MEMORY_NAMED: Final = 3  # which did not say in what memory process_bytes are
+_LAYERS_ALONE: Final = 2  # which had no transfers, sums or steps
+_FORWARDS_ALIKE: Final = 1  # which did not tell forwards apart, either
+_REMEDY: Final = "give that of a run of these settings, or leave plan.calibration out"
+_PARTS: Final = LayerTimes._fields
+_OLDER_PARTS: Final = tuple(name for name in _PARTS if name != "bare_forward")
+_ALWAYS: Final = (
+    "device",
+    "device_name",
+    "precision",
+    "hosts",
+    "ranks",
+    "versions",
+    "input_bytes",
+    "model",
+    "layers",
+)
+_BESIDE: Final = ("optimizer", "cores", "prices", "links", "notes")
+_FREE_LINK: Final = Link()
+_LINKS: Final = ("within", "between")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds of each layer for a micro-batch, and on what a run measured them.
+
+    `model`: parameters and forward FLOPs of each layer, for a micro-batch of `input_bytes`.
+    `prices`: what a step took beside its layers. `within`, `between`: what links two ranks of a
+    host, and of two hosts; free where that was not seen. `notes`: what could not be told, and why.
+    """
+
+    device: str
+    device_name: str
+    precision: str
+    hosts: int
+    ranks: int
+    versions: dict[str, str]
+    input_bytes: int
+    model: tuple[tuple[int, int], ...]
+    layers: tuple[LayerTimes, ...]
+    prices: Prices = FREE
+    within: Link = _FREE_LINK
+    between: Link = _FREE_LINK
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_crowded(self) -> bool:
+        """Say whether more ranks than cores shared a host; then all times have that in them."""
+        known = self.prices.measured
+        if known is None or known.device != "cpu":
+            return False
+        return -(-self.ranks // self.hosts) > known.cores
+
+
+def shape_of(count: ModelCount) -> tuple[tuple[int, int], ...]:
+    """Return what tells one model from another: parameters and forward FLOPs of each layer."""
+    return tuple((each.parameters, each.forward_flops) for each in count.layers)
+
+
+def write_calibration(path: Path, found: Calibration) -> None:
+    """Write it in one piece, in the place of what is there."""
+    measured = found.prices.measured
+    assert measured is not None, "what is written was measured"
+    told: dict[str, Any] = {"format": f"{_FORMAT}{_VERSION}"}
+    told |= {name: getattr(found, name) for name in _ALWAYS}
+    told["model"] = [list(each) for each in found.model]
+    told["layers"] = [dict(each._asdict()) for each in found.layers]
+    told["optimizer"], told["cores"] = measured.optimizer, measured.cores
+    told["prices"] = told_prices(found.prices, found.device)
+    told["links"] = {name: told_link(getattr(found, name)) for name in _LINKS}
+    told["notes"] = list(found.notes)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    aside.write_text(
+        "# What layers, transfers, sums and all else of a step took, for plan.calibration\n"
+        + yaml.safe_dump(told, sort_keys=False),
+        "utf-8",
+    )
+    os.replace(aside, path)
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read what `write_calibration` wrote; ConfigError, which names the key, for anything else."""
+    try:
+        read = read_yaml(path)
+    except (OSError, ValueError) as error:
+        remedy = os_remedy(error) if isinstance(error, OSError) else None
+        raise ConfigError(
+            f"plan.calibration: {path} is not readable, expected what a run wrote, got {error}; "
+            f"{remedy or _REMEDY}"
+        ) from None
+    file = _Reader(f"plan.calibration: {path}", _REMEDY)
+    if not isinstance(read, Mapping) or not str(read.get("format", "")).startswith(_FORMAT):
+        file.refuse("format", f"{_FORMAT}{_VERSION}", _shown(read))
+    known = {f"{_FORMAT}{number}": number for number in range(1, _VERSION + 1)}
+    version = known.get(str(read["format"]))
+    if version is None:
+        file.refuse("format", f"version {_VERSION}", f"{read['format']}, of another version")
+    top = file.keys(read, "", "format", *_ALWAYS, *(_BESIDE if version > _LAYERS_ALONE else ()))
+    parts = _OLDER_PARTS if version == _FORWARDS_ALIKE else _PARTS
+    versions = top["versions"]
+    if not isinstance(versions, Mapping):
+        file.refuse("versions", "names with versions", versions)
+    model, layers = file.rows(top, "model"), file.rows(top, "layers")
+    if len(model) != len(layers) or not layers:
+        file.refuse("layers", f"as many as in model, {len(model)}", len(layers))
+    device, name = file.text(top, "device"), file.text(top, "device_name")
+    found = Calibration(
+        device=device,
+        device_name="" if name == device else name,  # CPUs had no names once
+        precision=file.text(top, "precision"),
+        hosts=file.whole(top["hosts"], "hosts"),
+        ranks=file.whole(top["ranks"], "ranks"),
+        input_bytes=file.whole(top["input_bytes"], "input_bytes"),
+        versions={str(name): str(each) for name, each in versions.items()},
+        model=tuple(file.pair(each, f"model[{at}]") for at, each in enumerate(model)),
+        layers=tuple(file.times(each, f"layers[{at}]", parts) for at, each in enumerate(layers)),
+    )
+    if version <= _LAYERS_ALONE:
+        return replace(found, notes=(f"{read['format']}: of an older version, of layers alone",))
+    links = file.keys(top["links"], "links", *_LINKS)
+    measured = Measured(
+        device,
+        found.device_name,
+        file.cores(top["cores"], "cores"),
+        found.precision,
+        file.text(top, "optimizer"),
+    )
+    return replace(
+        found,
+        prices=file.prices(
+            top["prices"],
+            "prices",
+            measured,
+            OLDER_KEY if version <= _NO_MEMORY_NAMED else process_key(device),
+        ),
+        within=file.link(links["within"], "links.within"),
+        between=file.link(links["between"], "links.between"),
+        notes=tuple(map(str, file.rows(top, "notes"))),
+    )
+
+
+def check_calibration(
+    found: Calibration,
+    path: str | Path,
+    count: ModelCount,
+    *,
+    device: str,
+    name: str | None,
+    precision: str,
+) -> list[str]:
+    """Refuse what is of another model, micro-batch, precision or device; return doubts.
+
+    `name`: of this machine's device of that kind, None where it has none.
+    """
+    own = shape_of(count)
+    size = sum(count.inputs.tensors)
+    if len(own) != len(found.model):
+        _mismatch(path, "model", f"{len(own)} layers", f"{len(found.model)}")
+    for at, (mine, its) in enumerate(zip(own, found.model, strict=True)):
+        if mine[0] != its[0]:
+            _mismatch(path, "model", f"{mine[0]} parameters in layers.{at}", str(its[0]))
+    if precision != found.precision:
+        _mismatch(path, "precision", precision, found.precision)
+    if device != found.device:
+        _mismatch(path, "device", device, found.device)
+    if size != found.input_bytes:
+        sizes = f"inputs of {size} bytes", f"{found.input_bytes} bytes"
+        _mismatch(path, "micro-batch", *sizes)
+    if own != found.model:
+        at = next(at for at, pair in enumerate(own) if pair != found.model[at])
+        _mismatch(path, "model", f"{own[at][1]} FLOPs in layers.{at}", str(found.model[at][1]))
+    return doubts_of_device("plan.calibration", path, device, found.device_name, name, _REMEDY)
+
+
+def _mismatch(path: str | Path, what: str, expected: str, got: str) -> NoReturn:
+    raise ConfigError(
+        f"plan.calibration: {path} is of another {what}, expected {expected}, got {got}; {_REMEDY}"
+    )
+
+
+def _shown(read: object) -> object:
+    return read.get("format") if isinstance(read, Mapping) else type(read).__name__
+
+
+class _Reader(Reader):
+    """Reads parts of a calibration; refuses what is not as it should be, by its key."""
+
+    def text(self, read: Mapping[str, Any], name: str) -> str:
+        """Return a text."""
+        if not isinstance(read[name], str):
+            self.refuse(name, "a text", read[name])
+        return str(read[name])
+
+    def whole(self, value: object, key: str) -> int:
+        """Return a whole number of 0 or more."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self.refuse(key, "a whole number of 0 or more", value)
+        return value
+
+    def rows(self, read: Mapping[str, Any], name: str) -> Sequence[Any]:
+        """Return a list."""
+        if not isinstance(read[name], list):
+            self.refuse(name, "a list", read[name])
+        return list(read[name])
+
+    def pair(self, value: object, key: str) -> tuple[int, int]:
+        """Return two whole numbers."""
+        if not isinstance(value, list) or len(value) != 2:
+            self.refuse(key, "parameters and FLOPs", value)
+        return self.whole(value[0], key), self.whole(value[1], key)
+
+    def times(self, value: object, key: str, parts: Sequence[str]) -> LayerTimes:
+        """Return the seconds of a layer, none of them negative; without bare ones as alike."""
+        if not isinstance(value, Mapping) or set(value) != set(parts):
+            self.refuse(key, f"the keys {', '.join(parts)}", value)
+        for name, each in value.items():
+            is_number = isinstance(each, int | float) and not isinstance(each, bool)
+            if not is_number or not 0 <= each < math.inf:
+                self.refuse(f"{key}.{name}", "0 or more seconds", each)
+        return LayerTimes(*(float(value[name if name in parts else "forward"]) for name in _PARTS))

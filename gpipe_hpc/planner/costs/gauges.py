@@ -1,0 +1,178 @@
+"""What the layers of a model cost: measured by running them, or counted without running them."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Protocol
+
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.sums.loss import LossFunction
+from gpipe_hpc.errors import ConfigError, PartitionError
+from gpipe_hpc.models import Layer
+from gpipe_hpc.planner.costs.counted import ModelCount, count_model
+from gpipe_hpc.planner.costs.measured import measure_layers
+from gpipe_hpc.planner.costs.work import Passes
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+MEASURED: Final = "time"
+COUNTED: Final = "FLOPs"
+MEASURED_HERE: Final = "layers measured here"
+
+
+class LayerTimes(NamedTuple):
+    """Of one layer: its forward, its backward, and the two halves of a split backward.
+
+    `bare_forward`: a forward that keeps nothing for a backward, as it will be recomputed.
+    """
+
+    forward: float
+    backward: float
+    of_input: float
+    of_weight: float
+    bare_forward: float
+
+    @classmethod
+    def alike(
+        cls, forward: float, backward: float, of_input: float, of_weight: float
+    ) -> "LayerTimes":
+        """Return times of which a forward takes as long whatever it keeps."""
+        return cls(forward, backward, of_input, of_weight, forward)
+
+
+class Example(NamedTuple):
+    """One micro-batch; `loss_fn(output, targets)` ends it. To count, its shapes are enough."""
+
+    inputs: Any
+    targets: Any
+    loss_fn: LossFunction
+    seed: int
+    device: Device
+
+
+class Gauge(Protocol):
+    """Knows what the layers of a model cost for one micro-batch; finds out what it is asked for.
+
+    `measure`: what its times are, seconds (``time``) or ``FLOPs``.
+    """
+
+    @property
+    def measure(self) -> str:
+        """Return the unit of `times`."""
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """Return the layers of the model."""
+
+    @property
+    def times(self) -> tuple[LayerTimes, ...]:
+        """Return what each layer takes; the loss is part of the last one."""
+
+    @property
+    def count(self) -> ModelCount:
+        """Return the counted FLOPs and bytes of each layer."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Counts on the meta device, where nothing is allocated and nothing runs.
+
+    `shares_casts`: whether a weight is cast to a lower `precision` once a step.
+    """
+
+    layers: Sequence[Layer]
+    example: Example | None
+    precision: str = "float32"
+    shares_casts: bool = True
+    measure: str = COUNTED
+
+    @cached_property
+    def count(self) -> ModelCount:
+        """Return the counted FLOPs and bytes; ConfigError without an example, or ModelError."""
+        if self.example is None:
+            raise ConfigError(
+                "memory_bytes: to keep within it, layers are counted on one micro-batch, expected "
+                "example=(inputs, targets), got none; pass it, or leave out memory_bytes and "
+                "recompute='budget'"
+            )
+        return count_model(
+            self.layers,
+            self.example.inputs,
+            self.example.targets,
+            self.example.loss_fn,
+            device_type=self.example.device.type,
+            precision=self.precision,
+            shares_casts=self.shares_casts,
+            library_bytes=self.example.device.library_bytes,
+        )
+
+    @cached_property
+    def times(self) -> tuple[LayerTimes, ...]:
+        """Return the FLOPs of each layer."""
+        flops = [[work.flops for work in (*each, each.of_weight)] for each in work_of(self.count)]
+        return tuple(LayerTimes.alike(*parts) for parts in flops)
+
+
+def work_of(count: ModelCount) -> tuple[Passes, ...]:
+    """Return the work of each layer; the loss is part of the last one."""
+    works = [each.work for each in count.layers]
+    if count.loss is not None:
+        works[-1] = Passes.together([works[-1], count.loss.work])
+    return tuple(works)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Runs the layers of what it counts, here and now, and takes their seconds.
+
+    `around` is entered while they run. `how`: how they run then, in words.
+    """
+
+    counted: Counted
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    how: str = MEASURED_HERE
+    measure: str = MEASURED
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """Return the layers of the model."""
+        return self.counted.layers
+
+    @property
+    def count(self) -> ModelCount:
+        """Return the counted FLOPs and bytes."""
+        return self.counted.count
+
+    @cached_property
+    def times(self) -> tuple[LayerTimes, ...]:
+        """Return the seconds of each layer; PartitionError without an example, or ModelError."""
+        example = self.counted.example
+        if example is None:
+            raise PartitionError(
+                "partition: 'time' measures layers on one micro-batch, expected example=(inputs, "
+                "targets), got none; pass it, or use partition='parameters'"
+            )
+        log.info("timing %d layers on one micro-batch ...", len(self.layers))
+        began_s = time.perf_counter()
+        shared = self.counted.shares_casts
+        casts = casting(self.counted.precision, example.device, shared=shared)
+        with self.around(), casts:
+            measured = measure_layers(
+                self.layers,
+                example.inputs,
+                example.targets,
+                example.loss_fn,
+                seed=example.seed,
+                device=example.device,
+            )
+        log.info("timed the layers in %.1f s", time.perf_counter() - began_s)
+        return tuple(
+            LayerTimes(
+                each.forward_s, each.backward_s, each.input_s, each.weight_s, each.bare_forward_s
+            )
+            for each in measured
+        )

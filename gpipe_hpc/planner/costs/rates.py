@@ -1,0 +1,158 @@
+"""How fast a device does work of each kind: given, or measured here in a fraction of a second."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.planner.costs.work import Work, WorkCounter
+from gpipe_hpc.units import bytes_text, flops_text
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOPs a second of products, convolutions and attention; bytes a second of all else.
+
+    `moved_bytes`: infinite where that is not known; then all else takes no time.
+    """
+
+    products: float
+    convolutions: float
+    attention: float
+    moved_bytes: float = inf
+
+    @classmethod
+    def alike(cls, flops_per_s: float, bytes_per_s: float | None = None) -> "Rates":
+        """Return the same rate for all that has FLOPs."""
+        return cls(flops_per_s, flops_per_s, flops_per_s, bytes_per_s or inf)
+
+    def seconds(self, work: Work) -> float:
+        """Return how long work takes."""
+        return (
+            work.products / self.products
+            + work.convolutions / self.convolutions
+            + work.attention / self.attention
+            + work.moved_bytes / self.moved_bytes
+        )
+
+    def text(self) -> str:
+        """Say how fast a rank is."""
+        told = f"{flops_text(self.products)}/s a rank"
+        if len({self.products, self.convolutions, self.attention}) > 1:
+            told += (
+                f" in matrix products, {flops_text(self.convolutions)}/s in convolutions, "
+                f"{flops_text(self.attention)}/s in attention"
+            )
+        if self.moved_bytes < inf:
+            told += f", {bytes_text(self.moved_bytes)}/s read and written by all else"
+        return told
+
+
+_REPEATS: Final = 5
+_LIMIT_S: Final = 0.5  # of each kind
+_COPIED: Final = 2**26  # bytes
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Shapes of the work of each kind: about those of layers of models that a device can train."""
+
+    rows: int
+    width: int
+    images: int
+    sequences: int
+    length: int
+    elements: int
+
+
+_OF_CPUS: Final = _Probe(256, 256, 2, 2, 128, 2**20)
+_OF_ACCELERATORS: Final = _Probe(8192, 2048, 64, 16, 1024, 2**26)
+
+
+def measured_rates(device: Device, precision: str, clock: Clock | None = None) -> Rates:
+    """Return how fast a device computes forwards and backwards of each kind.
+
+    Products: of a linear layer that widens by four. Convolutions: 3 x 3 over 64 channels of images
+    of 28 x 28. Attention: causal, four heads of 64. All else: a GELU, a normalisation and a sum.
+    The median of several repeats counts, without the first: a step's work takes its usual time.
+    No random numbers are drawn.
+    """
+    clock, probe = clock or Clock(), _OF_ACCELERATORS if device.is_accelerator else _OF_CPUS
+    rates = {}
+    for kind, work in _works(device, probe).items():
+        with casting(precision, device), torch.enable_grad(), WorkCounter() as counter:
+            work()
+        amount = getattr(counter.so_far(), kind)
+        with casting(precision, device), torch.enable_grad():
+            rates[kind] = amount / _median_s(work, device, clock)
+    return Rates(**rates)
+
+
+def host_copy_rate(device: Device, clock: Clock | None = None) -> float | None:
+    """Return the bytes a second that an accelerator copies to pinned memory of its host.
+
+    None on a CPU, which has no memory apart.
+    """
+    if not device.is_accelerator:
+        return None
+    own = device.bring(torch.zeros(_COPIED, dtype=torch.uint8))
+    host = device.pinned(own.shape, own.dtype)
+    return _COPIED / _median_s(lambda: device.fetch_into(host, own), device, clock or Clock())
+
+
+def _median_s(work: Callable[[], None], device: Device, clock: Clock) -> float:
+    times: list[float] = []
+    began_s = clock.now()
+    while len(times) < 2 or (len(times) < _REPEATS and clock.now() - began_s < _LIMIT_S):
+        times.append(clock.timed(work, device)[1])
+    return median(times[1:])
+
+
+def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:
+    """Return what does work of each kind, by the field of `Work` and of `Rates`."""
+    rows, matrix = (
+        _ramp(device, probe.rows, probe.width),
+        _ramp(device, 4 * probe.width, probe.width),
+    )
+    images, kernels = _ramp(device, probe.images, 64, 28, 28), _ramp(device, 64, 64, 3, 3)
+    query, key, value = (_ramp(device, probe.sequences, 4, probe.length, 64) for _ in range(3))
+    numbers = _ramp(device, probe.elements // 1024, 1024)
+
+    def products() -> None:
+        _there_and_back(functional.linear(rows, matrix), (rows, matrix))
+
+    def convolutions() -> None:
+        _there_and_back(functional.conv2d(images, kernels, padding=1), (images, kernels))
+
+    def attention() -> None:
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        _there_and_back(seen, (query, key, value))
+
+    def moved_bytes() -> None:
+        hidden = functional.layer_norm(functional.gelu(numbers), (1024,))
+        _there_and_back(numbers + hidden, (numbers,))
+
+    return {
+        "products": products,
+        "convolutions": convolutions,
+        "attention": attention,
+        "moved_bytes": moved_bytes,
+    }
+
+
+def _there_and_back(output: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
+    torch.autograd.grad(output, given, torch.ones_like(output))
+
+
+def _ramp(device: Device, *shape: int) -> torch.Tensor:
+    """Return small numbers of both signs, the same on every rank, for which gradients are made."""
+    count = torch.Size(shape).numel()
+    numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)
+    return device.bring(numbers.view(shape)).requires_grad_()

@@ -1,0 +1,108 @@
+"""How fast ranks are, one compared with another: each times the same small piece of work."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.units import ranges_text
+
+ALIKE_WITHIN: Final = 1.15
+"""Ranks that take up to so many times as long as the fastest of them count as equally fast."""
+
+_WIDTH: Final = 512
+_ROWS: Final = 64  # on a CPU; a core takes about 20 ms
+_ROWS_OF_ACCELERATORS: Final = 8192
+_REPEATS: Final = 8
+_LIMIT_S: Final = 2.0
+
+
+def seconds_of_work(device: Device, precision: str, clock: Clock | None = None) -> float:
+    """Return the seconds that a device needs for a block of a transformer without its attention.
+
+    Two matrix products, a GELU and a normalisation, forward and backward: the least of several
+    repeats, the first of which is left out. No random numbers are drawn.
+    """
+    clock = clock or Clock()
+    rows = _ROWS_OF_ACCELERATORS if device.is_accelerator else _ROWS
+    inputs = _ramp(device, rows, _WIDTH)
+    wider, narrower = _ramp(device, _WIDTH, 4 * _WIDTH), _ramp(device, 4 * _WIDTH, _WIDTH)
+    weights = [each.requires_grad_() for each in (wider, narrower)]
+
+    def work() -> None:
+        with casting(precision, device), torch.enable_grad():
+            hidden = functional.gelu(inputs @ weights[0])
+            output = functional.layer_norm(inputs + hidden @ weights[1], (_WIDTH,))
+            torch.autograd.grad(output.float().square().sum(), weights)
+
+    times: list[float] = []
+    began_s = clock.now()
+    while len(times) < 2 or (len(times) <= _REPEATS and clock.now() - began_s < _LIMIT_S):
+        times.append(clock.timed(work, device)[1])
+    return min(times[1:])
+
+
+def _ramp(device: Device, rows: int, columns: int) -> torch.Tensor:
+    """Return small numbers of both signs, the same on every rank."""
+    count = rows * columns
+    numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)
+    return device.bring(numbers.view(rows, columns))
+
+
+def paces_of_times(times: Sequence[float]) -> tuple[float, ...]:
+    """Return how many times as long each rank takes as the fastest, from the seconds of each.
+
+    Ranks within `ALIKE_WITHIN` of the fastest of their group have one pace, that of their median,
+    in tenths; so equal ranks stay equal whatever the noise within that.
+    """
+    found = [1.0] * len(times)
+    first: float | None = None
+    for group in _groups(times):
+        middle = median(times[rank] for rank in group)
+        first = middle if first is None else first
+        for rank in group:
+            found[rank] = round(middle / first, 1)
+    return tuple(found)
+
+
+def _groups(times: Sequence[float]) -> Iterator[list[int]]:
+    """Yield the ranks that count as equally fast, the fastest first."""
+    order = sorted(range(len(times)), key=lambda rank: times[rank])
+    group: list[int] = []
+    for rank in order:
+        if group and times[rank] > ALIKE_WITHIN * times[group[0]]:
+            yield group
+            group = []
+        group.append(rank)
+    if group:
+        yield group
+
+
+def confirms(measured: Sequence[float], known: Sequence[float]) -> bool:
+    """Say whether ranks are about as slow as is known of them, one compared with another.
+
+    Both are relative to whatever they are.
+    """
+    if len(measured) != len(known):
+        return False
+    ratios = [now / before for now, before in zip(measured, known, strict=True)]
+    return max(ratios) <= ALIKE_WITHIN**2 * min(ratios)
+
+
+def paces_text(paces: Sequence[float]) -> str:
+    """Say which ranks are how slow: ``ranks 0-3: 1, rank 4: 2.5 times as long as the fastest``."""
+    fastest = min(paces)
+    if max(paces) == fastest:
+        return f"all {len(paces)} ranks count as equally fast"
+    order = sorted(range(len(paces)), key=lambda rank: (paces[rank], rank))
+    parts = []
+    for pace, ranks in groupby(order, key=lambda rank: paces[rank]):
+        own = list(ranks)
+        parts.append(f"rank{'s' * (len(own) > 1)} {ranges_text(own)}: {pace / fastest:.3g}")
+    return f"{', '.join(parts)} times as long as the fastest"

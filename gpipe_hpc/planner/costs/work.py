@@ -1,0 +1,136 @@
+"""What operators do, by the kind of what bounds them: products by arithmetic, the others by memory.
+
+FLOPs are those of matrix products, convolutions and attention, 2 for a multiplication with its
+addition. All other operators are told by the bytes that they read and write.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_hpc.planner.costs.attention import FLOP_FORMULAS
+from gpipe_hpc.pytree import tensors_of
+from gpipe_hpc.torch_compat import TorchDispatchMode
+
+
+class Work(NamedTuple):
+    """FLOPs of products, of convolutions and of attention; bytes that all else reads and writes."""
+
+    products: int = 0
+    convolutions: int = 0
+    attention: int = 0
+    moved_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of all kinds."""
+        return self.products + self.convolutions + self.attention
+
+    def without(self, other: "Work") -> "Work":
+        """Return what is left of it without some other work, of each kind at least nothing."""
+        return Work(*(max(0, own - less) for own, less in zip(self, other, strict=True)))
+
+    @classmethod
+    def together(cls, works: Iterable["Work"]) -> "Work":
+        """Return the sum of several."""
+        return cls(*map(sum, zip(cls(), *works, strict=True)))
+
+
+class Passes(NamedTuple):
+    """The work of a forward, of a backward, and of the backward's half for the input alone."""
+
+    forward: Work = Work()
+    backward: Work = Work()
+    of_input: Work = Work()
+
+    @property
+    def of_weight(self) -> Work:
+        """Return the work of the other half of the backward."""
+        return self.backward.without(self.of_input)
+
+    @classmethod
+    def together(cls, passes: Sequence["Passes"]) -> "Passes":
+        """Return the sum of several."""
+        return cls(*map(Work.together, zip(*passes, strict=True)))
+
+
+_CONVOLUTIONS: Final = frozenset({"convolution", "_convolution", "convolution_backward"})
+_ATTENTION: Final = "scaled_dot_product"
+# They read few rows of a large table: as much as they write.
+_READS_ROWS: Final = frozenset({"embedding", "index_select", "gather", "index"})
+
+
+class WorkCounter:
+    """Counts the work of all operators that run in its block; `so_far` tells how much."""
+
+    def __init__(self) -> None:
+        """Count nothing yet."""
+        self._modes = ExitStack()
+        self._flops = FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS))
+        self._moved = _BytesMoved(self._flops.flop_registry)
+
+    def __enter__(self) -> "WorkCounter":
+        self._modes.enter_context(self._flops)
+        self._modes.enter_context(self._moved)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._modes.__exit__(kind, error, trace)
+
+    def so_far(self) -> Work:
+        """Return the work since the block began."""
+        by_kind = {"products": 0, "convolutions": 0, "attention": 0}
+        for operator, flops in self._flops.get_flop_counts().get("Global", {}).items():
+            by_kind[_kind(_name(operator))] += flops
+        return Work(**by_kind, moved_bytes=self._moved.num_bytes)
+
+
+def _name(operator: Any) -> str:
+    packet = getattr(operator, "overloadpacket", operator)
+    return str(getattr(packet, "__name__", packet))
+
+
+def _kind(name: str) -> str:
+    if name in _CONVOLUTIONS:
+        return "convolutions"
+    return "attention" if _ATTENTION in name else "products"
+
+
+class _BytesMoved(TorchDispatchMode):
+    """Adds up what operators read and write that are counted by no FLOPs; views move nothing."""
+
+    def __init__(self, counted: Mapping[Any, object]) -> None:
+        TorchDispatchMode.__init__(self)
+        self._counted, self.num_bytes = counted, 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator, and add what it moves."""
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in self._counted and not func.is_view:
+            written = _bytes_of(result)
+            read = _bytes_of((args, kwargs))
+            if func.overloadpacket.__name__ in _READS_ROWS:
+                read = min(read, written)
+            self.num_bytes += read + written
+        return result
+
+
+def _bytes_of(nest: Any) -> int:
+    """Return the bytes of the tensors of a nest, each once."""
+    found: dict[int, Tensor] = {id(each): each for each in tensors_of(nest)}
+    return sum(each.numel() * each.element_size() for each in found.values())

@@ -1,0 +1,174 @@
+"""Cut a sequence of layers into contiguous stages.
+
+Every function returns the number of layers of each stage, in order. Legend: n layers, K stages;
+``prefix[j]`` is the cost of the first j layers, so layers i..j-1 cost prefix[j] - prefix[i].
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from gpipe_hpc.errors import PartitionError
+from gpipe_hpc.planner.cutting.pins import Ends, Pins
+
+
+def minimax(
+    costs: Sequence[float], stages: int, *, allow_empty: bool = False, pins: Pins = ()
+) -> list[int]:
+    """Return the cut whose most expensive stage is the cheapest possible.
+
+    Exact for floats too: costs are scaled to integers first, so no sum is ever rounded. Among the
+    optimal cuts it takes the one with the least sum of squared stage costs, then of squared layer
+    counts, then the one with fewer layers in earlier stages (those keep more micro-batches
+    alive). No stage is empty, except, with ``allow_empty``, the last ones when there are more
+    stages than layers. Costs are finite and at least 0, in any unit. Of the cuts that have each
+    layer of `pins` on its stage it takes the best.
+
+    Raises `PartitionError` for bad costs, more stages than layers, or pins that no cut holds.
+    """
+    _check_sizes(len(costs), stages, allow_empty)
+    used = min(stages, len(costs))
+    prefix = [0, *accumulate(integers(costs))]
+    ends = Ends.where(pins, len(costs), used) if costs else Ends((0,), (0,))
+    limit = _least_bottleneck(prefix, ends)
+    return _most_even(prefix, ends, limit) + [0] * (stages - used)
+
+
+def uniform(num_layers: int, stages: int, *, allow_empty: bool = False) -> list[int]:
+    """Return stages whose numbers of layers differ by at most one, the smaller ones first."""
+    return minimax([1] * num_layers, stages, allow_empty=allow_empty)
+
+
+def by_hand(
+    counts: Sequence[int], num_layers: int, stages: int, *, allow_empty: bool = False
+) -> list[int]:
+    """Return a cut given as numbers of layers, once it is known to fit the model.
+
+    Raises `PartitionError` when it has the wrong number of stages or does not add up, and for
+    stages that are negative, or empty without ``allow_empty``.
+    """
+    shown = list(counts)
+    if len(shown) != stages:
+        raise PartitionError(
+            f"partition: wrong number of stages, expected {stages} numbers of layers, got "
+            f"{len(shown)} in {shown}; give one number for each stage"
+        )
+    least = 0 if allow_empty else 1
+    for stage, count in enumerate(shown):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise PartitionError(
+                f"partition: bad stage {stage}, expected a whole number of layers from {least} "
+                f"up, got {count!r} in {shown}; correct that number"
+            )
+    if sum(shown) != num_layers:
+        raise PartitionError(
+            f"partition: does not add up, expected the {num_layers} layers of the model, got "
+            f"{sum(shown)} = {' + '.join(map(str, shown))}; change the numbers by "
+            f"{num_layers - sum(shown):+d} in all"
+        )
+    return shown
+
+
+def _check_sizes(num_layers: int, stages: int, allow_empty: bool) -> None:
+    if stages < 1:
+        raise PartitionError(
+            f"partition: too few stages, expected at least 1, got {stages}; ask for more"
+        )
+    if stages > num_layers and not allow_empty:
+        raise PartitionError(
+            f"partition: more stages than layers, expected at most {num_layers} stages, got "
+            f"{stages}; use fewer stages, or split the model into more layers"
+        )
+
+
+def integers(costs: Sequence[float]) -> list[int]:
+    """Scale costs by one power of two that makes all of them integers (floats are dyadic)."""
+    ratios = []
+    for index, cost in enumerate(costs):
+        if not math.isfinite(cost) or cost < 0:
+            raise PartitionError(
+                f"partition: bad cost of layer {index}, expected a finite number from 0 up, got "
+                f"{cost}; correct that cost"
+            )
+        ratios.append((cost if isinstance(cost, int) else float(cost)).as_integer_ratio())
+    scale = math.lcm(*(denominator for _, denominator in ratios))
+    return [numerator * (scale // denominator) for numerator, denominator in ratios]
+
+
+def _least_bottleneck(prefix: list[int], ends: Ends) -> int:
+    """Return the least limit under which filling stage after stage has each end where it may be."""
+    stages = len(ends.low) - 1
+    low = max((b - a for a, b in pairwise(prefix)), default=0)
+    low, high = max(low, -(-prefix[-1] // max(stages, 1))), prefix[-1]
+    while low < high:
+        middle = (low + high) // 2
+        reach = _furthest(prefix, ends, middle)
+        if all(end >= least for end, least in zip(reach, ends.low, strict=True)):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _furthest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
+    """Return how many layers the first 0, 1, ... stages can hold under the limit."""
+    reach = [0]
+    for most in ends.high[1:]:
+        reach.append(min(most, bisect_right(prefix, prefix[reach[-1]] + limit) - 1))
+    return reach
+
+
+def _earliest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
+    """Return how many layers must come before stage k = 0, 1, ... so that the rest still fits."""
+    start = [len(prefix) - 1]
+    for least in ends.low[-2::-1]:
+        start.append(max(least, bisect_left(prefix, prefix[start[-1]] - limit)))
+    return start[::-1]
+
+
+def _most_even(prefix: list[int], ends: Ends, limit: int) -> list[int]:
+    """Return the cut of least sum of squares among those with no stage above the limit.
+
+    Dynamic programming over the ends of stages. The price of a stage satisfies the quadrangle
+    inequality (also with the limit as an infinite price), so the best start of a stage moves
+    right with its end, and each stage's row is solved by halving: O(K n log n).
+    """
+    num_layers = len(prefix) - 1
+    furthest, earliest = _furthest(prefix, ends, limit), _earliest(prefix, ends, limit)
+    weight = num_layers**2 + 1  # makes one number of the pair (cost squared, layers squared)
+    best = {0: 0}
+    starts: list[dict[int, int]] = []
+    for low, high in zip(earliest[1:], furthest[1:], strict=True):
+        best, chosen = _solve_row(prefix, limit, weight, best, low, high)
+        starts.append(chosen)
+    found = [num_layers]
+    for chosen in reversed(starts):
+        found.append(chosen[found[-1]])
+    return [end - start for start, end in pairwise(found[::-1])]
+
+
+def _solve_row(
+    prefix: list[int], limit: int, weight: int, before: dict[int, int], low: int, high: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the least price, and the start that gives it, of a stage with each end low..high.
+
+    ``before`` has the least price of all earlier stages by their last end.
+    """
+    best: dict[int, int] = {}
+    chosen: dict[int, int] = {}
+    tasks = [(low, high, min(before), max(before))]
+    while tasks:
+        first, last, start_low, start_high = tasks.pop()
+        if first > last:
+            continue
+        end = (first + last) // 2
+        total = prefix[end]
+        fitting = bisect_left(prefix, total - limit)
+        candidates = range(max(start_low, fitting), min(start_high, end - 1) + 1)
+        best[end], chosen[end] = min(
+            (before[i] + weight * (total - prefix[i]) ** 2 + (end - i) ** 2, i) for i in candidates
+        )
+        tasks.append((first, end - 1, start_low, chosen[end]))
+        tasks.append((end + 1, last, chosen[end], start_high))
+    return best, chosen

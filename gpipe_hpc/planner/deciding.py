@@ -1,0 +1,145 @@
+"""What all ranks of a world decide together: how fast each is, how many stages, and the layout."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from gpipe_hpc.comm.watchdog.patience import patiently, patiently_here
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.engine.steps import Site
+from gpipe_hpc.planner.costs.gauges import Gauge
+from gpipe_hpc.planner.costs.speed import confirms, paces_of_times, paces_text, seconds_of_work
+from gpipe_hpc.planner.cutting.partition import Partition
+from gpipe_hpc.planner.fit import FIT, fit_stages, on_stages
+from gpipe_hpc.planner.handing_out import hand_out
+from gpipe_hpc.planner.layout import Layout, cut, lay_out
+from gpipe_hpc.planner.memory.by_rank import MEASURED_PACES, FoundPaces, given_paces
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.splitting import gain_of_splitting
+from gpipe_hpc.schedule import num_rows, rows_text
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+
+def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: float) -> Request:
+    """Return the request with paces measured and stages chosen, where it leaves these open.
+
+    Every rank calls it; all return the same, except that rank 0 alone learns of the paces of all.
+    `timeout_s`: how long a rank may do nothing while rank 0 chooses.
+    """
+    if request.paces == MEASURED_PACES:
+        request = _with_measured_paces(request, world)
+    if request.stages == FIT:
+        request = _with_fitting_stages(request, world, gauge, timeout_s)
+    return request
+
+
+def decide_layout(request: Request, site: Site, gauge: Gauge, timeout_s: float) -> Layout:
+    """Return the layout that rank 0 decides on, which alone measures and needs an example.
+
+    Every rank calls it. Rank 0 has the tables of all ranks, the others their own rows.
+    """
+    world = site.world
+
+    def measure() -> Callable[[], Layout]:
+        return partial(_laid_out, replace(request, partition=cut(request, gauge)), gauge)
+
+    # Layers are measured on the thread that will run them: another one has other memory
+    # (arenas of glibc) and other settings of torch. Both this and a search may take long.
+    search = patiently_here(world, "start", measure if world.rank == 0 else None, idle_s=timeout_s)
+    if world.rank == 0 and request.schedule == "auto":
+        log.info("searching an order of the work ...")
+    decided = patiently(world, "laying out", search)
+    with together(world, "start"):
+        layout = hand_out(
+            decided, world.rank, site.mesh, site.everybody, site.pipeline, site.of_place
+        )
+    if world.rank == 0:
+        anew = _cut_anew_text(request.partition, layout.partition)
+        said = rows_text(layout.schedule.placement), anew, layout.searched, layout.budget
+        for text in filter(None, said):
+            log.info("%s", text)
+    return layout
+
+
+def _laid_out(request: Request, gauge: Gauge) -> Layout:
+    """Lay out, and say what another order would bring to pipelines with holes."""
+    layout = lay_out(request, gauge)
+    return replace(layout, searched=layout.searched or gain_of_splitting(request, layout, gauge))
+
+
+def _cut_anew_text(before: object, now: Partition) -> str:
+    """Return what is said of a cut that was made before for another number of ranks; else ''."""
+    if not isinstance(before, Partition) or before.costs != now.costs:
+        return ""
+    if before.num_ranks == now.num_ranks:
+        return ""
+    made_for, ranks = (
+        "as many ranks of each stage" if each.num_ranks is None else f"{each.num_ranks} ranks"
+        for each in (before, now)
+    )
+    layers, are_now = (", ".join(map(str, each.counts)) for each in (before, now))
+    return (
+        f"partition: the cut into {layers} layers was made for {made_for}; for {ranks} the same "
+        f"costs of layers are cut anew, into {are_now}; nothing is measured again"
+    )
+
+
+def _with_measured_paces(request: Request, world: World) -> Request:
+    """Return the request with how slow each rank of the world is, on rank 0; all have measured.
+
+    Paces of a checkpoint's cut are kept where they are confirmed.
+    """
+    if world.size == 1:
+        return replace(request, paces=None)
+    stages = request.stages if isinstance(request.stages, int) else None
+    has_holes = num_rows(world.size, stages, request.replicas) is not None
+    with together(world, "measuring how fast ranks are"):
+        if request.stages != FIT and not has_holes:
+            Mesh.fit(world.size, stages, request.replicas)  # refuses what cannot be
+        own = seconds_of_work(world.device, request.precision)
+        times = world.everybody.gather_object(own, root=0)
+        found: Sequence[float] = ()
+        if times is not None:
+            measured = paces_of_times(times)
+            log.info("paces: %s", paces_text(measured))
+            found = _kept_paces(replace(request, paces=measured), world.size)
+    return replace(request, paces=FoundPaces(found))
+
+
+def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
+    """Return the paces of the cut that a request brings along, if those measured confirm them."""
+    measured, before = request.paces, request.partition
+    assert measured is not None and not isinstance(measured, str), "they were measured"
+    if not isinstance(before, Partition) or not before.rank_paces or request.stages == FIT:
+        return measured
+    stages = request.stages or num_ranks // request.replicas
+    now = given_paces(replace(request, stages=stages).on(num_ranks))
+    if now is not None and confirms(now, before.rank_paces):
+        return before.rank_paces
+    log.warning(
+        "paces: ranks are not as fast, one compared with another, as when the cut was made (%s); "
+        "the model is cut anew",
+        paces_text(before.rank_paces),
+    )
+    return measured
+
+
+def _with_fitting_stages(request: Request, world: World, gauge: Gauge, timeout_s: float) -> Request:
+    """Return a request for the stages that rank 0 finds best for the ranks there are."""
+
+    def choose() -> tuple[int, str]:
+        found = fit_stages(request, world.size, gauge)
+        return found.stages, found.text
+
+    leads = world.rank == 0
+    found = patiently_here(
+        world, "choosing the stages", choose if leads else None, idle_s=timeout_s
+    )
+    with together(world, "start"):
+        stages, text = world.everybody.broadcast_object(found, root=0)
+        if leads:
+            log.info("%s", text)
+        return on_stages(request, world.size, stages)

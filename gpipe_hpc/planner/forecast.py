@@ -1,0 +1,340 @@
+"""From counted layers, a cut and a schedule to what each rank holds, sends and waits for."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Final, NamedTuple
+
+from gpipe_hpc.planner.costs.counted import ModelCount
+from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
+from gpipe_hpc.planner.memory.sharing import Shared, Sharing
+from gpipe_hpc.planner.stages import StageCount, count_stages
+from gpipe_hpc.schedule import (
+    Action,
+    Costs,
+    Memory,
+    Op,
+    Parallelism,
+    Placement,
+    Schedule,
+    Timeline,
+    parallelism_of,
+    peak_copies,
+    peak_memory,
+    simulate,
+)
+from gpipe_hpc.schedule.costs import shares_of_each
+from gpipe_hpc.schedule.table.actions import SENDS
+
+NEIGHBOUR_STATES: Final = 4
+"""Two generations of a rank's state and of a neighbour's; on one host there are its own alone."""
+
+Recomputed = Sequence[Collection[int]]
+"""For each stage the layers, by their index, that its R runs again."""
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What a rank holds all the time, in bytes, and the stages that it is for.
+
+    `cast_bytes`: copies of weights in a lower precision, made once a step for all micro-batches.
+    `workspace_bytes`: what the stage that takes most takes while it runs; see `stage_workspace`.
+    `process_bytes`: what it takes beside tensors of the memory that these lie in, 0 where nobody
+    measured that.
+    `update_bytes`: what the optimizer holds while its step runs, when no activations are there.
+    `saving_bytes`: buffers on the host for what is saved, which `lies_apart` from a device's own
+    memory. `neighbour_bytes`: copies of states, in memory-backed files of the host.
+    """
+
+    stages: tuple[int, ...]
+    parameters: int
+    weight_bytes: int
+    cast_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    workspace_bytes: int
+    process_bytes: int
+    update_bytes: int = field(default=0, kw_only=True)
+    saving_bytes: int = field(default=0, kw_only=True)
+    neighbour_bytes: int = field(default=0, kw_only=True)
+    lies_apart: bool = field(default=False, kw_only=True)
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Return the sum of weights, their casts, gradients, optimizer, process and saving."""
+        weights = self.weight_bytes + self.cast_bytes
+        saving = 0 if self.lies_apart else self.saving_bytes
+        return weights + self.gradient_bytes + self.optimizer_bytes + self.process_bytes + saving
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what there has to be room for beside activations."""
+        return self.lasting_bytes + self.workspace_bytes
+
+    def with_activations(self, activation_bytes: int) -> int:
+        """Return what it holds at its fullest, in the step or in the optimizer's update."""
+        return self.lasting_bytes + max(self.workspace_bytes + activation_bytes, self.update_bytes)
+
+
+@dataclass(frozen=True)
+class RankForecast(RankStates):
+    """What one rank holds at its fullest, and sends to other ranks in a step; bytes.
+
+    `offloaded_bytes`: what an accelerator has copied to the host at most, which is no part of it.
+    """
+
+    activation_bytes: int
+    sent_bytes: int
+    offloaded_bytes: int = field(default=0, kw_only=True)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the sum of all that it holds, in the step or in the optimizer's update."""
+        return self.with_activations(self.activation_bytes)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One step of one replica, as counted and simulated; times in units of one FLOP.
+
+    `paces`: how many times as long each rank takes.
+    """
+
+    stages: tuple[StageCount, ...]
+    ranks: tuple[RankForecast, ...]
+    timeline: Timeline
+    step_flops: int  # of all ranks, recomputation included
+    num_empty: int = 0  # micro-batches without a sample
+    paces: tuple[float, ...] = ()
+
+    @cached_property
+    def parallelism(self) -> Parallelism:
+        """Return work and depth of the step, in FLOPs."""
+        return parallelism_of(self.timeline, self.paces)
+
+
+def forecast(
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    optimizer_states: int | OptimizerMemory,
+    recomputed: Recomputed | None = None,
+    shares: Sequence[float] = (),
+    sharing: Sharing | None = None,
+    paces: Sequence[float] = (),
+) -> Forecast:
+    """Forecast one step of a model cut into stages of `counts` layers under a lowered schedule.
+
+    `optimizer_states` is what the optimizer keeps for each trained parameter;
+    `recomputed` what an R runs again, all layers of its stage if None; `shares` how large each
+    micro-batch is, if not all are as large as the counted one (see `microbatch_shares`): work and
+    activations go with the samples; `sharing` how the optimizer's state is divided over copies,
+    None if each has it whole; `paces` how many times as long each rank takes. Transfers and the
+    reduction over replicas take no time.
+    """
+    stages = count_stages(model, counts)
+    costs = replace(flop_costs(stages, recomputed), shares=shares, paces=dict(enumerate(paces)))
+    timeline = simulate(schedule, costs)
+    return Forecast(
+        stages=stages,
+        ranks=rank_forecasts(
+            model, stages, schedule, optimizer_states, recomputed, shares, sharing
+        ),
+        timeline=timeline,
+        step_flops=round(_sum_of_work(timeline, costs)),
+        num_empty=sum(share == 0 for share in shares),
+        paces=tuple(costs.of_paces(schedule.num_ranks)),
+    )
+
+
+def _sum_of_work(timeline: Timeline, costs: Costs) -> float:
+    """Return what all ranks compute, whatever time each takes for it."""
+    paces = costs.of_paces(len(timeline.busy))
+    return sum(busy / pace for busy, pace in zip(timeline.busy, paces, strict=True))
+
+
+def rank_forecasts(
+    model: ModelCount,
+    stages: Sequence[StageCount],
+    schedule: Schedule,
+    optimizer_states: int | OptimizerMemory,
+    recomputed: Recomputed | None = None,
+    shares: Sequence[float] = (),
+    sharing: Sharing | None = None,
+) -> tuple[RankForecast, ...]:
+    """Return what each rank holds at its fullest and sends, as `forecast` does.
+
+    Each row of the table is looked at by itself: nothing is simulated.
+    """
+    memory = replace(activation_memory(stages, recomputed), shares=shares)
+    each = shares_of_each(shares, schedule.num_microbatches)
+    peaks = zip(peak_memory(schedule, memory), peak_copies(schedule, memory), strict=True)
+    return tuple(
+        RankForecast(
+            **vars(rank_states(model, stages, schedule.placement, rank, optimizer_states, sharing)),
+            activation_bytes=round(peak),
+            sent_bytes=_sum_sent(schedule.ranks[rank], stages, each),
+            offloaded_bytes=round(copied),
+        )
+        for rank, (peak, copied) in enumerate(peaks)
+    )
+
+
+def held_bytes(
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    optimizer_states: int | OptimizerMemory,
+    recomputed: Recomputed | None = None,
+    sharing: Sharing | None = None,
+) -> list[int]:
+    """Return what each rank holds at its fullest, as `forecast` does, without timing a step."""
+    stages = count_stages(model, counts)
+    peaks = peak_memory(schedule, activation_memory(stages, recomputed))
+    states = partial(rank_states, model, stages, schedule.placement)
+    return [
+        states(rank, optimizer_states, sharing).with_activations(round(peak))
+        for rank, peak in enumerate(peaks)
+    ]
+
+
+class Least(NamedTuple):
+    """What a rank holds all the time, and what one micro-batch takes beside it; bytes."""
+
+    lasting_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the sum of both."""
+        return self.lasting_bytes + self.activation_bytes
+
+
+def least_bytes(
+    model: ModelCount,
+    counts: Sequence[int],
+    placement: Placement,
+    optimizer_states: int | OptimizerMemory,
+    sharing: Sharing | None = None,
+) -> list[Least]:
+    """Return for each rank what it holds in any order, whatever is recomputed or offloaded.
+
+    A backward has the activations of its stage for one micro-batch, kept or made again.
+    """
+    stages = count_stages(model, counts)
+    each = [min(stage.activation_bytes, stage.lives(stage.layers).full) for stage in stages]
+    return [
+        Least(
+            rank_states(model, stages, placement, rank, optimizer_states, sharing).total_bytes,
+            max((each[stage] for stage in placement.stages_of(rank)), default=0),
+        )
+        for rank in range(placement.num_ranks)
+    ]
+
+
+def activation_memory(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Memory:
+    """Return what each stage keeps of a micro-batch, ahead of an R and without one."""
+    if recomputed is None:
+        recomputed = [stage.layers for stage in stages]
+    lives = [stage.lives(own) for stage, own in zip(stages, recomputed, strict=True)]
+    return Memory(
+        forward=[stage.activation_bytes for stage in stages],
+        boundary=[each.kept for each in lives],
+        recompute=[each.full - each.kept for each in lives],
+    )
+
+
+def flop_costs(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Costs:
+    """Return the FLOPs of each op of a stage as its time, and the bytes of each transfer."""
+    forward = [stage.forward_flops for stage in stages]
+    again = forward
+    if recomputed is not None:
+        again = [stage.recompute_flops(own) for stage, own in zip(stages, recomputed, strict=True)]
+    return Costs(
+        forward=forward,
+        backward=[stage.backward_flops for stage in stages],
+        input_gradient=[stage.input_flops for stage in stages],
+        weight_gradient=[stage.backward_flops - stage.input_flops for stage in stages],
+        recompute=again,
+        boundary_bytes=[sum(stage.output.tensors) for stage in stages],
+        skip_bytes={
+            (source, destination): sum(carried.tensors)
+            for source, stage in enumerate(stages)
+            for destination, carried in stage.sent.items()
+        },
+    )
+
+
+def _sum_sent(row: Sequence[Action], stages: Sequence[StageCount], shares: Sequence[float]) -> int:
+    """Return the bytes that the actions of a rank send, for micro-batches of these shares."""
+    sends = ((action, action.microbatch) for action in row if action.op in SENDS)
+    return round(
+        sum(
+            sent_bytes(send, stages) * shares[number]
+            for send, number in sends
+            if number is not None
+        )
+    )
+
+
+def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
+    """Return the bytes of tensors that an action sends to another rank: 0 if it sends nothing."""
+    stage, peer = stages[action.stage], action.peer
+    if action.op is Op.SEND_F:
+        return sum((stage.output if peer is None else stage.sent[peer]).tensors)
+    if action.op is Op.SEND_B:
+        return sum((stage.input if peer is None else stage.received[peer]).gradients)
+    return 0
+
+
+def lasting_bytes(
+    model: ModelCount, layers: Iterable[int], optimizer_states: int | OptimizerMemory
+) -> int:
+    """Return what a rank of some layers holds all the time: as `RankStates.lasting_bytes`."""
+    weights = model.weights(layers)
+    held = sum(weight.nbytes + weight.cast_bytes for weight in weights)
+    gradients = sum(weight.nbytes for weight in weights if weight.is_trained)
+    memory = OptimizerMemory.of(optimizer_states)
+    memory = memory.among(memory.replicas)
+    states = memory.of_weights(weights)
+    saving = 0 if memory.is_on_device else memory.saving_of(weights, memory.replicas, states)
+    return held + gradients + states + memory.process_bytes + saving
+
+
+def rank_states(
+    model: ModelCount,
+    stages: Sequence[StageCount],
+    placement: Placement,
+    rank: int,
+    optimizer_states: int | OptimizerMemory,
+    sharing: Sharing | None = None,
+) -> RankStates:
+    """Return what a rank holds all the time; weights tied among its stages once.
+
+    Of states that are divided, as much as the rank of any replica that holds most.
+    """
+    held = placement.stages_of(rank)
+    weights = model.weights(i for stage in held for i in stages[stage].layers)
+    copies = min((len(placement.holders(stage)) for stage in held), default=1)
+    trained = sum(weight.nbytes for weight in weights if weight.is_trained)
+    memory = OptimizerMemory.of(optimizer_states)
+    memory = memory.among(copies * memory.replicas)
+    shared = Shared(memory.of_weights(weights), 0)
+    if sharing is not None:
+        shared = sharing.of_rank(model, stages, placement, rank, memory)
+    own_bytes, whole_bytes = shared.optimizer_bytes, memory.of_weights(weights)
+    state_bytes = memory.state_of(weights, own_bytes)
+    return RankStates(
+        stages=held,
+        parameters=sum(weight.num_elements for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights) + shared.padding_bytes,
+        cast_bytes=sum(weight.cast_bytes for weight in weights),
+        gradient_bytes=trained + shared.padding_bytes,
+        optimizer_bytes=shared.optimizer_bytes,
+        workspace_bytes=max((stages[stage].workspace_bytes for stage in held), default=0),
+        process_bytes=memory.process_bytes,
+        update_bytes=memory.update_of(weights, own_bytes / whole_bytes if whole_bytes else 1.0),
+        saving_bytes=memory.saving_of(weights, copies * memory.replicas, own_bytes),
+        neighbour_bytes=NEIGHBOUR_STATES * state_bytes * memory.copies_to_neighbours,
+        lies_apart=memory.is_on_device,
+    )

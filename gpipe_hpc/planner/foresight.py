@@ -1,0 +1,135 @@
+"""What is foreseen of a run before its first step, on rank 0: memory, and FLOPs of a step."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpipe_hpc.engine.remedies import is_shape_mistake
+from gpipe_hpc.engine.sums.loss import LossFunction
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planner import Counted, Example
+from gpipe_hpc.planner.advice import Advice, Known, advise, layer_times
+from gpipe_hpc.planner.costs.meta import meta_copies
+from gpipe_hpc.planner.forecast import RankForecast, rank_forecasts
+from gpipe_hpc.planner.memory.by_rank import memory_limits
+from gpipe_hpc.planner.shares import microbatch_shares
+from gpipe_hpc.planner.stages import count_stages
+from gpipe_hpc.pytree import Nest
+from gpipe_hpc.schedule import Timeline
+
+log = logging.getLogger("gpipe_hpc.train")
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Counted for the micro-batches of the first batch.
+
+    `ranks`: what each rank of a replica will hold at its fullest, without its process.
+    `model_flops`: of a step of all replicas, recomputation not counted. `known`: the layers,
+    without any weights, and their FLOPs.
+    `shares`: how large the micro-batches of the fullest replica are, see `microbatch_shares`.
+    """
+
+    ranks: tuple[RankForecast, ...]
+    model_flops: int
+    known: Known
+    shares: tuple[float, ...] = ()
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Return the name, kind, parameters and FLOPs of each layer, as summary.json has them."""
+        return [
+            {
+                "name": count.name,
+                "kind": _kind(layer),
+                "parameters": count.parameters,
+                "forward_flops": count.forward_flops,
+                "backward_flops": count.backward_flops,
+            }
+            for layer, count in zip(self.known.layers, self.known.count.layers, strict=True)
+        ]
+
+    def advice(
+        self, pipe: Pipeline, measured: Timeline, finer: int | None, most_actions: int
+    ) -> list[Advice]:
+        """Return what would make a measured step faster; see `advise`."""
+        cut = pipe.partition
+        basis = cut.times or self.known.times
+        known = replace(self.known, times=layer_times(measured, cut.counts, basis, cut.stage_paces))
+        limits = memory_limits(pipe.request)
+        total = pipe.world.device.memory_total()
+        if limits is None and total is not None:
+            limits = (total,) * pipe.layout.schedule.num_ranks
+        return advise(
+            pipe.request,
+            pipe.layout,
+            known,
+            measured_s=measured.makespan,
+            shares=self.shares,
+            limits=limits,
+            finer=finer,
+            most_actions=most_actions,
+        )
+
+
+def _kind(layer: Layer) -> str:
+    made_by = layer.factory if isinstance(layer, LayerSpec) else type(layer)
+    return str(getattr(made_by, "__name__", type(made_by).__name__))
+
+
+def shares_of(pipe: Pipeline, num_samples: int) -> tuple[float, ...]:
+    """Return how large the micro-batches of one replica are, of so many samples in all.
+
+    Of the first that has the most micro-batches.
+    """
+    portions = pipe.layout.portions
+    return microbatch_shares(num_samples, portions.total, portions.of(portions.fullest))
+
+
+def foresee(
+    pipe: Pipeline,
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    example: Callable[[], tuple[Nest, Nest] | None],
+    num_samples: int,
+) -> Foresight | None:
+    """Count the model on one micro-batch, the `example`; None where it cannot be counted.
+
+    `num_samples`: of the global batch, of which the example is one of the largest micro-batches.
+    That is no reason to refuse a run: why is told in the log. Raises ModelError where a layer does
+    not take what it is given, as the first step would have shown.
+    """
+    try:
+        given = example()
+        if given is None:
+            return None
+        request, counts = pipe.request, pipe.partition.counts
+        shares = shares_of(pipe, num_samples)
+        # Those that come built would be kept with all their weights.
+        light = meta_copies(normalise_layers(layers))
+        on = Example(*given, loss_fn, request.seed, pipe.world.device)
+        counted = Counted(light, on, request.precision, shares_casts=not request.offload)
+        stages = count_stages(counted.count, counts)
+        # Not simulated: that takes minutes for hundreds of ranks, and no time is told of here.
+        ranks = rank_forecasts(
+            counted.count,
+            stages,
+            pipe.layout.schedule,
+            request.kept_states._replace(process_bytes=0),
+            pipe.layout.recomputed,
+            shares,
+            pipe.layout.sharing,
+        )
+        of_largest = sum(each.forward_flops + each.backward_flops for each in stages)
+        largest = -(-num_samples // pipe.num_global_microbatches)
+        flops = round(of_largest * num_samples / largest)
+        known = Known(light, counted.times, counted.count)
+        return Foresight(ranks, flops, known, shares)
+    except Exception as error:
+        if isinstance(error, ModelError) and is_shape_mistake(error.__cause__):
+            raise ModelError(f"model and data do not fit together: {error}") from error
+        log.info("memory was not planned because layers could not be counted: %s", error)
+        log.debug("where it happened", exc_info=True)
+        return None

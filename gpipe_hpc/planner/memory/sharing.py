@@ -1,0 +1,128 @@
+"""What the copies of a stage hold of its optimizer's state, where that is divided over them."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from gpipe_hpc.data_parallel import Buckets, FlatLayout, assign_owners
+from gpipe_hpc.planner.costs.counted import ModelCount
+from gpipe_hpc.planner.costs.trial import Weight
+from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
+from gpipe_hpc.planner.stages import StageCount
+from gpipe_hpc.schedule import Placement
+
+
+class Shared(NamedTuple):
+    """What a rank holds: its share of the states, and what pads the weights, once; bytes."""
+
+    optimizer_bytes: int
+    padding_bytes: int = 0
+
+
+class _Part(NamedTuple):
+    """Numbers that a rank keeps state for, of one size in bytes; and those that only pad."""
+
+    num_elements: int
+    size: int
+    padding: int = 0
+
+
+class _Copies(NamedTuple):
+    """Stages of a rank with the same copies: how many, and which this one is; None: any."""
+
+    stages: tuple[int, ...]
+    number: int
+    position: int | None
+
+
+class Sharing(NamedTuple):
+    """How states are divided over the copies of stages, of which there are some.
+
+    `shard`: flat or oss, as in `Outer`. `buckets`: of each stage; what is in none, tied weights,
+    stays whole.
+    """
+
+    shard: str
+    replicas: int
+    buckets: tuple[Buckets, ...]
+
+    @classmethod
+    def of(cls, shard: str, replicas: int, buckets: tuple[Buckets, ...]) -> "Sharing | None":
+        """Return how states are divided; None: each copy, or the only one, has all of them."""
+        return cls(shard, replicas, buckets) if shard != "none" and buckets else None
+
+    def of_rank(
+        self,
+        model: ModelCount,
+        stages: Sequence[StageCount],
+        placement: Placement,
+        rank: int,
+        memory: OptimizerMemory,
+        replica: int | None = None,
+    ) -> Shared:
+        """Return what a rank of a replica holds; None: at most, of any replica.
+
+        Where numbers are divided in rows, that may be a few more than any rank has: what lies
+        between tensors has no state.
+        """
+        held = placement.stages_of(rank)
+        weights = model.named_weights(layer for stage in held for layer in stages[stage].layers)
+        divided = {name for stage in held for bucket in self.buckets[stage] for name in bucket}
+        parts: list[_Part] = []
+        for copies in self._copies(placement, rank, replica):
+            divide = self._in_rows if self.shard == "flat" else self._by_owner
+            parts += divide(copies, {n: w for n, w in weights.items() if n in divided})
+        whole = memory.of_weights(w for name, w in weights.items() if name not in divided)
+        whole += memory.copies_of(w for name, w in weights.items() if name in divided)
+        return Shared(
+            whole + sum(memory.of_elements(part.num_elements, part.size) for part in parts),
+            sum(part.padding * part.size for part in parts),
+        )
+
+    def _copies(self, placement: Placement, rank: int, replica: int | None) -> list[_Copies]:
+        """Return the stages of a rank by their copies: mirrored ones each have their own."""
+        plain: list[int] = []
+        found: list[_Copies] = []
+        for stage in placement.stages_of(rank):
+            holders = placement.holders(stage)
+            if len(holders) == 1:
+                plain.append(stage)
+                continue
+            position = None
+            if replica is not None:
+                position = replica * len(holders) + holders.index(rank)
+            found.append(_Copies((stage,), self.replicas * len(holders), position))
+        return [*found, _Copies(tuple(plain), self.replicas, replica)]
+
+    def _in_rows(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
+        """Yield this copy's part of each bucket."""
+        for bucket in (bucket for stage in copies.stages for bucket in self.buckets[stage]):
+            trained = {name: weights[name] for name in bucket if weights[name].is_trained}
+            sizes = {name: weight.num_elements for name, weight in trained.items()}
+            count = sum(sizes.values())
+            if count:
+                layout = FlatLayout(sizes, copies.number)
+                own = min(layout.shard_elements, count)
+                if copies.position is not None:
+                    slices = layout.slices(copies.position)
+                    own = sum(stop - start for _, start, stop in slices)
+                yield _Part(own, _size(list(trained.values())), layout.padded_elements - count)
+
+    def _by_owner(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
+        """Yield the tensors that this copy owns; each size of numbers is divided by itself."""
+        names = {n for stage in copies.stages for bucket in self.buckets[stage] for n in bucket}
+        own = {n: w for n, w in weights.items() if n in names and w.is_trained and w.num_elements}
+        for size in sorted({_size([weight]) for weight in own.values()}):
+            counts = {n: w.num_elements for n, w in own.items() if _size([w]) == size}
+            owner = assign_owners(counts, dict.fromkeys(counts, True), copies.number)
+            held: Counter[int] = Counter()
+            for name, count in counts.items():
+                held[owner[name]] += count
+            most = max(held.values())
+            yield _Part(most if copies.position is None else held[copies.position], size)
+
+
+def _size(weights: Sequence[Weight]) -> int:
+    """Return the bytes of one number of weights of one kind."""
+    first = next(weight for weight in weights if weight.num_elements)
+    return first.nbytes // first.num_elements

@@ -1,0 +1,246 @@
+"""What a layout takes and holds at least, before any table is made: closed forms."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from gpipe_hpc.models import stage_layers
+from gpipe_hpc.planner.costs.trial import Weight
+from gpipe_hpc.planner.cutting.partition import Partition
+from gpipe_hpc.planner.cutting.simulated import has_shared_ranks
+from gpipe_hpc.planner.cutting.uneven import copies_for
+from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.search.candidates import SPLITTING, Candidate
+from gpipe_hpc.planner.search.ground import Ground
+from gpipe_hpc.planner.search.summing import copies_of, sum_time
+from gpipe_hpc.planner.shares import microbatch_shares
+from gpipe_hpc.planner.stages import StageCount
+from gpipe_hpc.schedule import Placement
+
+
+class Bound(NamedTuple):
+    """The least time of a step, what it probably takes, and the least bytes of the fullest rank."""
+
+    seconds: float
+    probably_s: float
+    nbytes: float
+
+
+class Ways(NamedTuple):
+    """What may be chosen once a layout is timed: sums inside each host first; divided states."""
+
+    by_host: bool
+    divided: bool
+
+
+def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bound:
+    """Return what a layout takes and holds at least, whatever the order of its table.
+
+    The time is that on the fastest cut for equal ranks, each as fast as the fastest is; the cut is
+    left where some rank has too little memory for it. Where a run simulates cuts for ranks that
+    hold several stages, the time is that of any cut. Raises what cutting the model raises.
+    """
+    states = base.kept_states
+    samples = candidate.samples(ground.batch_size)
+    partition = ground.partition(
+        samples, candidate.num_stages, shared_by=candidate.shared_by, offloads=candidate.offload
+    )
+    placement = ground.placement(candidate)
+    stages = ground.stages(samples, partition.counts, offloads=candidate.offload)
+    times = _StageTimes.of(partition)
+    if candidate.rows > 1:
+        seconds = _least_in_rows_s(candidate, ground, _copies(candidate, partition, ground), times)
+    else:
+        sums = _sums(candidate, ground, stages, ways)
+        seconds = _least_s(candidate, ground, placement, times, sums)
+    pace = min([1.0, *ground.machine.cluster.paces.values()]) * _least_pace(base)
+    on_this_cut = least = pace * seconds
+    if ground.simulates_cuts and has_shared_ranks(placement):
+        least = pace * _least_of_any_cut_s(candidate, ground, placement, times)
+    return Bound(
+        least,
+        on_this_cut + _guess_s(candidate, times),
+        _least_bytes(candidate, ground, states, ways),
+    )
+
+
+def _least_pace(base: Request) -> float:
+    """Return how many times as long as rank 0 the fastest rank takes."""
+    if base.paces is None or isinstance(base.paces, str):
+        return 1.0
+    paces = [float(pace) for pace in base.paces]
+    return min(paces) / paces[0]
+
+
+class _StageTimes(NamedTuple):
+    """The seconds of each stage for a whole micro-batch."""
+
+    forward: list[float]
+    backward: list[float]
+    of_input: list[float]
+    of_weight: list[float]
+    least_forward: list[float]
+
+    @classmethod
+    def of(cls, partition: Partition) -> "_StageTimes":
+        """Return those of a cut whose layers' times are known."""
+        spans = [partition.times[s.start : s.stop] for s in stage_layers(partition.counts)]
+        forward, backward, of_input, of_weight = (
+            [sum(layer[part] for layer in span) for span in spans] for part in range(4)
+        )
+        least = [sum(min(each.forward, each.bare_forward) for each in span) for span in spans]
+        return cls(forward, backward, of_input, of_weight, least)
+
+
+def _least_s(
+    candidate: Candidate,
+    ground: Ground,
+    placement: Placement,
+    times: _StageTimes,
+    sums: Sequence[float],
+) -> float:
+    """Return the least time: no rank starts before a value can reach it, nor ends before others.
+
+    A rank's first forward waits for those of all stages ahead of its first one. Behind its last
+    backward come those of the stages ahead, though a W that waits may be the last of all. The sum
+    of a stage's gradients begins no sooner than its last backward.
+    """
+    if len(placement.routes) > 1:
+        return _least_of_any_cut_s(candidate, ground, placement, times)
+    amount, smallest = _amounts(candidate, ground)
+    forward, backward, of_input, of_weight, least_forward = times
+    splits = candidate.schedule in SPLITTING
+    ahead = [0.0, *accumulate(least_forward)]
+    behind = [0.0, *accumulate(of_input if splits else backward)]
+    most = 0.0
+    for rank in range(placement.num_ranks):
+        own = placement.stages_of(rank)
+        first = own[0]
+        head, tail = smallest * ahead[first], smallest * behind[first]
+        work = amount * sum(forward[s] + backward[s] for s in own)
+        waiting = amount * sum(of_weight[s] for s in own) if splits else 0.0
+        summed = [first] if splits else own  # all of which end ahead of the first one's backward
+        known = amount * sum(forward[s] + backward[s] for s in summed)
+        most = max(
+            most,
+            head + work - waiting + tail,
+            head + work,
+            head + known - backward[first] + sums[first],
+        )
+    return most
+
+
+def _least_of_any_cut_s(
+    candidate: Candidate, ground: Ground, placement: Placement, times: _StageTimes
+) -> float:
+    """Return the least time on any cut: all work evenly over ranks, or one micro-batch's way."""
+    amount, smallest = _amounts(candidate, ground)
+    work = amount * (sum(times.forward) + sum(times.backward)) / placement.num_ranks
+    return max(work, smallest * (sum(times.least_forward) + sum(times.of_input)))
+
+
+def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
+    """Return how many of the largest micro-batches all of a replica are, and what the least is."""
+    shares = microbatch_shares(
+        ground.batch_size,
+        candidate.replicas * candidate.microbatches,
+        range(candidate.microbatches),
+    )
+    amount = sum(shares) if shares else float(candidate.microbatches)
+    return amount, min(shares, default=1.0)
+
+
+def _copies(candidate: Candidate, partition: Partition, ground: Ground) -> list[int]:
+    """Return how many ranks hold each stage of pipelines with holes."""
+    if candidate.shared_by is not None:
+        return copies_for(partition.counts, partition.costs, candidate.shared_by)
+    placement = ground.placement(candidate)
+    return [len(placement.holders(stage)) for stage in range(placement.num_stages)]
+
+
+def _least_in_rows_s(
+    candidate: Candidate, ground: Ground, copies: Sequence[int], times: _StageTimes
+) -> float:
+    """Return the least time of pipelines with holes, without sums of gradients.
+
+    Of the ranks that hold a stage the busiest has their mean share of its micro-batches at least.
+    As in `_least_s` it waits for the stages ahead, and they for it.
+    """
+    amount, smallest = _amounts(candidate, ground)
+    forward, backward, of_input, of_weight, least_forward = times
+    splits = candidate.written.schedule in SPLITTING
+    ahead = [0.0, *accumulate(least_forward)]
+    behind = [0.0, *accumulate(of_input if splits else backward)]
+    most = 0.0
+    for stage, number in enumerate(copies):
+        own = max(amount / number, -(-candidate.microbatches // number) * smallest)
+        head, tail = smallest * ahead[stage], smallest * behind[stage]
+        work = own * (forward[stage] + backward[stage])
+        waiting = own * of_weight[stage] if splits else 0.0
+        most = max(most, head + work - waiting + tail, head + work)
+    return most
+
+
+def _sums(
+    candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: Ways
+) -> list[float]:
+    """Return the least seconds of summing each stage's gradients behind its backward."""
+    placement, cluster = ground.placement(candidate), ground.machine.summing
+    found = []
+    for number, stage in enumerate(stages):
+        ranks = copies_of(placement, number, candidate.replicas, candidate.stages)
+        nbytes = sum(ground.bucket_sizes(stage.layers, float("inf")))
+        times = [
+            sum_time(cluster, ranks, nbytes, 1, by_host=by_host).total_s
+            for by_host in (False, True)[: 1 + ways.by_host]
+        ]
+        found.append(min(times) * (0.5 if ways.divided else 1.0))
+    return found
+
+
+def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
+    """Return how much longer than the bound a table with waiting W probably takes."""
+    if candidate.schedule not in SPLITTING or candidate.stages == 1:
+        return 0.0
+    each = [sum(part) / candidate.stages for part in times]
+    forward, _, of_input, of_weight, _ = each
+    idle = {
+        "zb_h1": max(0.0, of_input - of_weight),
+        "v_half": 1.5 * forward,
+        "dualpipe": 0.5 * (forward + of_input),
+        "dualpipe_v": of_input,
+    }
+    return (candidate.stages - 1) * idle.get(candidate.schedule, 0.0)
+
+
+def _least_bytes(
+    candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways
+) -> float:
+    """Return the least bytes of the fullest rank, wherever the model is cut: see `least_bytes`."""
+    placement = ground.placement(candidate)
+    holders = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
+    copies = candidate.replicas * max(holders) if ways.divided else 1
+    states = states._replace(replicas=candidate.replicas)
+    states = states.among(candidate.replicas * min(holders))
+    whole, largest = least_bytes(ground, states, copies, offloads=candidate.offload)
+    return max(whole * min(holders) / candidate.stages, largest)
+
+
+def least_bytes(
+    ground: Ground, states: OptimizerMemory, copies: int, *, offloads: bool = False
+) -> tuple[float, float]:
+    """Return the weights, gradients and optimizer of the model, and of its largest layer; bytes.
+
+    The optimizer's state is divided over so many copies.
+    """
+    everything = tuple(range(len(ground.layers)))
+    each = (_lasting(ground.weights((i,), offloads), states, copies) for i in everything)
+    return _lasting(ground.weights(everything, offloads), states, copies), max(each)
+
+
+def _lasting(weights: Sequence[Weight], states: OptimizerMemory, copies: int) -> float:
+    trained = sum(weight.nbytes for weight in weights if weight.is_trained)
+    whole = sum(weight.nbytes + weight.cast_bytes for weight in weights) + trained
+    kept = states.copies_of(weights)
+    return whole + kept + (states.of_weights(weights) - kept) / copies

@@ -1,0 +1,372 @@
+"""From the settings to a search over layouts: on what ranks, and what may be chosen."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.config import bind_loss, build_target
+from gpipe_hpc.data.shapes import microbatch
+from gpipe_hpc.device.cores.to_come import Share, share_of_bound
+from gpipe_hpc.device.device import Device, device_to_come, name_here
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import Layer, loss_function, normalise_layers
+from gpipe_hpc.planner import Counted, Example, Gauge, Measured
+from gpipe_hpc.planner.advice import Known
+from gpipe_hpc.planner.cluster_file import read_cluster
+from gpipe_hpc.planner.costs.calibration import check_calibration, read_calibration
+from gpipe_hpc.planner.costs.counted import ModelCount
+from gpipe_hpc.planner.costs.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planner.costs.rates import Rates
+from gpipe_hpc.planner.cutting.pins import read_pins
+from gpipe_hpc.planner.search.candidates import Space
+from gpipe_hpc.planner.search.fewest import Fewest, fewest_ranks
+from gpipe_hpc.planner.search.ground import Ground
+from gpipe_hpc.planner.search.machine import FREE, Machine
+from gpipe_hpc.planner.search.scaling import Scaling
+from gpipe_hpc.schedule import Cluster
+from gpipe_hpc.settings import Config, refuse
+from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.trainer.machines import (
+    cluster_of,
+    doubts_of_prices,
+    machine_of,
+    notes_of_calibration,
+    rates_of,
+    slow_once,
+    with_process,
+)
+from gpipe_hpc.trainer.measuring.as_a_rank import (
+    how_measured,
+    measured_as_a_rank,
+    on_threads,
+    share_of_rank,
+)
+
+PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "pipeline": (
+            "stages",
+            "replicas",
+            "microbatches",
+            "recompute",
+            "offload",
+            "schedule",
+            "partition",
+        ),
+        "outer": ("shard", "hierarchy", "bucket_bytes"),
+    }
+)
+"""The settings that a search chooses, by section."""
+
+
+def fixed_by(words: Sequence[str]) -> frozenset[str]:
+    """Return which settings of a layout stand on a command line, and so stay as they are."""
+    found: set[str] = set()
+    for word in words:
+        name, is_set, value = word.lstrip("+").partition("=")
+        section, _, rest = name.partition(".")
+        own = rest.partition(".")[0]
+        if own == "options":
+            found.add("schedule")
+        elif is_set and own in PINS.get(section, ()) and value not in ("null", "fit"):
+            found.add(own)
+    return frozenset(found)
+
+
+class Came(NamedTuple):
+    """The ranks of a run that has begun.
+
+    `rates`: of the fastest. `hosts`: the ranks of each. `paces`: how many times as long each
+    rank takes as the fastest, for the model's layers where these are measured (plan.costs), else
+    for matrix products; empty: they are alike. `host_copy_bytes_per_s`: of the slowest, None
+    on CPUs.
+    """
+
+    rates: Rates
+    hosts: tuple[int, ...]
+    paces: tuple[float, ...] = ()
+    host_copy_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Searching:
+    """What a search is of: the settings, those that stay, the model, and what ranks are.
+
+    `doubts`: of the files that say what ranks are. `notes`: what the times of layers are scaled
+    from, and what that does not tell; nothing where they are counted or measured. `measured`: how
+    they are measured, empty where they are not.
+    """
+
+    config: Config
+    fixed: frozenset[str]
+    ground: Ground
+    came: Came | None = None
+    doubts: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    measured: str = ""
+
+    @classmethod
+    def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
+        """Return the search that settings ask for; ConfigError for what cannot be searched.
+
+        `words`: the command line; `came`: the ranks, where there are some.
+        """
+        fixed = fixed_by(words)
+        _refuse_what_is_no_search(config, fixed)
+        model = normalise_layers(build_target("model", config.model))
+        device = device_to_come(config.train.device)
+        counted = _counting(config, model, device)
+        scaling, doubts = _scaling(config, counted, device)
+        is_measured = config.plan.measures_layers and scaling is None
+        if came is not None:
+            rates = came.rates
+        elif is_measured:
+            rates = Rates.alike(1.0)
+        elif scaling is not None and config.plan.flops_per_s is None and device.is_accelerator:
+            rates = scaling.rates  # of an accelerator that may not be here
+        else:
+            with on_threads(_share(config, device, None)):
+                rates = rates_of(config, device)
+        copies = _host_copies(config, came)
+        machine = machine_of(config, device, cluster_of(config, 1), rates, copies)
+        gauge_of: Callable[[int], Gauge] = counted
+        measured = ""
+        if scaling is not None:
+            gauge_of = _scaled(scaling, machine, counted, came)
+        elif is_measured:
+            share = _share(config, device, came)
+            gauge_of = _measuring(config, counted, came, share)
+            measured = how_measured(share)
+        policy = config.pipeline.partition
+        pins = read_pins(config.pipeline.pins, model)
+        alone: Callable[[int], ModelCount] | None = None
+        if config.train.precision != "float32" and not config.pipeline.offload:
+            alone = partial(_without_shared_casts, counted)
+        ground = Ground(machine, model, gauge_of, config.train.batch_size, policy, pins, alone)
+        doubts = [*doubts, *doubts_of_prices(config, device)]
+        notes = () if scaling is None else (scaling.text(), *notes_of_calibration(config))
+        return cls(config, fixed, ground, came, doubts, notes, measured)
+
+    @classmethod
+    def in_each_precision(
+        cls, config: Config, words: Sequence[str], came: Came | None = None
+    ) -> "tuple[Searching, ...]":
+        """Return one search for each precision of plan.precisions, or one of train.precision."""
+        found = []
+        for precision, rate in (config.plan.precisions or {config.train.precision: None}).items():
+            train = replace(config.train, precision=precision)
+            plan = replace(config.plan, flops_per_s=rate or config.plan.flops_per_s)
+            found.append(cls.of(replace(config, train=train, plan=plan), words, came))
+        return tuple(found)
+
+    def space(self, num_ranks: int) -> Space:
+        """Return the layouts on so many ranks."""
+        device = device_to_come(self.config.train.device)
+        process_bytes = self.ground.machine.prices.process_bytes
+        base = with_process(request_of(self.config), process_bytes, device)
+        paces = base.paces
+        if isinstance(paces, str) or (paces is None and self.came and self.came.paces):
+            known = self._cluster(num_ranks).paces
+            paces = [known.get(rank, 1.0) for rank in range(num_ranks)] if known else None
+        copies = _host_copies(self.config, self.came)
+        may_offload = copies is not None and base.memory_bytes is not None
+        return Space(
+            replace(base, paces=paces),
+            num_ranks,
+            self.config.train.batch_size,
+            len(self.ground.layers),
+            self.fixed,
+            (False, True) if may_offload else (False,),
+            self.config.train.precision if self.config.plan.precisions else None,
+        )
+
+    def on(self, num_ranks: int) -> Ground:
+        """Return what is known of so many ranks, as the settings say how they are linked."""
+        cluster, given = self._cluster(num_ranks), self.space(num_ranks).base.paces
+        paces = [float(pace) for pace in given or ()]
+        # Where ranks came, times are those of the fastest.
+        plan = self.config.plan
+        is_measured = plan.measures_layers or plan.calibration is not None
+        of_rank_0 = self.came is None and is_measured
+        own = 1.0 if of_rank_0 or not paces else paces[0]
+        return self.ground.on(slow_once(cluster, paces, own))
+
+    def _cluster(self, num_ranks: int) -> Cluster:
+        """Return the ranks; what is known of slow ones was measured, or stands in plan.links."""
+        if self.came is None:
+            return cluster_of(self.config, num_ranks)
+        found = cluster_of(self.config, num_ranks, self.came.hosts)
+        return replace(found, paces=dict(enumerate(self.came.paces)) or found.paces)
+
+    def num_ranks(self) -> int | None:
+        """Return on how many ranks; None: on as few as the memory allows."""
+        if self.came is not None:
+            return sum(self.came.hosts)
+        found = _ranks_asked(self.config)
+        if found is None and self.config.pipeline.memory_bytes is None:
+            raise refuse(
+                "plan.ranks",
+                "with plan.search=true the ranks that layouts are compared for, or "
+                "pipeline.memory_bytes, to find how many are needed",
+                None,
+                "set it, as plan.ranks=16, or pipeline.memory_bytes=24GB",
+            )
+        return found
+
+    def fewest(self) -> Fewest:
+        """Return the least number of ranks on which the model fits into pipeline.memory_bytes."""
+        if isinstance(self.config.pipeline.memory_bytes, list):
+            raise refuse(
+                "pipeline.memory_bytes",
+                "one number for all ranks, where it is not known how many there are",
+                self.config.pipeline.memory_bytes,
+                "set plan.ranks, or give one number",
+            )
+        return fewest_ranks(self.space, lambda n: self.ground.on(_alike(n)))
+
+
+def _host_copies(config: Config, came: Came | None) -> float | None:
+    """Return the bytes a second of copies to the host; None where that is not known."""
+    return config.plan.host_copy_bytes_per_s or (came and came.host_copy_bytes_per_s)
+
+
+def _alike(num_ranks: int) -> Cluster:
+    return Cluster((num_ranks,), FREE, FREE)
+
+
+def _compares_replicas(config: Config) -> bool:
+    return config.lr.scaling == "adascale" and config.lr.noise_over == "replicas"
+
+
+def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
+    pipeline = config.pipeline
+    if isinstance(pipeline.partition, list):
+        raise refuse(
+            "pipeline.partition",
+            "a policy, as a search compares cuts into other numbers of stages",
+            pipeline.partition,
+            "leave it out",
+        )
+    if config.outer.weights is not None:
+        raise refuse(
+            "outer.weights",
+            "null in a search, which compares other numbers of replicas",
+            config.outer.weights,
+            "leave it out",
+        )
+    outer = config.outer
+    if "replicas" not in fixed and (outer.uses_local_sgd or _compares_replicas(config)):
+        how = f"outer.every={outer.every}" if outer.uses_local_sgd else "lr.noise_over=replicas"
+        raise refuse(
+            "pipeline.replicas",
+            f"a number on the command line with {how}, which trains otherwise with other replicas",
+            None,
+            "set it; all else is searched",
+        )
+    if config.train.accumulation > 1:
+        raise refuse(
+            "train.accumulation",
+            "1 in a search, which chooses how many micro-batches there are",
+            config.train.accumulation,
+            "leave it out: a rank keeps no more of micro-batches than its schedule does",
+        )
+
+
+def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callable[[int], Counted]:
+    """Return what counts a micro-batch of so many samples."""
+
+    def counted(num_samples: int) -> Counted:
+        sample = microbatch(config.data, num_samples)
+        loss_fn: Callable[[Any, Any], Any] = (
+            bind_loss(config.loss) if config.loss else loss_function(sample.loss)
+        )
+        example = Example(sample.inputs, sample.targets, loss_fn, config.train.seed, device)
+        return Counted(
+            layers, example, config.train.precision, shares_casts=not config.pipeline.offload
+        )
+
+    return counted
+
+
+def _without_shared_casts(counted: Callable[[int], Counted], num_samples: int) -> ModelCount:
+    return replace(counted(num_samples), shares_casts=False).count
+
+
+def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measured:
+    """Return what runs each layer of the model here, on a micro-batch of so many samples.
+
+    It does so as this process is: on its threads, and no matter who else computes.
+    """
+    layers = normalise_layers(build_target("model", config.model))
+    return measured_as_a_rank(
+        config, _counting(config, layers, device)(num_samples), num_samples, None
+    )
+
+
+def _share(config: Config, device: Device, came: Came | None) -> Share | None:
+    """Return what a rank of the first host computes with; None where the settings do not tell."""
+    if came is not None:
+        return None if device.is_accelerator else share_of_bound(came.hosts[0])
+    return share_of_rank(config, device, _ranks_asked(config))
+
+
+def _ranks_asked(config: Config) -> int | None:
+    """Return how many ranks the settings name, or the file of plan.links does."""
+    found = config.plan.ranks or config.pipeline.ranks
+    if found is None and config.plan.links is not None:
+        found = read_cluster(config.plan.links).num_ranks
+    return found
+
+
+def _scaling(
+    config: Config, counted: Callable[[int], Counted], device: Device
+) -> tuple[Scaling | None, list[str]]:
+    """Return what plan.calibration says of layers, and doubts; ConfigError for another model."""
+    path = config.plan.calibration
+    if path is None:
+        return None, []
+    found, sample_bytes = read_calibration(path), sum(counted(1).count.inputs.tensors)
+    samples, rest = divmod(found.input_bytes, sample_bytes)
+    if rest or not samples:
+        raise ConfigError(
+            f"plan.calibration: {path} is of another micro-batch, expected inputs of a multiple of "
+            f"{sample_bytes} bytes, got {found.input_bytes}; give that of a run of these settings, "
+            f"or leave plan.calibration out"
+        )
+    gauge = counted(samples)
+    precision = config.train.precision
+    doubts = check_calibration(
+        found, path, gauge.count, device=device.type, name=name_here(device), precision=precision
+    )
+    return Scaling(found, path, samples, gauge), doubts
+
+
+def _scaled(
+    scaling: Scaling, machine: Machine, counted: Callable[[int], Counted], came: Came | None
+) -> Callable[[int], Gauge]:
+    """Return what scales a run's times to a micro-batch of so many samples.
+
+    Where ranks came, they were those of rank 0: times are those of the fastest.
+    """
+    pace = came.paces[0] if came is not None and came.paces else 1.0
+    return lambda num_samples: scaling.scaled(counted(num_samples), machine, pace)
+
+
+def _measuring(
+    config: Config, counted: Callable[[int], Counted], came: Came | None, share: Share | None
+) -> Callable[[int], Gauge]:
+    """Return what measures the layers here for a micro-batch of so many samples.
+
+    Where ranks came, this is rank 0: times are those of the fastest.
+    """
+    pace = came.paces[0] if came is not None and came.paces else 1.0
+
+    def measured(num_samples: int) -> Gauge:
+        counts = counted(num_samples)
+        of_here = measured_as_a_rank(config, counts, num_samples, share).times
+        times = tuple(LayerTimes(*(part / pace for part in each)) for each in of_here)
+        return Known(counts.layers, times, counts.count, MEASURED)
+
+    return measured

@@ -1,0 +1,74 @@
+"""What a step sends over the links of a cluster."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from gpipe_hpc.planner.stages import StageCount
+from gpipe_hpc.schedule import Cluster, Placement
+
+
+class Load(NamedTuple):
+    """The bytes that a step sends over one way, and whether it leads from host to host."""
+
+    nbytes: float
+    is_between: bool
+
+
+Loads = dict[tuple[int, int], float]
+
+
+def boundary_loads(
+    stages: Sequence[StageCount], placement: Placement, shares: Sequence[float]
+) -> Loads:
+    """Return the bytes between the ranks of one replica, by (source, destination)."""
+    found: Loads = defaultdict(float)
+    each = shares or [1.0] * placement.num_microbatches
+    of_route = [0.0] * len(placement.routes)
+    for number, share in zip(placement.route_of, each, strict=True):
+        of_route[number] += share
+    for route, share in zip(placement.routes, of_route, strict=True):
+        for at, stage in enumerate(stages):
+            ahead = {d: sum(carried.tensors) for d, carried in stage.sent.items()}
+            back = {s: sum(carried.gradients) for s, carried in stage.received.items()}
+            if at + 1 < len(stages):
+                ahead[at + 1] = sum(stage.output.tensors)
+            if at:
+                back[at - 1] = sum(stage.input.gradients)
+            for other, nbytes in [*ahead.items(), *back.items()]:
+                way = route[at], route[other]
+                if way[0] != way[1]:
+                    found[way] += share * nbytes
+    return found
+
+
+def add_sums(
+    found: Loads, cluster: Cluster, ranks: Sequence[int], nbytes: float, *, by_host: bool
+) -> None:
+    """Add what summing so many bytes over some ranks sends: in a ring, of which none sends less.
+
+    `by_host`: a ring in each host, and one of their first ranks.
+    """
+    rings = [list(ranks)]
+    if by_host:
+        groups: dict[int, list[int]] = defaultdict(list)
+        for rank in ranks:
+            groups[cluster.host_of(rank)].append(rank)
+        rings = [*groups.values(), [own[0] for own in groups.values()]]
+    for ring in rings:
+        if len(ring) > 1:
+            for way in pairwise([*ring, ring[0]]):
+                found[way] = found.get(way, 0.0) + 2 * nbytes * (len(ring) - 1) / len(ring)
+
+
+def heaviest(cluster: Cluster, found: Loads) -> Load:
+    """Return the most that goes over one of the slowest ways that anything goes over."""
+    if not found:
+        return Load(0.0, False)
+    ways = {way: cluster.link(*way) for way in found}
+    slowest = min(link.bandwidth for link in ways.values())
+    between = {way: cluster.host_of(way[0]) != cluster.host_of(way[1]) for way in found}
+    slow = [way for way, link in ways.items() if link.bandwidth == slowest]
+    way = max(slow, key=lambda each: (between[each], found[each]))
+    return Load(found[way], between[way])

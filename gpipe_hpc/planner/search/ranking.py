@@ -1,0 +1,263 @@
+"""The search: layouts by what they may take at best, the most promising simulated, the best ranked.
+
+A best-first search by a lower bound: what cannot beat the best found is never laid out. It ends
+with the best of all, or when it has simulated so much that it would take minutes; then it says how
+much better than the best found any other layout could be.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+from gpipe_hpc.errors import GpipeError, PartitionError
+from gpipe_hpc.planner.cutting.simulated import has_shared_ranks
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.search.bounds import Bound, Ways, bound
+from gpipe_hpc.planner.search.candidates import Candidate, Space
+from gpipe_hpc.planner.search.ground import Ground
+from gpipe_hpc.planner.search.trial import Choices, TooMuch, Trial, try_out
+
+MOST_ACTIONS: Final = 1_000_000
+"""Of all tables that a search simulates: a million of them take 10 to 20 seconds."""
+_LARGEST: Final = 400_000  # actions of one table
+_ENOUGH: Final = 24  # trials, ahead of those that only the bound asks for
+_FEW: Final = 6
+_CUT_AGAIN: Final = 12  # of the best: half a second each
+_WORTH_CUTTING: Final = 0.99  # of the time with even stages: less gain is no reason to ask for it
+_AS_GOOD: Final = 0.99  # of the time of the best found: what could be that fast is not looked for
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What a search found: the layouts that fit, the fastest first.
+
+    `num_layouts`: of the space; of them `num_refused` cannot be built, `num_large` have too large a
+    table to be simulated, `num_too_much` need more than the memory, and `num_unpinned` have
+    stages that cannot hold the pinned layers. `least_s`: what a layout that was not simulated takes
+    at least; None where all were, or cannot be faster. `is_of_even_cuts`: that holds for cuts with
+    even stages alone, as layouts whose ranks hold several stages were not tried on simulated ones.
+    `nearest`: of those that do not fit, the one that needs least.
+    """
+
+    trials: tuple[Trial, ...]
+    num_layouts: int
+    num_simulated: int
+    num_refused: int
+    num_large: int
+    num_too_much: int
+    least_s: float | None = None
+    nearest: TooMuch | None = None
+    refusal: str = ""
+    num_unpinned: int = 0
+    is_of_even_cuts: bool = False
+
+    @property
+    def distance(self) -> float:
+        """Return by which share of its time the best could be slower than the best of all."""
+        if not self.trials or self.least_s is None:
+            return 0.0
+        return max(0.0, 1.0 - self.least_s / self.trials[0].step_s)
+
+
+def merged(rankings: Sequence[Ranking]) -> Ranking:
+    """Return one ranking of the layouts of several spaces."""
+    nearest = [each.nearest for each in rankings if each.nearest is not None]
+    least = [each.least_s for each in rankings if each.least_s is not None]
+    return Ranking(
+        tuple(sorted((t for each in rankings for t in each.trials), key=_by_time)),
+        sum(each.num_layouts for each in rankings),
+        sum(each.num_simulated for each in rankings),
+        sum(each.num_refused for each in rankings),
+        sum(each.num_large for each in rankings),
+        sum(each.num_too_much for each in rankings),
+        min(least, default=None),
+        min(nearest, key=lambda each: each.excess_bytes, default=None),
+        next((each.refusal for each in rankings if each.refusal), ""),
+        sum(each.num_unpinned for each in rankings),
+        any(each.is_of_even_cuts for each in rankings),
+    )
+
+
+def _by_time(trial: Trial) -> tuple[float, int]:
+    return trial.step_s, trial.nbytes
+
+
+@dataclass
+class _Tally:
+    """What came of the layouts so far.
+
+    `asked`: by the layout of a trial, that which was asked for, which may have left open how much
+    it recomputes. `impossible`: those that cannot be built.
+    """
+
+    trials: list[Trial] = field(default_factory=list)
+    refused: list[GpipeError] = field(default_factory=list)
+    unpinned: list[PartitionError] = field(default_factory=list)
+    num_too_much: int = 0
+    num_actions: int = 0
+    nearest: TooMuch | None = None
+    asked: dict[Candidate, Candidate] = field(default_factory=dict)
+    impossible: set[Candidate] = field(default_factory=set)
+
+    @property
+    def best_s(self) -> float:
+        return min((each.step_s for each in self.trials), default=float("inf"))
+
+    def add(self, candidate: Candidate, trial: Callable[[], Trial | TooMuch]) -> None:
+        """Try a layout, and note what came of it."""
+        self.num_actions += num_actions(candidate)
+        try:
+            found = trial()
+        except GpipeError as error:
+            self.refused.append(error)
+            self.impossible.add(candidate)
+            return
+        if isinstance(found, Trial):
+            self.trials.append(found)
+            self.asked[found.candidate] = candidate
+            return
+        self.num_too_much += 1
+        if self.nearest is None or found.excess_bytes < self.nearest.excess_bytes:
+            self.nearest = found
+
+
+def num_actions(candidate: Candidate) -> int:
+    """Return about how many actions of compute the table of a layout has."""
+    return 3 * candidate.num_stages * candidate.microbatches
+
+
+def most_bytes(base: Request) -> float | None:
+    """Return what the rank with the most memory may fill; None where there is no limit."""
+    given = base.memory_bytes
+    assert not isinstance(given, str), "the settings were read"
+    if given is None or isinstance(given, int | float):
+        return given
+    return max(float(each) for each in given)
+
+
+def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ranking:
+    """Rank the layouts of a space by the time of a step, among those that fit into memory.
+
+    Of layouts that take the same time the one that needs least memory is first. They are compared
+    on cuts with even stages. The best few are then tried on simulated cuts, too, unless the command
+    line says how to cut; one that gets faster takes such a cut, and its settings ask for it.
+    With `most_actions` of all tables together it stops. Raises PartitionError where no layout has
+    stages that can hold the pinned layers.
+    """
+    choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
+    limit = most_bytes(space.base)
+    tally = _Tally()
+    bounded: list[tuple[Bound, Candidate]] = []
+    hopeless: list[tuple[Bound, Candidate]] = []
+    large: list[tuple[Bound, Candidate]] = []
+    num_layouts = 0
+    for candidate in space:
+        num_layouts += 1
+        try:
+            ground.check_pins(candidate.num_stages)
+        except PartitionError as error:
+            tally.unpinned.append(error)
+            continue
+        except GpipeError as error:
+            tally.refused.append(error)
+            continue
+        try:
+            ways = Ways("host" in choices.hierarchies, "flat" in choices.shards)
+            found = bound(candidate, ground, space.base, ways)
+        except GpipeError as error:
+            tally.refused.append(error)
+            continue
+        if limit is not None and found.nbytes > limit:
+            hopeless.append((found, candidate))
+        elif num_actions(candidate) > min(_LARGEST, most_actions):
+            large.append((found, candidate))
+        else:
+            bounded.append((found, candidate))
+    if tally.unpinned and len(tally.unpinned) == num_layouts:
+        raise tally.unpinned[-1]
+    left = _simulate(bounded, ground, space, choices, tally, most_actions) + large
+    if tally.nearest is None and not tally.trials:
+        tally.nearest = _nearest(hopeless, ground, space, choices)
+    tally.trials.sort(key=_by_time)
+    asks_for_cuts = ground.cuts_by_time and not (
+        ground.simulates_cuts or "partition" in space.fixed
+    )
+    uncut: list[tuple[Bound, Candidate]] = []
+    if ground.simulates_cuts or asks_for_cuts:
+        done = {tally.asked[each.candidate] for each in tally.trials[:_CUT_AGAIN]}
+        done |= tally.impossible
+        behind = ((known, each) for known, each in (*bounded, *large) if each not in done)
+        uncut = [pair for pair in behind if has_shared_ranks(ground.placement(pair[1]))]
+        _cut_again(tally, ground, space, choices)
+    if ground.simulates_cuts:
+        left += uncut  # tried or not: their bounds are of any cut
+    return Ranking(
+        tuple(tally.trials),
+        num_layouts,
+        len(tally.trials),
+        len(tally.refused),
+        len(large),
+        len(hopeless) + tally.num_too_much,
+        min((each.seconds for each, _ in left if each.seconds < tally.best_s), default=None),
+        tally.nearest,
+        str((tally.refused or tally.unpinned or [""])[0]),
+        len(tally.unpinned),
+        asks_for_cuts and bool(uncut),
+    )
+
+
+def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) -> None:
+    """Time the best layouts on simulated cuts, where ranks hold several stages.
+
+    If a run takes such cuts in any case, these times count; else a layout asks for its cut to be
+    simulated where that is worth while.
+    """
+    opened = ground.with_open_cuts()
+    worth = math.inf if ground.simulates_cuts else _WORTH_CUTTING
+    for at, trial in enumerate(tally.trials[:_CUT_AGAIN]):
+        if not has_shared_ranks(ground.placement(trial.candidate)):
+            continue
+        asking = replace(trial.candidate, simulates_cut=not ground.simulates_cuts)
+        with suppress(GpipeError):  # the cut that fits stays
+            found = try_out(asking, opened, space.base, choices)
+            if isinstance(found, Trial) and found.step_s < worth * trial.step_s:
+                tally.trials[at] = found
+    tally.trials.sort(key=_by_time)
+
+
+def _nearest(
+    hopeless: Sequence[tuple[Bound, Candidate]], ground: Ground, space: Space, choices: Choices
+) -> TooMuch | None:
+    """Return what needs least of the layouts that cannot fit: a few are laid out."""
+    by_need = sorted(hopeless, key=lambda each: (each[0].nbytes, -each[1].microbatches))
+    tally = _Tally()
+    for _, candidate in by_need[:_FEW]:
+        tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))
+    return tally.nearest
+
+
+def _simulate(
+    bounded: Sequence[tuple[Bound, Candidate]],
+    ground: Ground,
+    space: Space,
+    choices: Choices,
+    tally: _Tally,
+    most_actions: int,
+) -> list[tuple[Bound, Candidate]]:
+    """Try layouts out, the most promising first; return those that were left."""
+
+    def run(candidate: Candidate) -> None:
+        tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))
+
+    by_guess = sorted(bounded, key=lambda each: each[0].probably_s)
+    left = []
+    for number, (known, candidate) in enumerate(by_guess):
+        is_due = len(tally.trials) < _ENOUGH or known.seconds < _AS_GOOD * tally.best_s
+        if is_due and tally.num_actions < most_actions:
+            run(candidate)
+        elif known.seconds < tally.best_s:
+            left += [by_guess[number]]
+    return left

@@ -1,0 +1,182 @@
+"""A ranking as text: what was compared, and a table of the best with settings to paste."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.search.candidates import Space
+from gpipe_hpc.planner.search.ground import Ground
+from gpipe_hpc.planner.search.machine import FREE
+from gpipe_hpc.planner.search.ranking import Ranking
+from gpipe_hpc.planner.search.trial import Trial
+from gpipe_hpc.planner.search.why import why_worse
+from gpipe_hpc.planner.telling.columns import aligned
+from gpipe_hpc.schedule import Link
+from gpipe_hpc.units import bytes_text, flops_text
+
+_NOTES: Final = (
+    "Simulated, not measured: layers as {layers}, transfers and sums of gradients as the links "
+    "say, {rest}. Memory is weights, gradients, optimizer, activations and workspace, {process}. "
+    "Off best cut: how much more the fullest rank has to do than in the best cut on such ranks "
+    "(<=: than in any cut, perhaps none is that good). Micro-batches of other sizes draw other "
+    "dropout; BatchNorm sees other batches."
+)
+_HEAD: Final = (
+    "",
+    "step",
+    "samples/s",
+    "bubble",
+    "fill, drain",
+    "imbalance",
+    "transfers",
+    "reduction",
+    "off best cut",
+    "fullest rank",
+    "slowest link",
+)
+
+
+def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
+    """Say what ranks and links are taken to be, and what is not tried for want of that.
+
+    `measured`: how layers are measured, where their FLOPs are not counted.
+    """
+    machine = ground.machine
+    cluster = machine.cluster
+    hosts = sorted(set(cluster.hosts))
+    each = f"{hosts[0]}" if len(hosts) == 1 else f"{hosts[0]} to {hosts[-1]}"
+    many = f"{len(cluster.hosts)} hosts of {each}" if len(cluster.hosts) > 1 else "one host"
+    ranks = f"{cluster.num_ranks} ranks" if cluster.num_ranks > 1 else "1 rank"
+    layers = measured or (
+        f"{machine.rates.text()}; {machine.layer_s:.2g} s a layer and pass beside that "
+        f"(plan.flops_per_s, plan.memory_bytes_per_s, plan.layer_s)"
+    )
+    lines = [f"{ranks} on {many}, {layers}"]
+    if machine.has_free_links:
+        lines.append(
+            "links: not known, so transfers and sums of gradients take no time; give plan.links, a "
+            "file, or plan.link_bytes_per_s"
+        )
+    else:
+        within, between = _link_text(cluster.within), _link_text(cluster.between)
+        lines.append(
+            f"links: {within} within a host" + f", {between} between" * (len(cluster.hosts) > 1)
+        )
+    is_open = "offload" not in space.fixed
+    if space.base.memory_bytes is None:
+        offloaded = " or offloaded" * is_open
+        lines.append(
+            f"memory: no limit given (pipeline.memory_bytes), so nothing is recomputed{offloaded}"
+        )
+    elif is_open and True not in space.offloads:
+        lines.append(
+            "offload: not tried, as it is not known how fast an accelerator copies to its host; "
+            "give plan.host_copy_bytes_per_s (a run with pipeline.layout=auto measures it)"
+        )
+    return "\n".join(lines)
+
+
+def precisions_text(searched: Iterable[tuple[Space, Ground]], *, is_measured: bool = False) -> str:
+    """Say how fast a rank is taken to be in each precision, where that is not measured."""
+    told = [
+        f"{s.precision}" + ("" if is_measured else f" {flops_text(g.machine.rates.products)}/s")
+        for s, g in searched
+    ]
+    return f"precisions: {', '.join(told)}; each trains with other numbers"
+
+
+def _link_text(link: Link) -> str:
+    if link == FREE:
+        return "free"
+    return f"{bytes_text(link.bandwidth)}/s and {1e6 * link.latency:.3g} us"
+
+
+def counts_text(ranking: Ranking, num_ways: int) -> str:
+    """Say how many layouts were compared, and how sure the best is."""
+    simulated = ranking.num_simulated
+    parts = [f"{simulated} simulated"] if simulated else []
+    if ranking.num_too_much:
+        parts.append(f"{ranking.num_too_much} need too much memory")
+    if ranking.num_refused:
+        parts.append(f"{ranking.num_refused} cannot be built")
+    if ranking.num_unpinned:
+        parts.append(f"{ranking.num_unpinned} have stages that cannot hold pipeline.pins")
+    if ranking.num_large:
+        parts.append(f"{ranking.num_large} have too large a table")
+    left = ranking.num_layouts - simulated - ranking.num_too_much
+    left -= ranking.num_refused + ranking.num_large + ranking.num_unpinned
+    if left > 0:
+        parts.append(f"{left} left out by what they take at least")
+    on = "on cuts with even stages, " * ranking.is_of_even_cuts
+    sure = f"; {on}no layout is faster than the first"
+    if not ranking.trials:
+        sure = ""
+    elif ranking.distance > 0:
+        sure = f"; {on}none can be more than {100 * ranking.distance:.1f} % faster than the first"
+    times = f", each with {num_ways} ways to combine copies" if num_ways > 1 else ""
+    return f"{ranking.num_layouts:,} layouts{times}: {', '.join(parts)}{sure}"
+
+
+def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> str:
+    """Return the best layouts: a line of figures each, its settings, and why it is worse."""
+    shown = distinct(ranking.trials, most)
+    rows = [list(_HEAD)]
+    rows += [[str(number), *_figures(trial, batch_size)] for number, trial in enumerate(shown, 1)]
+    head, *lines = aligned(rows).splitlines()
+    found = [head]
+    for trial, line in zip(shown, lines, strict=True):
+        found.append(line)
+        found.append("   " + " ".join(trial.overrides(base)))
+        if trial is not shown[0]:
+            found.append(f"   {why_worse(trial, shown[0])}")
+    return "\n".join(found)
+
+
+def notes_text(ground: Ground, layers: str, prices: str) -> str:
+    """Say what the figures stand on: where `layers` are from, and the setting that has `prices`."""
+    rest = "all else free: reading data, the optimizer's step, kernels that share a device"
+    if ground.machine.prices.measured is not None:
+        rest = f"what a step takes beside them as {prices} says; reading data is free"
+    is_known = ground.machine.prices.process_bytes > 0
+    process = f"and what a process takes beside tensors, as {prices} says"
+    if not is_known:
+        process = "without what kernels and libraries take for themselves"
+    lines = [_NOTES.format(layers=layers, rest=rest, process=process)]
+    crowd = ground.machine.crowd
+    return "\n".join(lines if crowd is None or not crowd.is_full else [*lines, f"{crowd}."])
+
+
+def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
+    """Return the first trials, without those that a better one is like in all but its schedule.
+
+    Of the schedules of one shape, size of micro-batches and recomputation the best two stay.
+    """
+    seen: dict[tuple[object, ...], int] = {}
+    found: list[Trial] = []
+    for trial in trials:
+        each = trial.candidate.written
+        key = each.replicas, each.stages, each.microbatches, each.recompute, each.precision
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] <= 2 and len(found) < most:
+            found.append(trial)
+    return found
+
+
+def _figures(trial: Trial, batch_size: int) -> list[str]:
+    causes = [f"{100 * share:.1f} %" for share in (trial.bubble, *trial.causes)]
+    off = trial.cut_distance
+    link = "-"
+    if trial.load.nbytes:
+        link = bytes_text(trial.load.nbytes) + (" between" if trial.load.is_between else " within")
+    return [
+        _seconds(trial.step_s),
+        f"{batch_size / trial.step_s:,.4g}",
+        *causes,
+        "-" if off is None else off.cell(),
+        f"{bytes_text(trial.nbytes)} (rank {trial.rank})",
+        link,
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,386 @@
+"""One layout of a search, laid out and simulated: what it takes, holds and sends."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from gpipe_hpc.errors import PartitionError, ScheduleError
+from gpipe_hpc.planner.cutting.distance import Distance, distance
+from gpipe_hpc.planner.cutting.partition import Partition
+from gpipe_hpc.planner.forecast import activation_memory, rank_states
+from gpipe_hpc.planner.layout import lay_out_compute
+from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planner.memory.sharing import Sharing
+from gpipe_hpc.planner.ordering import paces_of, shared_by
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.search.candidates import LEAST, Candidate
+from gpipe_hpc.planner.search.ground import Ground
+from gpipe_hpc.planner.search.links import Load, add_sums, boundary_loads, heaviest
+from gpipe_hpc.planner.search.summing import Sum, copies_of, sum_time
+from gpipe_hpc.planner.shares import microbatch_shares
+from gpipe_hpc.planner.step_time import (
+    Piped,
+    StepTime,
+    action_costs,
+    held_by_ranks,
+    of_replicas,
+    reduced_s,
+    with_copies,
+)
+from gpipe_hpc.schedule import (
+    BubbleCauses,
+    Costs,
+    Placement,
+    Schedule,
+    Timeline,
+    peak_memory,
+)
+from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
+
+_BUCKETS: Final = (25e6, 100e6)
+"""Sizes of buckets that are tried where none is asked for."""
+
+
+class Combining(NamedTuple):
+    """How copies combine their gradients, as the settings of `Outer` that are chosen."""
+
+    shard: str
+    hierarchy: str | int
+    bucket_bytes: float
+
+    @property
+    def is_by_host(self) -> bool:
+        """Say whether gradients are summed inside each host first."""
+        return self.hierarchy == "host"
+
+
+class Choices(NamedTuple):
+    """What a search may choose of how copies combine their gradients, by setting."""
+
+    shards: tuple[str, ...]
+    hierarchies: tuple[str | int, ...]
+    buckets: tuple[float, ...]
+
+    @classmethod
+    def of(cls, base: Request, fixed: frozenset[str], num_hosts: int) -> "Choices":
+        """Return them for a request of which some settings are fixed."""
+        outer = base.combining
+        is_usual = (
+            outer.order == "backend" and outer.compress == "none" and not outer.uses_local_sgd
+        )
+        divides = "shard" not in fixed and is_usual and outer.hierarchy == "none"
+        by_host = "hierarchy" not in fixed and is_usual and num_hosts > 1
+        buckets = {outer.bucket_bytes} | (set() if "bucket_bytes" in fixed else set(_BUCKETS))
+        return cls(
+            ("none", "flat") if divides else (outer.shard,),
+            ("none", "host") if by_host and outer.shard != "flat" else (outer.hierarchy,),
+            tuple(sorted(buckets)),
+        )
+
+    def all(self) -> Iterator[Combining]:
+        """Yield all that go together: a flat shard goes with no other way to sum."""
+        for shard in self.shards:
+            for hierarchy in self.hierarchies:
+                if shard == "flat" and hierarchy != "none":
+                    continue
+                for nbytes in self.buckets:
+                    yield Combining(shard, hierarchy, nbytes)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout that was simulated on the machine; seconds and bytes.
+
+    `rank`: of a replica, the one that holds most, `nbytes`. `compute_s`: the mean over ranks of
+    what they compute in a step. `causes`: why they idle, as shares of the step, which sum to the
+    bubble. `load`: what goes over the slowest link. `combining`: None where there are no copies.
+    `beside_s`: of the step, what is behind pipeline and sums: clipping, optimizer, and all else.
+    `partition`, `placement`: its cut, and the ranks that hold its stages.
+    """
+
+    candidate: Candidate
+    request: Request
+    step_s: float
+    compute_s: float
+    causes: BubbleCauses
+    nbytes: int
+    rank: int
+    load: Load
+    partition: Partition
+    placement: Placement
+    combining: Combining | None = None
+    beside_s: float = 0.0
+
+    @property
+    def cut_distance(self) -> Distance | None:
+        """Return how far its cut is from the best one on these ranks, by the times of layers.
+
+        None for one rank, which has all of them.
+        """
+        if self.placement.num_ranks == 1:
+            return None
+        costs = [each.forward + each.backward for each in self.partition.times]
+        return distance(self.partition, self.placement, costs)
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of the time that ranks idle."""
+        return sum(self.causes)
+
+    @property
+    def recomputes(self) -> bool:
+        """Say whether something may be computed twice."""
+        return self.candidate.recompute != "never"
+
+    def overrides(self, base: Request) -> list[str]:
+        """Return its settings as on a command line; of `outer` those that are not as in `base`."""
+        words = self.candidate.overrides()
+        for name, value in () if self.combining is None else self.combining._asdict().items():
+            if value != getattr(base.combining, name):
+                words.append(f"outer.{name}={_written(value)}")
+        return words
+
+
+def _written(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value / 1e6:g}MB"
+
+
+class TooMuch(NamedTuple):
+    """A layout that does not fit: what the rank needs that lacks most, and by how much too much.
+
+    `lasting_bytes`: what of it is weights, gradients, optimizer and workspace. `lacks`: by how many
+    bytes each rank of a replica has too much, 0 where it fits.
+    """
+
+    candidate: Candidate
+    rank: int
+    nbytes: int
+    lasting_bytes: int
+    excess_bytes: float
+    lacks: tuple[float, ...] = ()
+
+
+def try_out(
+    candidate: Candidate, ground: Ground, base: Request, choices: Choices
+) -> Trial | TooMuch:
+    """Lay out a candidate and, if it fits into the memory that `base` allows, simulate it.
+
+    With `LEAST` nothing is recomputed where that fits, else as little as does; where nothing fits,
+    what needs less: to recompute all that helps, or nothing. Raises what laying
+    out raises: PartitionError where nothing fits, ScheduleError where there is no such table.
+    """
+    laid = lay_out_in_memory(candidate, ground, base, choices)
+    return laid if isinstance(laid, TooMuch) else laid.timed()
+
+
+def lay_out_in_memory(
+    candidate: Candidate, ground: Ground, base: Request, choices: Choices
+) -> "Laid | TooMuch":
+    """Lay out a candidate as `try_out` does, without simulating it."""
+    if candidate.recompute != LEAST:
+        return _laid_out(candidate, ground, base, choices)
+    plain = _laid_out(replace(candidate, recompute="never"), ground, base, choices)
+    if isinstance(plain, Laid):
+        return plain
+    if plain.lasting_bytes < plain.nbytes - plain.excess_bytes:
+        with suppress(PartitionError):  # nothing fits
+            return _laid_out(replace(candidate, recompute="budget"), ground, base, choices)
+    thrifty = _laid_out(replace(candidate, recompute="except_last"), ground, base, choices)
+    if isinstance(thrifty, Laid) or thrifty.excess_bytes < plain.excess_bytes:
+        return thrifty
+    return plain
+
+
+def _laid_out(
+    candidate: Candidate, ground: Ground, base: Request, choices: Choices
+) -> "Laid | TooMuch":
+    asked, ways = candidate.of(base), list(choices.all())
+    if candidate.recompute == "budget":
+        # It fills what is left, and the last way leaves most: the optimizer's state is divided.
+        ways = [way for way in ways if way.shard == ways[-1].shard]
+    laid = Laid(candidate, ground, _combined(asked, ways[0]))
+    limits = memory_limits(asked)
+    if laid.is_alone:
+        ways = ways[:1]
+    held = {way.shard: way for way in ways}
+    shards = {shard: laid.held(way) for shard, way in held.items()}
+    fitting = [way for way in ways if not excess_bytes(shards[way.shard], limits)]
+    if fitting or limits is None:
+        return laid.with_ways(fitting or ways, shards)
+    least = min(shards.values(), key=lambda each: excess_bytes(each, limits))
+    rank = max(range(len(least)), key=lambda at: least[at] - limits[at])
+    lasting = least[rank] - round(laid.peaks[rank])
+    lacks = tuple(max(0.0, have - most) for have, most in zip(least, limits, strict=True))
+    return TooMuch(candidate, rank, least[rank], lasting, lacks[rank], lacks)
+
+
+def _combined(asked: Request, way: Combining) -> Request:
+    return replace(asked, outer=replace(asked.combining, **way._asdict()))
+
+
+class Laid:
+    """A candidate's table of compute, and what it is timed with."""
+
+    def __init__(self, candidate: Candidate, ground: Ground, asked: Request) -> None:
+        """Lay it out."""
+        self.candidate, self.ground, self.asked = candidate, ground, asked
+        samples = candidate.samples(ground.batch_size)
+        gauge = ground.gauge(samples, offloads=candidate.offload)
+        partition = ground.partition(
+            samples,
+            candidate.num_stages,
+            paces_of(asked),
+            shared_by(asked),
+            offloads=candidate.offload,
+        )
+        found = lay_out_compute(replace(asked, partition=partition), gauge)
+        self.model, self.partition = gauge.count, found.partition
+        self.table: Schedule = found.table
+        self.recomputed = found.budget.recomputed if found.budget else None
+        self.stages = ground.stages(samples, found.partition.counts, offloads=candidate.offload)
+        self.shares = microbatch_shares(
+            ground.batch_size,
+            candidate.replicas * candidate.microbatches,
+            range(candidate.microbatches),
+        )
+        memory = replace(activation_memory(self.stages, self.recomputed), shares=self.shares)
+        self.peaks = peak_memory(self.table, memory)
+        self._ways: Sequence[Combining] = ()
+        self._held: Mapping[str, Sequence[int]] = {}
+
+    @property
+    def is_alone(self) -> bool:
+        """Say whether no stage has another copy."""
+        return self.candidate.replicas == 1 and len(self.table.placement.routes) == 1
+
+    def held(self, way: Combining) -> list[int]:
+        """Return what each rank holds at its fullest."""
+        placement, kept = self.table.placement, self.asked.kept_states
+        sharing = None if self.is_alone else self._sharing(way)
+        return [
+            rank_states(self.model, self.stages, placement, rank, kept, sharing).with_activations(
+                round(peak)
+            )
+            for rank, peak in enumerate(self.peaks)
+        ]
+
+    def _sharing(self, way: Combining) -> Sharing | None:
+        copies = [
+            self.candidate.replicas * len(self.table.placement.holders(stage))
+            for stage in range(len(self.stages))
+        ]
+        buckets = tuple(
+            self.ground.buckets(stage.layers, way.bucket_bytes) if number > 1 else ()
+            for stage, number in zip(self.stages, copies, strict=True)
+        )
+        return Sharing.of(way.shard, self.candidate.replicas, buckets)
+
+    def with_ways(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> "Laid":
+        """Return itself with the ways to combine copies that fit, and what ranks hold with each."""
+        self._ways, self._held = ways, held
+        return self
+
+    def timed(self) -> Trial:
+        """Simulate it, and choose of the ways to combine copies that fit the fastest."""
+        ways, held = self._ways, self._held
+        piped = Piped(self.table, self._costs(), self.ground.machine.prices)
+        self._refuse_idle_copies(piped.slowest)
+        steps = {way: self._step(piped, way) for way in ways}
+        best = min(ways, key=lambda way: (steps[way].total_s, max(held[way.shard])))
+        step_s, timeline = steps[best].total_s, piped.slowest
+        own = held[best.shard]
+        return Trial(
+            candidate=self.candidate,
+            request=self.asked if self.is_alone else _combined(self.asked, best),
+            step_s=step_s,
+            compute_s=sum(timeline.busy) / self.candidate.stages,
+            causes=_causes(timeline, piped.undelayed_s(), step_s, steps[best].reduction_s),
+            nbytes=max(own),
+            rank=own.index(max(own)),
+            load=self._load(best),
+            partition=self.partition,
+            placement=self.table.placement,
+            combining=None if self.is_alone else best,
+            beside_s=step_s - steps[best].reduction_s - timeline.end_of_compute,
+        )
+
+    def _step(self, piped: Piped, way: Combining) -> StepTime:
+        """Return what a step takes whose gradients are summed in some way."""
+        machine, placement, counts = self.ground.machine, self.table.placement, self._counts
+        over_s = piped.end_s
+        if not self.is_alone:
+            sums = [self._sum(way, stage) for stage in range(len(self.stages))]
+            outer = replace(self.asked.combining, **way._asdict())
+            over_s = reduced_s(placement, piped, sums, outer, counts, self.partition.times)
+        copies = 1 if way.shard == "none" else self.candidate.replicas
+        held = held_by_ranks(self.model, counts, placement, copies)
+        return piped.step(over_s, held, clips=machine.clips, crowd=machine.crowd)
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.partition.counts
+
+    def _refuse_idle_copies(self, timeline: Timeline) -> None:
+        """Refuse a table in which a rank holds a stage that has no micro-batch there."""
+        placement = self.table.placement
+        for rank, row in enumerate(timeline.events):
+            at_work = {event.action.stage for event in row if event.action.op in ENDS_BACKWARD}
+            idle = set(placement.stages_of(rank)) - at_work
+            if idle:
+                raise ScheduleError(
+                    f"schedule {self.table.name!r}: expected work for each copy of a stage, got "
+                    f"none of stage {min(idle)} on rank {rank} with "
+                    f"{self.candidate.microbatches} micro-batch(es); use more of them"
+                )
+
+    def _costs(self) -> list[Costs]:
+        """Return what actions cost, once for all replicas that are alike."""
+        machine = self.ground.machine
+        costs = action_costs(self.partition, self.stages, self.recomputed, self.shares)
+        costs = with_copies(
+            costs, self.table, self.stages, self.recomputed, machine.host_bytes_per_s
+        )
+        return of_replicas(machine.cluster, self.table, costs, self.candidate.replicas)
+
+    def _sum(self, way: Combining, stage: int) -> Sum:
+        buckets = self.ground.bucket_sizes(self.stages[stage].layers, way.bucket_bytes)
+        ranks = copies_of(
+            self.table.placement, stage, self.candidate.replicas, self.candidate.stages
+        )
+        cluster = self.ground.machine.summing
+        time = sum_time(cluster, ranks, sum(buckets), len(buckets), by_host=way.is_by_host)
+        return Sum(time, buckets)
+
+    def _load(self, way: Combining) -> Load:
+        """Return what a step sends over the slowest link."""
+        cluster, placement = self.ground.machine.cluster, self.table.placement
+        first = boundary_loads(self.stages, placement, self.shares)
+        found = {
+            (replica * self.candidate.stages + a, replica * self.candidate.stages + b): nbytes
+            for replica in range(self.candidate.replicas)
+            for (a, b), nbytes in first.items()
+        }
+        if not self.is_alone:
+            for stage in range(len(self.stages)):
+                ranks = copies_of(placement, stage, self.candidate.replicas, self.candidate.stages)
+                nbytes = sum(self._sum(way, stage).buckets)
+                add_sums(found, cluster, ranks, nbytes, by_host=way.is_by_host)
+        return heaviest(cluster, found)
+
+
+def _causes(
+    timeline: Timeline, undelayed_s: float, step_s: float, reduction_s: float
+) -> BubbleCauses:
+    """Return why ranks idle, as shares of a step; see `BubbleCauses`."""
+    if not step_s:
+        return BubbleCauses(0.0, 0.0, 0.0, 0.0)
+    busy = timeline.busy
+    mean = sum(busy) / len(busy)
+    end = timeline.end_of_compute
+    return BubbleCauses(
+        fill_and_drain=(undelayed_s - max(busy)) / step_s,
+        imbalance=(max(busy) - mean) / step_s,
+        transfers=(end - undelayed_s) / step_s,
+        reduction_tail=reduction_s / step_s,
+    )

@@ -1,0 +1,65 @@
+"""What split backwards would bring to pipelines with holes whose schedule does not split them."""
+
+from dataclasses import replace
+from typing import Final
+
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planner.buckets import sharing_of
+from gpipe_hpc.planner.costs.gauges import Gauge
+from gpipe_hpc.planner.forecast import held_bytes
+from gpipe_hpc.planner.layout import Layout, lay_out_compute
+from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planner.ordering import Order
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.schedule import simulate
+
+_SPLITTING: Final = "zb_h1"
+_LEAST_GAIN: Final = 0.03  # of the simulated step
+_MOST_ACTIONS: Final = 50_000  # of a table: all ranks wait while another is made
+
+
+def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
+    """Say how much shorter a step of pipelines with holes is as zb_h1; empty where it is not much.
+
+    Both tables are simulated on the layout's cut, without transfers and sums of gradients. Nothing
+    is said where compiled layers cannot be split, where some rank would hold more than it may, nor
+    of tables that would take long.
+    """
+    unsplit = request.schedule == "rerouted" and request.options.get("order") in (
+        "gpipe",
+        "one_f_one_b",
+    )
+    if not unsplit or request.compile or layout.schedule.num_actions > _MOST_ACTIONS:
+        return ""
+    asked = replace(
+        request,
+        partition=layout.partition,
+        schedule_options={**request.options, "order": _SPLITTING},
+    )
+    try:
+        found = lay_out_compute(asked, gauge)
+        if not _fits(asked, found, gauge):
+            return ""
+    except GpipeError:  # no recomputation that a budget may choose, or layers cannot be counted
+        return ""
+    again = found.budget.recomputed if found.budget else None
+    before = simulate(layout.schedule, layout.partition.likely_costs(layout.recomputed)).makespan
+    after = simulate(found.table, found.partition.likely_costs(again)).makespan
+    gain = 1 - after / before if before else 0.0
+    if gain < _LEAST_GAIN:
+        return ""
+    return (
+        f"with pipeline.schedule={_SPLITTING} a step would be {100 * gain:.0f} % shorter "
+        f"(simulated, without transfers and sums of gradients)"
+    )
+
+
+def _fits(request: Request, found: Order, gauge: Gauge) -> bool:
+    limits = memory_limits(request)
+    if limits is None:
+        return True
+    again = found.budget.recomputed if found.budget else None
+    counts, table = found.partition.counts, found.table
+    sharing = sharing_of(request, counts, table.placement, gauge.layers)
+    held = held_bytes(gauge.count, counts, table, request.kept_states, again, sharing)
+    return not excess_bytes(held, limits)

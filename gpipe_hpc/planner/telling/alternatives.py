@@ -1,0 +1,155 @@
+"""What would fit where a plan does not: a few other settings, laid out and forecast."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planner.costs.gauges import Gauge
+from gpipe_hpc.planner.forecast import Forecast, forecast
+from gpipe_hpc.planner.layout import Layout, lay_out
+from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.shares import microbatch_shares
+from gpipe_hpc.planner.telling.columns import aligned
+from gpipe_hpc.units import bytes_text, flops_text
+
+_TIMES_THE_MICROBATCHES: Final = (1, 2, 4)
+_MOST_SHOWN: Final = 5
+
+
+class Batch(NamedTuple):
+    """The samples of a step, and pipeline.microbatches as it was given."""
+
+    num_samples: int
+    given_microbatches: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Settings to paste, and what they take: bytes of the fullest rank, FLOPs until a step ends.
+
+    `excess_bytes`: by how much the rank that lacks most exceeds what it may fill.
+    """
+
+    overrides: str
+    most_bytes: int
+    excess_bytes: float
+    makespan: float
+
+
+class Tried(NamedTuple):
+    """What was tried, and whether that was all that there was to try."""
+
+    found: tuple[Alternative, ...]
+    is_all: bool = True
+
+
+def forecast_of(layout: Layout, request: Request, gauge: Gauge, num_samples: int) -> Forecast:
+    """Forecast a step of the replica with the most micro-batches of a layout."""
+    own = layout.portions.of(layout.portions.fullest)
+    return forecast(
+        gauge.count,
+        layout.partition.counts,
+        layout.schedule,
+        request.kept_states,
+        layout.recomputed,
+        microbatch_shares(num_samples, layout.portions.total, own),
+        layout.sharing,
+        layout.partition.rank_paces,
+    )
+
+
+def try_others(
+    request: Request, batch: Batch, gauge_of: Callable[[int], Gauge], seconds: float
+) -> Tried:
+    """Lay out and forecast a few other settings than those of a request.
+
+    More micro-batches where the batch has samples for them, ``one_f_one_b``, and recomputation, in
+    all combinations that can be laid out; no order is searched. `gauge_of`: the counts of a
+    micro-batch, for so many times the micro-batches. Ends after so many seconds with what it has.
+    """
+    began_s = time.perf_counter()
+    gauges: dict[int, Gauge] = {}
+    found: list[Alternative] = []
+    for times, asked in _others(request, batch):
+        if time.perf_counter() - began_s > seconds:
+            return Tried(tuple(found), is_all=False)
+        try:
+            gauge = gauges.get(times) or gauges.setdefault(times, gauge_of(times))
+            step = forecast_of(lay_out(asked, gauge), asked, gauge, batch.num_samples)
+        except GpipeError:
+            continue  # these settings cannot work together, or a budget fits nothing
+        held = [rank.total_bytes for rank in step.ranks]
+        overrides = _overrides(request, asked, batch)
+        excess = excess_bytes(held, memory_limits(asked))
+        found.append(Alternative(overrides, max(held), excess, step.timeline.makespan))
+    return Tried(tuple(found))
+
+
+def _others(request: Request, batch: Batch) -> Iterator[tuple[int, Request]]:
+    """Yield how many times the micro-batches, and the request: the least changed first."""
+    schedules = [request.schedule] if request.schedule != "auto" else []
+    if not request.options and request.schedule != "one_f_one_b":
+        schedules.append("one_f_one_b")  # the options of one schedule are not those of another
+    ways = [request.recompute]
+    ways += [way for way in ("budget", "always") if way != request.recompute]
+    for times in _TIMES_THE_MICROBATCHES:
+        microbatches = times * request.microbatches
+        if times > 1 and microbatches * request.replicas > batch.num_samples:
+            return  # some would have no sample
+        for schedule in schedules:
+            for recompute in ways:
+                asked = replace(
+                    request, microbatches=microbatches, schedule=schedule, recompute=recompute
+                )
+                if asked != request:
+                    yield times, asked
+
+
+def _overrides(request: Request, asked: Request, batch: Batch) -> str:
+    """Return what changes, as it is written on a command line."""
+    changed = []
+    if asked.microbatches != request.microbatches:
+        times = asked.microbatches // request.microbatches
+        changed.append(f"pipeline.microbatches={times * batch.given_microbatches}")
+    if asked.schedule != request.schedule:
+        changed.append(f"pipeline.schedule={asked.schedule}")
+    if asked.recompute != request.recompute:
+        changed.append(f"pipeline.recompute={asked.recompute}")
+    return " ".join(changed)
+
+
+def alternatives_text(tried: Tried, flops_per_s: float | None) -> str:
+    """Return those that fit, the fastest first; where none does, by how much the nearest misses."""
+    more = "" if tried.is_all else "; not all were tried, as time was up"
+    if not tried.found:
+        return f"nothing else was tried{more}"
+    fitting = sorted(
+        (each for each in tried.found if not each.excess_bytes),
+        key=lambda each: (each.makespan, each.most_bytes),
+    )
+    if not fitting:
+        least = min(tried.found, key=lambda each: (each.excess_bytes, each.most_bytes))
+        return (
+            f"none of {len(tried.found)} other settings fits{more}; {least.overrides} needs least: "
+            f"{bytes_text(least.most_bytes)} on the fullest rank, "
+            f"{bytes_text(least.excess_bytes)} too much; use more stages, or a "
+            f"smaller model"
+        )
+    head = f"{len(fitting)} of {len(tried.found)} other settings fit, the fastest first{more}:"
+    rows = [
+        [f"fits: {each.overrides}", bytes_text(each.most_bytes), _time_text(each, flops_per_s)]
+        for each in fitting[:_MOST_SHOWN]
+    ]
+    return "\n".join([head, aligned([_HEAD, *rows], left={0})])
+
+
+_HEAD: Final = ["", "fullest rank", "a step"]
+
+
+def _time_text(each: Alternative, flops_per_s: float | None) -> str:
+    if flops_per_s is None:
+        return f"as long as {flops_text(each.makespan)} of one rank"
+    return f"{each.makespan / flops_per_s:.4g} s"

@@ -1,0 +1,114 @@
+"""Whether all ranks see one run folder, and may write there."""
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from gpipe_hpc.comm.collectives.group import meet
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.trainer.run.identity import Run, run_id
+
+SEEN_S: Final = 10.0
+"""In which a file that a host has written is seen by others: NFS remembers for a while what was not
+there."""
+_PAUSE_S: Final = 0.05
+
+
+def await_run(run: Run, rank: int, limit_s: float = SEEN_S) -> None:
+    """Return once this rank sees the run that rank 0 has begun; ConfigError if it does not."""
+    if not _await(lambda: run_id(run.folder) == run.name, limit_s):
+        raise _not_shared(run.folder, rank, "the run.json that rank 0 has written", limit_s)
+
+
+def check_folder(world: World, folder: Path | None, limit_s: float = SEEN_S) -> Path:
+    """Let each rank write a file into the run folder that another one reads; return the folder.
+
+    Every rank calls it. `folder`: on rank 0, which makes it; a new one goes again.
+    Raises ConfigError, on all ranks, where one cannot write, or does not see what others wrote.
+    """
+    with together(world, "looking at the run folder"):
+        is_new = folder is not None and not folder.exists()
+        made: tuple[str, Path] = world.everybody.broadcast_object(_made(folder), root=0)
+        token, path = made
+        own = path / _name(token, world.rank)
+        try:
+            _write(own, token, world.rank)
+            meet(world.everybody)
+            other = (world.rank + 1) % world.size
+            seen = path / _name(token, other)
+            if not _await(lambda: _text(seen) == f"{token} {other}", limit_s):
+                raise _not_shared(path, world.rank, f"the file that rank {other} wrote", limit_s)
+            meet(world.everybody)
+        finally:
+            with contextlib.suppress(OSError):
+                own.unlink()
+        meet(world.everybody)
+        if is_new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+    return path
+
+
+def _made(folder: Path | None) -> tuple[str, Path] | None:
+    """Make the folder, on rank 0; return a word for this look at it, and its path."""
+    if folder is None:
+        return None
+    path = folder.absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, 0, error) from error
+    return secrets.token_hex(8), path
+
+
+def _name(token: str, rank: int) -> str:
+    return f".preflight_{token}_{rank}"
+
+
+def _write(path: Path, token: str, rank: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"{token} {rank}")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritable(path.parent, rank, error) from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _await(holds: Callable[[], bool], limit_s: float) -> bool:
+    deadline_s = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def _unwritable(folder: Path, rank: int, error: OSError) -> ConfigError:
+    remedy = os_remedy(error) or "look at the folder"
+    return ConfigError(
+        f"run.dir: rank {rank} on {socket.gethostname()} cannot write to {folder} "
+        f"({error.strerror}), and all ranks must be able to; {remedy}; or set run.dir to another"
+    )
+
+
+def _not_shared(folder: Path, rank: int, what: str, limit_s: float) -> ConfigError:
+    return ConfigError(
+        f"run.dir: rank {rank} on {socket.gethostname()} does not see {what}, expected {folder} to "
+        f"be one folder to all ranks, got nothing of it there within {limit_s:g} s; set run.dir to "
+        f"one on a file system that all hosts share, mounted at the same path in all containers"
+    )

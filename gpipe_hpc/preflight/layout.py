@@ -1,0 +1,110 @@
+"""The layout of the run to come: no data are read, no layer is measured."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.config import bind_loss, build_target, on_ranks
+from gpipe_hpc.data.shapes import microbatch, samples_per_microbatch
+from gpipe_hpc.device.device import device_to_come
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.models import loss_function, normalise_layers
+from gpipe_hpc.planner import FIT, Counted, Example, Layout, Request, fit_stages, lay_out
+from gpipe_hpc.planner.forecast import RankForecast, rank_forecasts
+from gpipe_hpc.planner.shares import microbatch_shares
+from gpipe_hpc.planner.stages import count_stages
+from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.trainer.machines import with_process
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout, and what each rank of a pipeline is to hold; None, and why, where nobody knows."""
+
+    layout: Layout
+    ranks: tuple[RankForecast, ...] | None = None
+    why_not: str = ""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return where the ranks stand."""
+        return Mesh(self.layout.replicas, self.layout.schedule.num_ranks)
+
+
+def plan_layout(config: Config, num_ranks: int) -> Planned:
+    """Return the layout of a run on so many ranks, with the memory that it is planned to take.
+
+    The cut is by counted FLOPs, or, where the shapes of the data are not known, by layers alone:
+    its neighbours are those of the run. An order that would be searched is one without a search.
+    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    """
+    config = on_ranks(config, num_ranks)
+    request = _quick(request_of(config))
+    layers = normalise_layers(build_target("model", config.model))
+    try:
+        sample = microbatch(config.data, samples_per_microbatch(config))
+        loss_fn: Callable[[Any, Any], Any] = (
+            bind_loss(config.loss) if config.loss else loss_function(sample.loss)
+        )
+        device = device_to_come(config.train.device)
+        # What processes take beside tensors they have by now.
+        request = with_process(request, 0, device)
+        example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
+        gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
+        if request.stages == FIT:
+            request = fit_stages(request, num_ranks, gauge).request
+        request = _on_mesh(request, num_ranks)
+        layout = lay_out(request, gauge)
+        return Planned(layout, _forecast(config, request, layout, gauge))
+    except GpipeError as error:
+        why_not = str(error)
+    # Where it is the layout that cannot be, this says so.
+    gauge = Counted(layers, None, request.precision, shares_casts=True)
+    layout = lay_out(_on_mesh(_without_example(request), num_ranks), gauge)
+    return Planned(layout, why_not=why_not)
+
+
+def _quick(request: Request) -> Request:
+    """Return a request for the same ranks and stages with which nothing is measured or searched."""
+    options = request.options
+    if request.schedule == "auto":
+        options["trials"] = 0
+    return replace(request, schedule_options=options, paces=None)
+
+
+def _without_example(request: Request) -> Request:
+    searches = request.schedule == "auto"
+    return replace(
+        request,
+        stages=None if request.stages == FIT else request.stages,
+        schedule="one_f_one_b" if searches else request.schedule,
+        schedule_options=None if searches else request.schedule_options,
+        partition=request.partition if isinstance(request.partition, list) else "uniform",
+        recompute="except_last" if request.recompute == "budget" else request.recompute,
+    )
+
+
+def _on_mesh(request: Request, num_ranks: int) -> Request:
+    assert not isinstance(request.stages, str), "found by now"
+    return replace(request, stages=Mesh.fit(num_ranks, request.stages, request.replicas).stages)
+
+
+def _forecast(
+    config: Config, request: Request, layout: Layout, gauge: Counted
+) -> tuple[RankForecast, ...]:
+    portions = layout.portions
+    shares = microbatch_shares(
+        config.train.batch_size, portions.total, portions.of(portions.fullest)
+    )
+    stages = count_stages(gauge.count, layout.partition.counts)
+    return rank_forecasts(
+        gauge.count,
+        stages,
+        layout.schedule,
+        request.kept_states,
+        layout.recomputed,
+        shares,
+        layout.sharing,
+    )

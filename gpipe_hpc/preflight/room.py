@@ -1,0 +1,191 @@
+"""Whether the memory of each host, or device, has room for what its ranks are planned to hold."""
+
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gpipe_hpc.checkpoint.in_memory import DEFAULT_FOLDER
+from gpipe_hpc.checkpoint.in_memory.place import Place
+from gpipe_hpc.comm.collectives.group import meet
+from gpipe_hpc.comm.world.world import World
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.device.host.host_memory import free_bytes
+from gpipe_hpc.device.host.machine import kernel_identity, shared_identity
+from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.settings import Config
+from gpipe_hpc.units import bytes_text, ranges_text
+
+_NUM_GENERATIONS: Final = 2  # of copies, with checkpoint.neighbour_every
+
+
+class Room(NamedTuple):
+    """Some ranks in a row, and the memory that they share; bytes, None where nobody tells.
+
+    `place` tells one memory from others, `what` says in words which it is.
+    """
+
+    place: str
+    what: str
+    host: str
+    ranks: tuple[int, int]  # the first and the last
+    needed_bytes: int
+    free_bytes: int | None
+
+    @property
+    def lack_bytes(self) -> int:
+        """Return how much is lacking; below 0 where there is room."""
+        return -1 if self.free_bytes is None else self.needed_bytes - self.free_bytes
+
+    def __str__(self) -> str:
+        """Return what is lacking, with what can be done."""
+        first, last = self.ranks
+        own = f"rank {first}" if first == last else f"ranks {ranges_text(range(first, last + 1))}"
+        free = 0 if self.free_bytes is None else self.free_bytes
+        return (
+            f"{self.what} of {self.host}: expected room for the {bytes_text(self.needed_bytes)} "
+            f"more that {own} are planned to hold, got {bytes_text(free)} free; end what else uses "
+            f"it, use more hosts or stages, or less memory (python -m gpipe_hpc.plan says for what)"
+        )
+
+
+class Kept(NamedTuple):
+    """How many states a host keeps for each rank on it, and whether in a folder of all machines."""
+
+    num_states: int = 0
+    is_shared: bool = False
+
+    @classmethod
+    def at(cls, place: Place) -> "Kept":
+        """Return what a rank has whose place among the hosts is known.
+
+        The states of the rank itself and, where there are several hosts, those of one elsewhere.
+        """
+        return cls(_NUM_GENERATIONS * (1 if place.num_hosts == 1 else 2), place.is_shared)
+
+
+NOTHING_KEPT: Final = Kept()
+
+
+def probe_copies(config: Config, world: World) -> Kept:
+    """Return what this rank's host is to keep; every rank calls it.
+
+    Rank 0 writes a file for a moment, and others look for it. Who cannot see it is on another host,
+    as far as copies go.
+    """
+    if not config.checkpoint.neighbour_every:
+        return NOTHING_KEPT
+    folder = _existing(folder_of_copies(config))
+    token = world.everybody.broadcast_object(secrets.token_hex(8), root=0)
+    probe = folder / f".gpipe_hpc_{token}"
+    try:
+        if world.rank == 0:
+            with suppress(OSError):  # the run itself says so
+                probe.touch(exist_ok=False)
+        meet(world.everybody)
+        own = probe.exists(), kernel_identity()
+        is_one, machine = world.everybody.merge_object(own, _seen_by_both)
+    finally:
+        if world.rank == 0:
+            with suppress(OSError):
+                probe.unlink()
+    return Kept(_NUM_GENERATIONS * (1 if is_one else 2), is_shared=is_one and not machine)
+
+
+def _seen_by_both(ahead: tuple[bool, str], behind: tuple[bool, str]) -> tuple[bool, str]:
+    return ahead[0] and behind[0], ahead[1] if ahead[1] == behind[1] else ""
+
+
+def folder_of_copies(config: Config) -> Path:
+    """Return where copies of states are kept."""
+    return Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
+
+
+def own_rooms(
+    config: Config,
+    device: Device,
+    rank: int,
+    planned: RankForecast | None,
+    *,
+    is_built: bool,
+    kept: Kept = NOTHING_KEPT,
+) -> tuple[Room, ...]:
+    """Return what this rank needs of which memory; nothing where nothing is planned.
+
+    `is_built`: its weights are there already. `kept`: what its host keeps for it.
+    """
+    if planned is None:
+        return ()
+    state_bytes = planned.weight_bytes + planned.optimizer_bytes
+    copies_bytes = kept.num_states * state_bytes
+    in_memory_bytes = 0 if kept.is_shared else copies_bytes
+    needed_bytes = planned.total_bytes - (planned.weight_bytes if is_built else 0)
+    host, ranks = socket.gethostname(), (rank, rank)
+    if device.is_accelerator:
+        free = device.memory_free()
+        rooms = [Room(device.identity, f"{device.name}", host, ranks, needed_bytes, free)]
+        host_bytes = in_memory_bytes + planned.saving_bytes + planned.offloaded_bytes
+    else:
+        rooms, host_bytes = [], needed_bytes + in_memory_bytes
+    if host_bytes:
+        # Containers of one kernel may have limits of their own, which control groups keep.
+        place = f"{kernel_identity()} {shared_identity('cgroup')}"
+        rooms.append(Room(place, "memory", host, ranks, host_bytes, free_bytes()))
+    if copies_bytes:
+        folder = folder_of_copies(config)
+        own = "" if kept.is_shared else f"{kernel_identity()} {shared_identity('mnt')} "
+        place = f"{own}{folder}"
+        rooms.append(Room(place, str(folder), host, ranks, copies_bytes, _free_in(folder)))
+    return tuple(rooms)
+
+
+def _free_in(folder: Path) -> int:
+    """Return how much can be written into a folder, or into the nearest above it that is there."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or the nearest above it that is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
+
+
+class Rooms(NamedTuple):
+    """The memory of some ranks in a row, of one kind: no more than three are kept.
+
+    Ranks of a host follow one another as a rule. So those in the midst are whole, and of them that
+    which lacks most is enough; the first and the last may go on with the ranks beside.
+    """
+
+    kept: tuple[Room, ...] = ()
+
+    def then(self, behind: "Rooms") -> "Rooms":
+        """Return what is known of these ranks and of those behind them."""
+        if not self.kept or not behind.kept:
+            return self if self.kept else behind
+        (*ahead, last), (first, *others) = self.kept, behind.kept
+        middle = [last, first]
+        if last.place == first.place:
+            frees = [each for each in (last.free_bytes, first.free_bytes) if each is not None]
+            middle = [
+                last._replace(
+                    ranks=(last.ranks[0], first.ranks[1]),
+                    needed_bytes=last.needed_bytes + first.needed_bytes,
+                    free_bytes=min(frees, default=None),
+                )
+            ]
+        return Rooms(_few([*ahead, *middle, *others]))
+
+    def lacking(self) -> list[Room]:
+        """Return the memory, of that which is kept, that has too little."""
+        return [room for room in self.kept if room.lack_bytes > 0]
+
+
+def _few(rooms: Sequence[Room]) -> tuple[Room, ...]:
+    if len(rooms) <= 3:
+        return tuple(rooms)
+    worst = max(rooms[1:-1], key=lambda room: room.lack_bytes)
+    return rooms[0], worst, rooms[-1]

@@ -1,0 +1,257 @@
+"""What a run measured of its layers, written beside its checkpoints for the next plan."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from gpipe_hpc import __version__
+from gpipe_hpc.data_parallel import GradientSize
+from gpipe_hpc.device.cores.machine import parse_cpus
+from gpipe_hpc.device.device import maker_name
+from gpipe_hpc.models import sizes_of_layers
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planner.advice import Known, layer_times
+from gpipe_hpc.planner.costs.calibration import Calibration, shape_of, write_calibration
+from gpipe_hpc.planner.costs.counted import ModelCount
+from gpipe_hpc.planner.costs.gauges import LayerTimes
+from gpipe_hpc.planner.costs.observed import (
+    Fitted,
+    Took,
+    both_ways,
+    fitted,
+    gap_s,
+    message_of,
+    pass_of,
+    sums,
+    transfers,
+)
+from gpipe_hpc.planner.costs.prices import Measured, Pass, Prices
+from gpipe_hpc.planner.forecast import sent_bytes
+from gpipe_hpc.planner.foresight import Foresight, shares_of
+from gpipe_hpc.planner.review import by_forwards
+from gpipe_hpc.planner.shares import microbatch_shares
+from gpipe_hpc.planner.stages import count_stages
+from gpipe_hpc.planner.step_time import held_by_ranks
+from gpipe_hpc.schedule import Action, Link, Timeline, arrival, counterpart
+from gpipe_hpc.schedule.costs import shares_of_each
+from gpipe_hpc.trainer.machines import optimizer_kind
+from gpipe_hpc.trainer.session import Session
+from gpipe_hpc.trainer.summary.figures import RankFigures
+from gpipe_hpc.trainer.summary.ledger import Ledger
+
+CALIBRATION_FILE: Final = "calibration.yaml"
+
+
+def measured_times(
+    pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
+) -> tuple[LayerTimes, ...]:
+    """Return what each layer took in a measured step, as on rank 0.
+
+    The step says how long a stage takes; `forwards_s`, what the forwards of layers took where they
+    were watched, says how the layers of a stage share that.
+    """
+    cut = pipe.partition
+    basis = by_forwards(foreseen.known.times, forwards_s, cut.counts)
+    return layer_times(measured, cut.counts, basis, cut.stage_paces)
+
+
+def _of_the_largest(times: Sequence[LayerTimes], shares: Sequence[float]) -> tuple[LayerTimes, ...]:
+    """Return what layers take for the largest micro-batch, by the mean of those that ran."""
+    present = [share for share in shares if share]
+    mean = sum(present) / len(present) if present else 1.0
+    return tuple(LayerTimes(*(part / mean for part in each)) for each in times)
+
+
+def calibrate(
+    session: Session,
+    ledger: Ledger,
+    steps: Sequence[Sequence[Timeline]],
+    typical: Sequence[Timeline],
+    ranks: Sequence[RankFigures],
+) -> None:
+    """Write what the layers took in a step of the fullest replica, and all else of a step.
+
+    `steps`: the replicas of each traced step; `typical`: those of the median one.
+    """
+    pipe, foreseen = session.pipe, session.foreseen
+    if foreseen is None:
+        return
+    fullest = pipe.layout.portions.fullest
+    own = [each for each in ranks if each.replica == fullest]
+    forwards_s = {layer.layer: layer.forward_s for each in own for layer in each.layers}
+    count, device = foreseen.known.count, pipe.world.device
+    seen = _Seen(session, [each.host for each in ranks], steps, foreseen.known)
+    gap = gap_s(timeline for replicas in steps for timeline in replicas)
+    taken = list(seen.transfers(gap))
+    within, between = seen.links(taken)
+    summing, why_no_sums = seen.summing()
+    update, norm = _passes(pipe, own, count)
+    found = Calibration(
+        device=device.type,
+        device_name=maker_name(device),
+        precision=pipe.request.precision,
+        hosts=len({each.host for each in ranks}),
+        ranks=pipe.world.size,
+        versions={"gpipe_hpc": __version__, "torch": str(torch.__version__)},
+        input_bytes=sum(count.inputs.tensors),
+        model=shape_of(count),
+        layers=_of_the_largest(
+            measured_times(pipe, foreseen, typical[fullest], forwards_s),
+            shares_of(pipe, session.batch_size),
+        ),
+        prices=Prices(
+            gap,
+            within.link if within else Link(),
+            summing.link if summing else Link(),
+            update,
+            norm,
+            _beside_s(ledger, typical),
+            Measured(
+                device.type,
+                maker_name(device),
+                _cores(ranks),
+                pipe.request.precision,
+                optimizer_kind(session.config),
+            ),
+            0 if device.is_accelerator else _beside_bytes(ranks, foreseen),
+        ),
+        within=within.link if within else Link(),
+        between=between.link if between else Link(),
+        notes=(
+            *seen.notes(taken, within, between),
+            *([why_no_sums] if why_no_sums else _of_few("sums", summing)),
+        ),
+    )
+    write_calibration(session.run_folder / CALIBRATION_FILE, found)
+
+
+def _beside_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
+    """Return what a process took at its fullest beside what was planned; the most of any rank.
+
+    Of an accelerator a run knows tensors alone.
+    """
+    planned = [foreseen.ranks[each.stage_rank].total_bytes for each in ranks]
+    pairs = zip(ranks, planned, strict=True)
+    return max(0, *(each.peak_memory_bytes - nbytes for each, nbytes in pairs))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Traced steps of a run, and on which hosts its world ranks are."""
+
+    session: Session
+    hosts: Sequence[str]
+    steps: Sequence[Sequence[Timeline]]
+    known: Known
+
+    def transfers(self, action_s: float) -> Iterator[Took]:
+        """Yield all transfers whose receivers were waiting."""
+        pipe = self.session.pipe
+        portions, num_ranks = pipe.layout.portions, pipe.layout.schedule.num_ranks
+        stages = count_stages(self.known.count, pipe.partition.counts)
+        for replicas in self.steps:
+            for replica, timeline in enumerate(replicas):
+                own = portions.of(replica)
+                told = microbatch_shares(self.session.batch_size, portions.total, own)
+                shares = shares_of_each(told, timeline.num_microbatches)
+
+                def sent(maker: Action, user: Action, shares: Sequence[float] = shares) -> float:
+                    assert user.microbatch is not None, "compute is of a micro-batch"
+                    send = counterpart(arrival(user, maker.stage))
+                    return sent_bytes(send, stages) * shares[user.microbatch]
+
+                yield from transfers(timeline, sent, replica * num_ranks, action_s)
+
+    def links(self, taken: Sequence[Took]) -> tuple[Fitted | None, Fitted | None]:
+        """Return what links two ranks of a host, and of two."""
+        apart = [each for each in taken if self._is_between(each.source, each.destination)]
+        close = [each for each in taken if not self._is_between(each.source, each.destination)]
+        return fitted([(each.nbytes, each.seconds) for each in close]), fitted(both_ways(apart))
+
+    def _is_between(self, *ranks: int) -> bool:
+        return len({self.hosts[rank] for rank in ranks}) > 1
+
+    def summing(self) -> tuple[Fitted | None, str]:
+        """Return what a message of a sum takes within a host; else why that is not told."""
+        pipe = self.session.pipe
+        outer, layout = pipe.request.combining, pipe.layout
+        if not any(layout.tables.buckets):
+            return None, "sums: not told, as no two ranks held a stage"
+        if outer.shard != "none" or outer.hierarchy != "none" or outer.compress != "none":
+            how = "with outer.shard, hierarchy or compress they are none of whole gradients"
+            return None, f"sums: not told, as {how}"
+        sizes = {
+            name: GradientSize(*size).num_bytes
+            for each in sizes_of_layers(self.known.layers)
+            for name, size in each.items()
+        }
+        buckets = [
+            [sum(sizes[name] for name in bucket) for bucket in of_stage]
+            for of_stage in layout.tables.buckets
+        ]
+        num_ranks = layout.schedule.num_ranks
+        taken = [each for step in self.steps for each in sums(step, buckets, num_ranks)]
+        close = [message_of(each) for each in taken if not self._is_between(*each.ranks)]
+        found = fitted(close)
+        why = "sums: not told, as none was of one host's ranks alone" if found is None else ""
+        return found, why
+
+    def notes(
+        self, taken: Sequence[Took], within: Fitted | None, between: Fitted | None
+    ) -> Iterator[str]:
+        """Yield what is not known of the links."""
+        if not taken:
+            yield "transfers: not told, as no rank was waiting when one began"
+            return
+        yield from _of_few("transfers within a host", within)
+        if len(set(self.hosts)) > 1:
+            yield from _of_few("transfers between hosts", between)
+
+
+def _of_few(what: str, found: Fitted | None) -> list[str]:
+    """Say what a fit does not tell."""
+    if found is None:
+        return [f"{what}: not told, as none was seen, or between hosts none in both directions"]
+    if found.num_sizes == 1:
+        return [f"{what}: of one size, so all their time counts as that of their bytes"]
+    return []
+
+
+def _passes(pipe: Pipeline, ranks: Sequence[RankFigures], count: ModelCount) -> tuple[Pass, Pass]:
+    """Return what the optimizer and the norm took of what ranks hold.
+
+    For the norm ranks wait for one another: the least that any took counts, as that of the most
+    that any holds.
+    """
+    copies = 1 if pipe.request.combining.shard == "none" else pipe.layout.replicas
+    held = held_by_ranks(count, pipe.partition.counts, pipe.layout.schedule.placement, copies)
+    update = pass_of(
+        [(*held[each.stage_rank], each.optimizer_s) for each in ranks if each.optimizer_s]
+    )
+    clipped = [each.clipping_s for each in ranks if each.clipping_s is not None]
+    most = max(each.num_elements for each in held)
+    return update, Pass(0.0, 0.0, min(clipped) / most if clipped and most else 0.0)
+
+
+def _beside_s(ledger: Ledger, typical: Sequence[Timeline]) -> float:
+    """Return the seconds of a step that are none of its pipeline, sums, norm or optimizer.
+
+    Reading data is left out, as everywhere in a plan.
+    """
+    known = ledger.medians()
+    if known["step_time_s"] is None:
+        return 0.0
+    parts = ("pipeline_s", "reading_ahead_s", "clipping_s", "optimizer_s")
+    end_s = max(each.end_of_compute for each in typical)
+    tail_s = max(each.start_s + each.makespan for each in typical) - end_s
+    return max(0.0, float(known["step_time_s"] - sum(known[name] for name in parts) - tail_s))
+
+
+def _cores(ranks: Sequence[RankFigures]) -> int:
+    """Return how many cores the ranks of the first one's host may use together."""
+    given = [each.cpus for each in ranks if each.host == ranks[0].host]
+    cpus = {cpu for text in given if text for cpu in parse_cpus(text)}
+    return len(cpus) or os.cpu_count() or 1

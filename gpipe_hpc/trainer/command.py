@@ -1,0 +1,108 @@
+"""What `python -m gpipe_hpc.train` does, from the command line to the exit code."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from gpipe_hpc.comm.watchdog.saying import say
+from gpipe_hpc.comm.world.launcher import detect_launch
+from gpipe_hpc.comm.world.world import World
+from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs, say_error
+from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
+from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.ending import end_soon
+from gpipe_hpc.trainer.joining import join_world, leave_notice
+from gpipe_hpc.trainer.loop import run_training
+from gpipe_hpc.trainer.run.folder import default_run_folder
+from gpipe_hpc.trainer.run.launchers import is_one_of_several_agents
+from gpipe_hpc.trainer.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
+
+log = logging.getLogger("gpipe_hpc.train")
+
+_AGENTS_S: Final = 3.0  # within which all agents of torchrun have seen that a host has come
+
+
+def run_command(stop: StopRequest) -> None:
+    """Compose the settings from the command line, train, and exit.
+
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work, 4 a loss or gradient that is no
+    number, 75 stopped by a signal (run it again to go on). Of a sweep (-m) the first that is not 0.
+    """
+
+    def task(job: Job) -> int:
+        if job.number is None:
+            return _train(job.config, stop, sys.argv[1:])
+        return _train_of_sweep(job, stop)
+
+    code = run_jobs(task, "train", unshared="run.dir")
+    has_failed = code in (ExitCode.FAILED, ExitCode.BAD_CONFIG, ExitCode.NON_FINITE)
+    if code == REQUEUE_EXIT_CODE and is_one_of_several_agents():
+        # Each agent stops its workers when hosts come; one whose workers end before that takes it
+        # for a failure, of which it allows --max-restarts.
+        stop.await_signal(_AGENTS_S)
+    # Whoever has asked it to stop waits, and may soon kill it.
+    if (has_failed and dist.is_initialized()) or code == REQUEUE_EXIT_CODE:
+        end_soon(code)
+    sys.exit(code)
+
+
+def _train_of_sweep(job: Job, stop: StopRequest) -> int:
+    """Train one job of several in this process, each in a folder of its own."""
+    if stop.came:
+        say("gpipe_hpc: stopped by a signal before this job")
+        return REQUEUE_EXIT_CODE
+    if job.config.run.dir is None:
+        job.config.run.dir = str(default_run_folder() / str(job.number))
+    num_threads = torch.get_num_threads()
+    stop.start_again()
+    try:
+        _refuse_launcher()
+        return _train(job.config, stop, job.words)
+    except GpipeError as error:
+        return say_error(error)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _refuse_launcher() -> None:
+    # The ranks' connections are those of one run: its backend, its time-outs, its failures.
+    size = detect_launch().world_size
+    if size > 1:
+        raise ConfigError(
+            f"launch: a sweep (-m) runs in one process, expected no launcher of several, got "
+            f"{size} processes; launch each job by itself, without -m"
+        )
+
+
+def _tell_others(world: World, ending: Ending) -> None:
+    """Let the others know why this rank is gone; where all were stopped they know it."""
+    if ending.code == REQUEUE_EXIT_CODE:
+        world.fail(ending.words, is_stop=True)
+
+
+def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
+    world: World | None = None
+    try:
+        with stop.doing_last(partial(leave_notice, config)):
+            doubts = check_config(config, detect_launch().world_size, may_choose=True)
+            world = join_world(config)
+        joined = world
+        with (
+            stop.joined(lambda: joined.has_news),
+            stop.doing_last(partial(_tell_others, world)),
+        ):
+            return run_training(config, world, stop, doubts, words)
+    except GpipeError as error:
+        stop.note_failure()
+        log.debug("where it happened", exc_info=True)
+        is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
+        code = say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
+        # The others were told to end as well, and one did so sooner. But what one has refused, all
+        # would refuse again, whoever ends them because of it.
+        is_stopped = isinstance(error, PeerError) and (error.is_stop or stop.is_told_to_end)
+        return REQUEUE_EXIT_CODE if is_stopped and code == ExitCode.FAILED else code

@@ -1,0 +1,170 @@
+"""What a run measured, told to several writers as to one."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from gpipe_hpc.comm.world.world import World, telling
+from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
+from gpipe_hpc.trainer.figures.trackers import DEFAULT_PROJECT, Tracked, open_trackers
+from gpipe_hpc.trainer.writers import METRICS_FILE, JsonLines, MetricsWriter
+
+if TYPE_CHECKING:
+    from gpipe_hpc.pipeline import Pipeline
+
+Given = Mapping[str, SupportsFloat | None]
+"""Scalars as a script has them: numbers of torch and NumPy, too."""
+
+
+class Metrics:
+    """Write metrics of steps to `metrics.jsonl` and trackers; a context manager.
+
+    In a script: ``with Metrics.of(pipe, "runs/mine") as metrics:``, and after each step, on every
+    rank, ``metrics.write(pipe.steps_done, result.scalars() | {"lr": lr}, num_samples=64)``.
+    """
+
+    @classmethod
+    def of(
+        cls, pipe: "Pipeline", folder: str | Path, to: Sequence[str] = ("tensorboard",)
+    ) -> "Metrics":
+        """Return a writer of `metrics.jsonl` in `folder` and of trackers; only rank 0 writes.
+
+        `to`: tensorboard (a folder in `folder`), wandb, mlflow. What an earlier run wrote after
+        `pipe.steps_done` is dropped from `metrics.jsonl` and TensorBoard, so load a checkpoint
+        first. No rank waits for another. Raises ConfigError if a tracker cannot be opened.
+        """
+        if pipe.world.rank:
+            return cls()
+        tracked = Tracked(Path(folder), DEFAULT_PROJECT, pipe.steps_done, {})
+        writers = _writers(tracked, to)
+        pace = Pace(pipe.steps_done)
+        return cls(*writers, pace=pace, folder=Path(folder), world=pipe.world)
+
+    def __init__(
+        self,
+        *writers: MetricsWriter,
+        pace: "Pace | None" = None,
+        folder: Path | None = None,
+        world: World | None = None,
+    ) -> None:
+        self._writers, self._pace = writers, pace
+        self._folder, self._world = folder, world
+
+    def write(
+        self,
+        step: int,
+        scalars: Given,
+        *,
+        num_samples: int | None = None,
+        grad_norm: SupportsFloat | None = None,
+    ) -> None:
+        """Record the scalars of a finished step.
+
+        In a script, the first line of a step also has `step_time_s`, the seconds since the step
+        before (since `of`, for the first), and with `num_samples` of the global batch
+        `samples_per_s`. `grad_norm`: what `pipe.clip_grad_norm_` returned. Numbers of torch and
+        NumPy are accepted. Raises ConfigError for a value that is no number, RunFolderError if the
+        folder cannot be written.
+        """
+        if not self._writers:
+            return
+        paced = {} if self._pace is None else self._pace.of(step, num_samples)
+        norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+        numbers = {name: _number(name, each) for name, each in {**norm, **scalars}.items()}
+        with _refused(self._folder, self._world):
+            for writer in self._writers:
+                writer.write(step, {**paced, **numbers})
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close all writers. Raises RunFolderError if the folder cannot be written.
+
+        `error`: what ended the run, if anything; trackers then show it as failed.
+        """
+        with _refused(self._folder, self._world), ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close, error)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What goes wrong behind an error is most often that error again.
+        with suppress(*() if error is None else (RunFolderError,)):
+            self.close(error)
+
+
+class Pace:
+    """What steps take, from one to the next."""
+
+    def __init__(self, steps_done: int) -> None:
+        self._step, self._ended_s = steps_done, time.perf_counter()
+
+    def of(self, step: int, num_samples: int | None) -> dict[str, float]:
+        """Return what a step took; nothing of one that was told before. Of several their mean."""
+        now_s = time.perf_counter()
+        num_steps = step - self._step
+        if num_steps <= 0:
+            return {}
+        seconds = (now_s - self._ended_s) / num_steps
+        self._step, self._ended_s = step, now_s
+        told = {"step_time_s": seconds}
+        return told if num_samples is None else {**told, "samples_per_s": num_samples / seconds}
+
+
+def open_metrics(
+    run_dir: Path,
+    resumed_step: int | None = 0,
+    world: World | None = None,
+    *,
+    to: Sequence[str] = ("tensorboard",),
+    project: str = DEFAULT_PROJECT,
+    settings: Mapping[str, Any] | None = None,
+) -> Metrics:
+    """Return the writers of a run: ``metrics.jsonl``, and the trackers of `to`.
+
+    What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None. The
+    other ranks of `world` are told of what goes wrong: they write nothing, and would wait.
+    `settings`: shown by trackers that show settings. Raises ConfigError where one cannot be opened.
+    """
+    tracked = Tracked(run_dir, project, resumed_step, settings or {})
+    return Metrics(*_writers(tracked, to), folder=run_dir, world=world)
+
+
+@contextmanager
+def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
+    """Say in which folder something could not be written, and what to do, also to other ranks."""
+    try:
+        yield
+    except OSError as error:
+        with nullcontext() if world is None else telling(world, "writing metrics"):
+            raise RunFolderError(
+                f"metrics: cannot write to {folder}: {error}; "
+                f"{os_remedy(error) or 'look at the folder'}, and start again: a run goes on from "
+                "its newest checkpoint"
+            ) from error
+
+
+def _writers(tracked: Tracked, to: Sequence[str]) -> list[MetricsWriter]:
+    trackers = open_trackers(to, tracked)
+    return [JsonLines(tracked.folder / METRICS_FILE, tracked.resumed_step), *trackers]
+
+
+def _number(name: str, value: SupportsFloat | None) -> float | int | None:
+    """Return a number as Python's own: those of torch and NumPy are none that JSON knows."""
+    if value is None:
+        return None
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"metrics: {name} is not a number: {value!r:.80}; leave it out, or write its mean"
+        ) from error

@@ -1,0 +1,219 @@
+"""Where the figures of a run go beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
+
+The last two are loaded by name, where they are installed and asked for. Where their servers are,
+and whether they are used at all, their own variables say (WANDB_MODE, MLFLOW_TRACKING_URI).
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.settings import Config, settings_of
+from gpipe_hpc.small_files import read_json
+from gpipe_hpc.trainer.writers import MetricsWriter, Scalars, TensorBoard
+
+DEFAULT_PROJECT: Final = "gpipe_hpc"
+IDS_FILE: Final = "trackers.json"
+"""Which run of each tracker a run folder belongs to, so that it goes on there."""
+
+_DONE: Final = 0
+_FAILED: Final = 1
+_INTERRUPTED: Final = 130
+
+log = logging.getLogger("gpipe_hpc.train")
+
+
+class Tracked(NamedTuple):
+    """What is tracked: a run's folder and settings, and the step from which it goes on.
+
+    `project`: of Weights & Biases, the experiment of MLflow. `resumed_step`: as of `JsonLines`.
+    """
+
+    folder: Path
+    project: str
+    resumed_step: int | None
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return what the run is called: as its folder."""
+        return self.folder.resolve().name
+
+    def known_id(self, tracker: str) -> str | None:
+        """Return the id by which the tracker knows this run; None for one that starts over."""
+        return None if self.resumed_step == 0 else _ids(self.folder).get(tracker)
+
+    def keep_id(self, tracker: str, run_id: str) -> None:
+        """Note the id by which the tracker knows this run."""
+        path = self.folder / IDS_FILE
+        aside = path.with_name(path.name + ".part")
+        aside.write_text(json.dumps(_ids(self.folder) | {tracker: run_id}) + "\n", "utf-8")
+        os.replace(aside, path)
+
+
+def _ids(folder: Path) -> dict[str, str]:
+    try:
+        told = read_json(folder / IDS_FILE)
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in told.items() if isinstance(v, str)} if isinstance(told, dict) else {}
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return how a run has ended that an error left, in the words of a shell: 0 is well."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    return _DONE if error is None else _FAILED
+
+
+class WeightsAndBiases:
+    """Scalars as a run of Weights & Biases; each has the step as its axis."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        known = tracked.known_id("wandb")
+        self._run: Any = import_module("wandb").init(
+            project=tracked.project,
+            name=tracked.name,
+            dir=tracked.folder,
+            config=dict(tracked.settings),
+            id=known,
+            resume=None if known is None else "allow",
+        )
+        # Steps that are done again after a restart are shown where they belong, not at the end.
+        self._run.define_metric("*", step_metric="step")
+        tracked.keep_id("wandb", str(self._run.id))
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Record those scalars that have a value; the library sends them from its own process."""
+        self._run.log({"step": step, **{k: v for k, v in scalars.items() if v is not None}})
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait until what is pending has been sent, and say how the run has ended."""
+        self._run.finish(exit_code=exit_code_of(error))
+
+
+class MLflow:
+    """Scalars as a run of MLflow: on the server that MLFLOW_TRACKING_URI names, else in a file."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        client = import_module("mlflow.tracking").MlflowClient
+        self._metric: Any = import_module("mlflow.entities").Metric
+        if os.environ.get("MLFLOW_TRACKING_URI"):
+            self._client, kept = client(), None
+        else:
+            folder = tracked.folder.resolve()
+            self._client = client(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+            kept = (folder / "mlflow").as_uri()
+        known = tracked.known_id("mlflow")
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+        self._run_id = known or self._begin(tracked, kept)
+        tracked.keep_id("mlflow", self._run_id)
+
+    def _begin(self, tracked: Tracked, kept: str | None) -> str:
+        there = self._client.get_experiment_by_name(tracked.project)
+        experiment = (
+            self._client.create_experiment(tracked.project, artifact_location=kept)
+            if there is None
+            else there.experiment_id
+        )
+        run_id = str(self._client.create_run(experiment, run_name=tracked.name).info.run_id)
+        for name, value in tracked.settings.items():
+            self._client.log_param(run_id, name, str(value)[:500])
+        return run_id
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Record those scalars that have a value; a thread of the library sends them."""
+        now_ms = int(1e3 * time.time())
+        rows = [self._metric(k, v, now_ms, step) for k, v in scalars.items() if v is not None]
+        self._client.log_batch(self._run_id, metrics=rows, synchronous=False)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait until what is pending has been sent, and say how the run has ended."""
+        import_module("mlflow").flush_async_logging()
+        statuses = {_DONE: "FINISHED", _INTERRUPTED: "KILLED"}
+        status = statuses.get(exit_code_of(error), "FAILED")
+        self._client.set_terminated(self._run_id, status=status)
+
+
+class Guarded:
+    """Somebody else's writer: what it raises is told once, and the run goes on without it."""
+
+    def __init__(self, name: str, writer: MetricsWriter) -> None:
+        self._name, self._writer = name, writer
+        self._is_lost = False
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Hand the scalars on, unless the writer has failed before."""
+        self._attempt(lambda: self._writer.write(step, scalars))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the writer, unless it has failed before."""
+        self._attempt(lambda: self._writer.close(error))
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        if self._is_lost:
+            return
+        try:
+            act()
+        except Exception as error:  # whatever a library raises, a training run shall not end by it
+            self._is_lost = True
+            log.warning(
+                "%s stopped accepting metrics of this run (%s: %s); metrics.jsonl has them all",
+                self._name,
+                type(error).__name__,
+                str(error)[:300],
+            )
+
+
+_FOREIGN: Final[Mapping[str, Callable[[Tracked], MetricsWriter]]] = MappingProxyType(
+    {"wandb": WeightsAndBiases, "mlflow": MLflow}
+)
+
+
+def refuse_missing(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker that is not known, or not installed."""
+    settings = {each.name: each for each in settings_of(Config)}
+    for name in names:
+        settings["metrics.to"].check(name)
+        if name in _FOREIGN and not _is_installed(name):
+            raise ConfigError(
+                f"metrics.to: {name} is not installed; pip install {name}, or remove it from "
+                "metrics.to"
+            )
+
+
+def _is_installed(name: str) -> bool:
+    """Say whether there is such a package: a folder of that name, as runs leave, is none."""
+    found = find_spec(name)
+    return found is not None and found.origin is not None
+
+
+def open_trackers(names: Sequence[str], tracked: Tracked) -> list[MetricsWriter]:
+    """Return a writer for each tracker; raises ConfigError where one cannot be opened."""
+    refuse_missing(names)
+    tracked.folder.mkdir(parents=True, exist_ok=True)
+    return [_opened(name, tracked) for name in names]
+
+
+def _opened(name: str, tracked: Tracked) -> MetricsWriter:
+    if name == "tensorboard":
+        return TensorBoard(tracked.folder / name, tracked.resumed_step)
+    try:
+        return Guarded(name, _FOREIGN[name](tracked))
+    except Exception as error:  # no account, no server, another version: its own words say
+        raise ConfigError(
+            f"metrics: expected {name} to take the figures of this run, got "
+            f"{type(error).__name__}: {str(error)[:500]}; mend that, or leave {name} out of "
+            f"metrics.to"
+        ) from error

@@ -1,0 +1,106 @@
+"""A log file for each rank; every line names rank and stage."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, TextIO
+
+from gpipe_hpc.comm.watchdog.saying import say, telling_lost_streams
+from gpipe_hpc.errors import os_remedy
+from gpipe_hpc.trainer.writers import METRICS_FILE
+
+log = logging.getLogger("gpipe_hpc.train")
+
+_WIPE: Final = "\r\x1b[2K"  # to the start of the line, all of it erased
+
+
+class ScreenHandler(logging.StreamHandler[TextIO]):
+    """Write to standard error; on a terminal each message begins on a line of its own.
+
+    Some rank's progress line may stand there, without an end: it is wiped, and drawn anew below.
+    Ranks share a terminal and do not know of one another's lines, so every one does so.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream or sys.stderr)
+        has_codes = os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+        self._wipe = _WIPE if has_codes and self.stream.isatty() else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message as it is written, in one piece."""
+        return self._wipe + super().format(record)
+
+
+class LogFile(logging.FileHandler):
+    """Write to a file; where it takes no more, say so once instead of a traceback a message.
+
+    The run goes on: what is said stands on the screen too, and a disk may have room again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Tell standard error what keeps the file from being written; others are logging's."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            remedy = os_remedy(error) or "look at its folder"
+            told = f"gpipe_hpc: log: expected to write {self.baseFilename}, got {error}; {remedy}"
+            say(told)
+
+    def close(self) -> None:
+        """Close the file; what it did not take is lost."""
+        with suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def rank_log(
+    run_dir: Path, rank: int, stages: Sequence[int], *, level: int = logging.INFO
+) -> Iterator[Path]:
+    """Send what is logged or warned within the block to ``<run_dir>/logs/rank<rank>.log``.
+
+    Warnings and worse also go to standard error, from rank 0 everything from `level` up. A rank
+    names all stages that it holds. Yields the path of the file.
+    """
+    path = run_dir / "logs" / f"rank{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = ",".join(map(str, stages)) or "-"
+    form = logging.Formatter(
+        f"%(asctime)s %(levelname)s rank {rank} stage {held} %(name)s: %(message)s"
+    )
+    file = LogFile(path)
+    screen = ScreenHandler()
+    screen.setLevel(level if rank == 0 else logging.WARNING)
+    root, package = logging.getLogger(), logging.getLogger("gpipe_hpc")
+    before, shown = package.level, warnings.showwarning
+    package.setLevel(level)
+    for handler in (file, screen):
+        handler.setFormatter(form)
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+
+    def tell_lost(words: str) -> None:
+        log.warning(
+            "%s; the run continues without it: see %s and %s",
+            *(words, run_dir / METRICS_FILE, path),
+        )
+
+    try:
+        with telling_lost_streams(tell_lost):
+            yield path
+    finally:
+        logging.captureWarnings(False)
+        warnings.showwarning = shown
+        package.setLevel(before)
+        for handler in (file, screen):
+            root.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,86 @@
+"""Time layers as a rank of a run to come will run them: on its threads, while others compute.
+
+Two processes of a host share its caches, its memory and its power: on two cores of an EPYC, layers
+of a GPT and of an MLP took 8 % longer while another process ran the same ones.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from gpipe_hpc.device.cores.to_come import Share, share_to_come
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.planner import Counted, Measured
+from gpipe_hpc.planner.costs.gauges import MEASURED_HERE
+from gpipe_hpc.planner.costs.stretch import MOST_STRETCH_BYTES
+from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.joining import keep_memory
+from gpipe_hpc.trainer.machines import cluster_of, with_values
+from gpipe_hpc.trainer.measuring.companions import companions
+
+
+def measured_as_a_rank(
+    config: Config, counted: Counted, num_samples: int, share: Share | None
+) -> Measured:
+    """Return what runs the layers of `counted`, once it is asked, and takes their seconds.
+
+    `num_samples`: of its micro-batch. `share`: what a rank computes with, see `share_of_rank`; None
+    for the threads that this process has, whoever else computes.
+    """
+    example = counted.example
+    assert example is not None, "a plan is made of one"
+    keep_memory(config)
+    counted = replace(counted, example=with_values(example, config))
+    if share is None:
+        return Measured(counted)
+    around = partial(_as_a_rank, config, counted, num_samples, share)
+    return Measured(counted, around, how_measured(share))
+
+
+def how_measured(share: Share | None) -> str:
+    """Say how layers are measured that run as on a rank with this share."""
+    return MEASURED_HERE if share is None else f"{MEASURED_HERE}, {share}"
+
+
+def share_of_rank(config: Config, device: Device, num_ranks: int | None) -> Share | None:
+    """Return what a rank of the first host of a run to come will compute with.
+
+    None where `num_ranks`, of all hosts, is not known, and for an accelerator, which no two ranks
+    share.
+    """
+    if device.is_accelerator or num_ranks is None:
+        return None
+    train, ranks_of_host = config.train, cluster_of(config, num_ranks).hosts[0]
+    return share_to_come(ranks_of_host, train.num_threads, binds=train.bind == "auto")
+
+
+@contextmanager
+def on_threads(share: Share | None) -> Iterator[None]:
+    """Compute on the threads of a share within the block; None: on those that there are."""
+    before = torch.get_num_threads()
+    if share is not None and share.num_threads != before:
+        torch.set_num_threads(share.num_threads)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+@contextmanager
+def _as_a_rank(config: Config, counted: Counted, num_samples: int, share: Share) -> Iterator[None]:
+    others = companions(config, num_samples, share, _layer_bytes(counted))
+    with others, on_threads(share):
+        yield
+
+
+def _layer_bytes(counted: Counted) -> int:
+    """Return what layers take where they are run: the largest, or so many as are run in a row."""
+    each = [
+        2 * (sum(weight.nbytes for weight in layer.weights) + layer.activation_bytes)
+        for layer in counted.count.layers
+    ]
+    return max(*each, min(MOST_STRETCH_BYTES, sum(each)))

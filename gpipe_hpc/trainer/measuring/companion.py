@@ -1,0 +1,47 @@
+"""A process that runs the layers of a model until the one that started it is done, or gone."""
+
+import json
+import os
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+
+from gpipe_hpc.comm.net.pickling import loads
+from gpipe_hpc.device.cores.given import given_cpus
+from gpipe_hpc.device.cores.machine import allowed_cpus
+from gpipe_hpc.device.device import HostDevice
+from gpipe_hpc.planner.search.from_settings import gauge_of_layers
+from gpipe_hpc.trainer.measuring.companions import READY
+
+
+def main() -> None:
+    """Read settings and the samples of a micro-batch from standard input; run its layers."""
+    starter = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the user's layers print
+    about = json.loads(sys.stdin.buffer.readline())
+    for module in about["modules"]:
+        import_module(module)
+    config = loads(sys.stdin.buffer.read(about["num_bytes"]), "the settings")
+    _leave_cores()
+    threading.Thread(target=_end_with_starter, name="companion", daemon=True).start()
+    gauge = gauge_of_layers(config, HostDevice(), about["num_samples"])
+    os.write(starter, READY)
+    while replace(gauge).times:  # a gauge measures when it is asked, and once
+        pass
+
+
+def _leave_cores() -> None:
+    """Leave the cores of a rank that has bound itself to it, as other ranks do."""
+    given, own = given_cpus(), allowed_cpus()
+    if given is not None and own is not None and given - own:
+        with suppress(OSError):  # taken away meanwhile
+            os.sched_setaffinity(0, given - own)
+
+
+def _end_with_starter() -> None:
+    # Nothing more comes: it ends when the other end is closed. Not by sys.stdin, whose lock a
+    # thread that waits for it would keep from an interpreter that ends.
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(0)

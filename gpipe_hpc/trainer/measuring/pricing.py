@@ -1,0 +1,231 @@
+"""Measure what a step takes beside its layers, with the engine and the optimizer of a run.
+
+Times are medians.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.comm.collectives.group import meet
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.device.cores.machine import allowed_cpus
+from gpipe_hpc.device.device import maker_name
+from gpipe_hpc.device.host.machine import kernel_identity
+from gpipe_hpc.models import LayerSpec
+from gpipe_hpc.optim.optimizer import build_optimizer
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.planner.costs.prices import Measured, Pass, Prices
+from gpipe_hpc.planner.step_time import Crowd
+from gpipe_hpc.schedule import Link
+from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.joining import settle_memory
+from gpipe_hpc.trainer.machines import optimizer_kind
+from gpipe_hpc.trainer.measuring.short_run import prices_of_short_run
+
+_WIDTH: Final = 8
+_REPEATS: Final = 21
+_SMALL: Final = 64  # numbers of a tensor that takes no time but that of being one
+_MANY: Final = 65  # tensors
+_LARGE: Final = 2**21  # numbers: more than caches hold, with their gradient and states
+_SUMMED: Final = (64, 2**20)  # numbers of messages
+
+
+def measure_prices(
+    config: Config, world: World, mesh: Mesh, send: Link, folder: Path
+) -> Prices | None:
+    """Return, on rank 0, what a step takes beside its layers on ranks laid out so.
+
+    Every rank calls it. `send`: what links two ranks of a host, as timed before. `folder`: for a
+    short run, in a place that all ranks see; it is new, and gone afterwards.
+    """
+    crowd = _crowd(world)
+    slowed = 1.0 if world.device.is_accelerator else max(1.0, crowd.ranks / crowd.cores)
+    own = _Bench(config, world, mesh, slowed)
+    update, norm = own.passes()
+    summing = own.summing()
+    beside = prices_of_short_run(config, world, mesh, folder)
+    process_bytes = _process_bytes(world)
+    if beside is None:
+        return None
+    return Prices(
+        beside.action_s,  # too short for another rank to get its core meanwhile
+        send,
+        summing,
+        update,
+        norm,
+        beside.step_s / slowed,
+        Measured(
+            world.device.type,
+            maker_name(world.device),
+            crowd.cores,
+            config.train.precision,
+            optimizer_kind(config),
+        ),
+        process_bytes,
+    )
+
+
+def _process_bytes(world: World) -> int:
+    """Return what the process of a rank takes beside the tensors of a run; the most of any rank.
+
+    Every rank calls it, once pipelines have run here: their libraries and connections are there,
+    their tensors are not. On an accelerator it is what is taken of the device beside torch's
+    tensors, 0 where the device does not tell.
+    """
+    device = world.device
+    settle_memory(device)
+    own = device.memory_allocated()
+    if device.is_accelerator:
+        total, free = device.memory_total(), device.memory_free()
+        own = 0 if total is None or free is None else max(0, total - free - own)
+    with together(world, "measuring memory"):
+        most: int = world.everybody.merge_object(own, max)
+    return most
+
+
+def _crowd(world: World) -> Crowd:
+    """Return, on every rank, how many ranks share how many cores on the first rank's host."""
+    with together(world, "counting cores"):
+        own = kernel_identity(), sorted(allowed_cpus() or range(os.cpu_count() or 1))
+        told = world.everybody.gather_object(own, root=0)
+        found = None
+        if told is not None:
+            here = [cpus for host, cpus in told if host == told[0][0]]
+            ranks = 1 if world.is_one_process else len(here)
+            found = Crowd(ranks, len({cpu for cpus in here for cpu in cpus}))
+        crowd: Crowd = world.everybody.broadcast_object(found, root=0)
+    return crowd
+
+
+class _Bag(nn.Module):
+    """So many tensors of so many numbers, all of which get a gradient."""
+
+    def __init__(self, num: int, size: int) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(torch.full((size,), 1e-3) for _ in range(num))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return the input times about nothing."""
+        means = torch.stack([each.mean() for each in self.own])
+        return value * (1 + means.sum())
+
+
+def _loss(output: Tensor, target: Any) -> Tensor:
+    return output.square().mean()
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The ranks, how a run's pipeline stands on them, and how much they slow each other down."""
+
+    config: Config
+    world: World
+    mesh: Mesh
+    slowed: float
+
+    def _pipeline(self, layers: list[LayerSpec]) -> Pipeline:
+        return Pipeline(
+            layers,
+            _loss,
+            stages=self.mesh.stages,
+            replicas=self.mesh.replicas,
+            microbatches=1,
+            partition="uniform",
+            recompute="never",
+            precision=self.config.train.precision,
+            timeout_s=self.config.comm.timeout_s,
+            world=self.world,
+        )
+
+    def passes(self) -> tuple[Pass, Pass]:
+        """Return what the optimizer and the norm for clipping take over parameters."""
+        found = [self._pass(num, size) for num, size in self._bags()]
+        (one_u, one_n), (many_u, many_n), (large_u, large_n) = found
+        return _fitted(one_u, many_u, large_u), _fitted(one_n, many_n, large_n)
+
+    @staticmethod
+    def _bags() -> Iterator[tuple[int, int]]:
+        yield 1, _SMALL
+        yield _MANY, _SMALL
+        yield 1, _LARGE
+
+    def _pass(self, num: int, size: int) -> tuple[float, float]:
+        """Return the seconds of an optimizer's step, and of clipping, for tensors on each rank."""
+        layers = [LayerSpec(_Bag, num, size) for _ in range(self.mesh.stages)]
+        pipe = self._pipeline(layers)
+        optimizer = build_optimizer(pipe.named_parameters(), self.config.optimizer)
+        inputs = torch.ones(1, _WIDTH)
+        pipe.step(inputs, inputs)
+        update_s = self._usual(optimizer.step)
+        norm_s = self._usual(lambda: pipe.clip_grad_norm_(self.config.train.clip_norm or 1.0))
+        return update_s / self.slowed, norm_s / self.slowed
+
+    def summing(self) -> Link:
+        """Return what a message of a ring takes that sums over the ranks of a host.
+
+        Free where that of rank 0 has no other.
+        """
+        hosts = self._ranks_of_hosts()
+        size = len(hosts[0])
+        if size == 1:
+            return Link()
+        with together(self.world, "timing sums"):
+            group = self.world.group(hosts)
+            small_s, large_s = (self._sum_s(group.all_reduce, number) for number in _SUMMED)
+        messages = 2 * (size - 1)
+        more_bytes = 4 * (_SUMMED[1] - _SUMMED[0]) * messages / size
+        return Link(small_s / messages, more_bytes / max(1e-9, large_s - small_s))
+
+    def _ranks_of_hosts(self) -> Sequence[Sequence[int]]:
+        """Return the ranks of each host, the same on every rank."""
+        world = self.world
+        with together(world, "counting hosts"):
+            told = world.everybody.gather_object(kernel_identity(), root=0)
+            found: dict[str, list[int]] = {}
+            for rank, host in enumerate(told or ()):
+                found.setdefault(host, []).append(rank)
+            hosts: Sequence[Sequence[int]] = world.everybody.broadcast_object(
+                list(found.values()), root=0
+            )
+        return hosts
+
+    def _sum_s(self, all_reduce: Callable[[Tensor], object], number: int) -> float:
+        tensor = self.world.device.bring(torch.zeros(number))
+        return self._usual(lambda: all_reduce(tensor))
+
+    def _usual(self, work: Callable[[], object]) -> float:
+        """Return the median seconds of some work, all of which every rank does.
+
+        Ranks meet ahead of it, as a rank that waits for another would count that as the work's. On
+        CPUs all that passes counts: a rank that waits for its core waits for a thread of its own
+        that sends or sums. Sums of two ranks of Gloo take from a fifth to twice their median.
+        """
+        clock, device = Clock(), self.world.device
+        times = []
+        for _ in range(_REPEATS + 2):
+            with together(self.world, "timing what a step takes beside its layers"):
+                meet(self.world.everybody)
+            if device.is_accelerator:
+                times.append(clock.timed(work, device)[1])
+                continue
+            began_s = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began_s)
+        return median(times[2:])
+
+
+def _fitted(one_s: float, many_s: float, large_s: float) -> Pass:
+    """Return the call, the tensor and the number that explain three bags."""
+    tensor_s = max(0.0, many_s - one_s) / (_MANY - 1)
+    element_s = max(0.0, large_s - one_s) / (_LARGE - _SMALL)
+    return Pass(max(0.0, one_s - tensor_s), tensor_s, element_s)

@@ -1,0 +1,167 @@
+"""One step of training, as `train`, `verify` and `bench` all take it."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from gpipe_hpc.comm.world.world import telling
+from gpipe_hpc.data.batches import Batch
+from gpipe_hpc.engine.recorder import Mark, seconds_between, take_mark
+from gpipe_hpc.engine.steps import Tell
+from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.errors import NonFiniteError
+from gpipe_hpc.optim.lr import lr_at, set_lr
+from gpipe_hpc.trainer.session import Session
+from gpipe_hpc.trainer.traces.around import Around
+
+
+class Spent(NamedTuple):
+    """Where the time of a step went on this rank, in seconds.
+
+    `reading_ahead_s`: of reading, what was over before the pipeline of all ranks began. `edge_s`:
+    what `Pipeline.step` took beyond that pipeline: what ranks tell one another, and dividing the
+    gradients.
+    """
+
+    reading_s: float
+    reading_ahead_s: float
+    edge_s: float
+    clipping_s: float
+    optimizer_s: float
+
+
+class Laps(NamedTuple):
+    """Marks between the parts of a step; on an accelerator, reading them waits for it.
+
+    `left`: behind the outer step, the end of all.
+    """
+
+    began: Mark
+    read: Mark
+    piped: Mark
+    looked: Mark
+    clipped: Mark
+    stepped: Mark
+    left: Mark
+
+    def spent(self, pipeline_s: float) -> Spent:
+        """Return where the time went; `pipeline_s`: the time in the pipeline of all ranks."""
+        reading_s = seconds_between(self.began, self.read)
+        behind_s = seconds_between(self.read, self.piped) - pipeline_s
+        return Spent(
+            reading_s,
+            max(0.0, reading_s + min(0.0, behind_s)),  # others began while this rank read
+            max(0.0, behind_s),
+            seconds_between(self.looked, self.clipped),
+            seconds_between(self.clipped, self.stepped),
+        )
+
+    def moments(self) -> tuple[Around, ...]:
+        """Return when this rank did what is around the pipeline, in seconds of the host's clock.
+
+        Nothing on an accelerator, whose marks are on a clock of its own.
+        """
+        spans = (
+            ("reading", self.began, self.read),
+            ("clipping", self.looked, self.clipped),
+            ("optimizer", self.clipped, self.stepped),
+        )
+        return tuple(
+            Around(name, start, end)
+            for name, start, end in spans
+            if isinstance(start, float) and isinstance(end, float)
+        )
+
+
+class Trained(NamedTuple):
+    """What a step used and gave.
+
+    `step`: its number, from 1. `norm` is that of the gradient before clipping, if it is clipped, on
+    its way to the host.
+    """
+
+    step: int
+    batch: Batch
+    result: StepResult
+    lr: float
+    norm: Fetched | None
+    laps: Laps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Return the norm of the gradient before clipping; waits for it."""
+        return None if self.norm is None else float(self.norm.read())
+
+
+def train_one_step(
+    session: Session, look: Callable[[], None] | None = None, tell: Tell | None = None
+) -> Trained:
+    """Train on the next batch: forward, backward, clipping, the optimizer's step, the outer step.
+
+    `look` is called when the gradients are there, before they are clipped. `tell`: see
+    `Pipeline.step`.
+    """
+    pipe, config = session.pipe, session.config
+    mark = partial(take_mark, pipe.world.device)
+    began = mark()
+    batch = session.next_batch()
+    read = mark()
+    result = pipe.step(batch.inputs, batch.targets, tell)
+    piped = mark()
+    if look is not None:
+        look()
+    looked, norm = mark(), None
+    if config.train.clip_norm is not None:
+        norm = Fetched.of(pipe.clip_grad_norm_(config.train.clip_norm), pipe.world.device)
+    clipped = mark()
+    lr = _lr(session, batch, result)
+    set_lr(session.optimizer, lr)
+    where = "the optimizer's step"
+    with telling(pipe.world, where), pipe.telling_of_memory(where):
+        session.optimizer.step()
+    stepped = mark()
+    pipe.outer_step()
+    if pipe.steps_done == config.train.steps:
+        pipe.unite_replicas()
+    laps = Laps(began, read, piped, looked, clipped, stepped, mark())
+    session.position = batch.position
+    return Trained(pipe.steps_done, batch, result, lr, norm, laps)
+
+
+def _lr(session: Session, batch: Batch, result: StepResult) -> float:
+    config, adascale = session.config, session.adascale
+    if adascale is None:
+        return lr_at(session.pipe.steps_done - 1, config)
+    assert config.lr.base_batch_size is not None, "the settings were checked"
+    adascale.update(result, batch.num_samples / config.lr.base_batch_size)
+    return adascale.rate(partial(lr_at, config=config))
+
+
+def refuse_non_finite(session: Session, trained: Trained) -> None:
+    """Raise NonFiniteError, on every rank, if a step's loss or norm is no number to go on from."""
+    pipe, result, step = session.pipe, trained.result, trained.step
+    if not math.isfinite(result.loss):
+        bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
+        replica, microbatch = pipe.layout.portions.owner(bad[0]) if bad else (0, 0)
+        last = pipe.layout.of(replica).schedule.placement.rank_of(
+            pipe.schedule.num_stages - 1, microbatch
+        )
+        raise NonFiniteError(
+            f"step {step}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
+            f"{microbatch} of replica {replica}: expected a finite loss, got {result.loss} "
+            f"({len(bad)} of {len(result.microbatch_losses)} micro-batches); {_remedy(session)}"
+        )
+    norm = trained.grad_norm
+    if norm is not None and not math.isfinite(norm):
+        raise NonFiniteError(
+            f"step {step}: expected a finite gradient norm, got {norm}, with a loss of "
+            f"{result.loss:g}; {_remedy(session)}"
+        )
+
+
+def _remedy(session: Session) -> str:
+    newest = session.checkpoints.newest()
+    kept = f"the last checkpoint is whole: {newest}" if newest else "no checkpoint was written"
+    return f"lower optimizer.lr, or look at the data of this step; {kept}"

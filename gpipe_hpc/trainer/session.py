@@ -1,0 +1,184 @@
+"""What the loop works with on a rank: pipeline, optimizer, data, and where their state is kept."""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gpipe_hpc.checkpoint import BackgroundSaver
+from gpipe_hpc.checkpoint.in_memory import NeighbourCopies
+from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.data import (
+    CorruptTally,
+    DataFacts,
+    Dataset,
+    DataSource,
+    Identity,
+    PlannedBatch,
+    ShuffledSampler,
+    validation_batches,
+)
+from gpipe_hpc.data.batches import Batch, Batches
+from gpipe_hpc.data.position import IDENTITY
+from gpipe_hpc.optim.large_batch.adascale import AdaScale
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.planner.foresight import Foresight
+from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.horizon import last_step
+from gpipe_hpc.trainer.run.changed_settings import SETTINGS, settings_of
+from gpipe_hpc.trainer.run.folder import OWNER, Checkpoints
+from gpipe_hpc.trainer.run.lock import RunLock
+
+log = logging.getLogger("gpipe_hpc.train")
+
+ADASCALE: Final = "adascale"
+"""The key, among what a checkpoint keeps for its run, of AdaScale's state."""
+
+_GRACE_S: Final = 5.0  # for a file that is being written when a run fails
+
+
+@dataclass
+class Session:
+    """Everything a run consists of, on one rank.
+
+    `config`: the settings on the ranks that came, `asked` as they were given.
+    """
+
+    config: Config
+    asked: Config
+    pipe: Pipeline
+    optimizer: torch.optim.Optimizer
+    source: DataSource | None  # None where this rank's stages need neither inputs nor targets
+    facts: DataFacts
+    identity: Identity
+    sampler: ShuffledSampler
+    checkpoints: Checkpoints
+    run_folder: Path
+    tally: CorruptTally
+    run_name: str  # what its checkpoints say
+    lock: RunLock | None  # of the run folder, on rank 0
+    saver: BackgroundSaver
+    copies: NeighbourCopies | None = None  # in memory, where the settings ask for them
+    baseline: float | None = None  # on rank 0: the loss of guessing, where it is known
+    foreseen: Foresight | None = None  # on rank 0, where the layers can be counted
+    planned: RankForecast | None = None  # what this rank is to hold, where that is known
+    position: int = 0  # samples consumed since the start of the run
+    adascale: AdaScale | None = None
+    _batches: Batches | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Return the samples of a global batch, except for a smaller last one of an epoch."""
+        return min(self.sampler.batch_size, self.sampler.num_samples)
+
+    @property
+    def is_complete(self) -> bool:
+        """Say whether AdaScale has done all steps that the run was to have, in fewer."""
+        return self.adascale is not None and self.adascale.progress >= self.config.train.steps
+
+    def next_batch(self) -> Batch:
+        """Return this rank's part of the next global batch to train on; `position` stays."""
+        if self._batches is None:
+            num_left = max(0, last_step(self.config.train) - self.pipe.steps_done)
+            plan = islice(self.sampler.batches(self.position, self.pipe.steps_done), num_left)
+            dataset = None if self.source is None else self.source.train
+            self._batches = self._read(dataset, plan, "training samples")
+        return next(self._batches)
+
+    def validation_batches(self) -> Batches:
+        """Return this rank's part of every global batch to validate on; close it after use."""
+        train = self.config.train
+        batches = validation_batches(
+            self.facts.num_validation_samples, train.batch_size, train.validate_batches
+        )
+        plan = (PlannedBatch(indices, epoch=0, position=0) for indices in batches)
+        dataset = None if self.source is None else self.source.validation
+        return self._read(dataset, plan, "validation samples")
+
+    def close(self) -> None:
+        """End the threads that read ahead, or still write."""
+        self.saver.give_up(_GRACE_S)
+        if self._batches is not None:
+            self._batches.close()
+
+    def _read(self, dataset: Dataset | None, plan: Iterable[PlannedBatch], what: str) -> Batches:
+        config = self.config
+        return Batches(
+            self.pipe, dataset, plan, config.data, self.tally, config.comm.timeout_s, what
+        )
+
+    def copy(self) -> float:
+        """Copy this step's state into memory elsewhere; return how many seconds that took."""
+        assert self.copies is not None, "the settings ask for no copies"
+        return self.copies.save(self.pipe, self.optimizer, self._extra())
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "corrupt": self.tally.names,
+            IDENTITY: self.identity,
+            OWNER: self.run_name,
+            SETTINGS: settings_of(self.asked),
+            **({} if self.adascale is None else {ADASCALE: self.adascale.state()}),
+        }
+
+    def save(self) -> float:
+        """Write a checkpoint of this step; return how many seconds the step's edge took longer.
+
+        One that is under way in the background is finished first.
+        """
+        began_s = time.perf_counter()
+        self.finish_save()
+        path = self.checkpoints.path(self.pipe.steps_done)
+        self._check_lock()
+        self.pipe.save(path, self.optimizer, self._extra())
+        self._prune()
+        seconds = time.perf_counter() - began_s
+        log.info("saved %s: the step waited %.3f s", path, seconds)
+        return seconds
+
+    def start_save(self) -> float:
+        """Begin to write a checkpoint of this step in the background; return the seconds waited.
+
+        Waits for the one before, if that is under way.
+        """
+        began_s = time.perf_counter()
+        self.finish_save()
+        path = self.checkpoints.path(self.pipe.steps_done)
+        self._check_lock()
+        self.saver.start(path, self.optimizer, self._extra())
+        return time.perf_counter() - began_s
+
+    def finish_save(self) -> float:
+        """Finish the checkpoint under way in the background, if any; return the seconds waited."""
+        if not self.saver.is_under_way:
+            return 0.0
+        began_s = time.perf_counter()
+        self._check_lock()
+        path = self.saver.finish()
+        self._prune()
+        seconds = time.perf_counter() - began_s
+        wrote_s = self.saver.seconds
+        log.info(
+            "saved %s, written in the background in %.3f s; all ranks waited %.3f s at its end",
+            path,
+            wrote_s,
+            seconds,
+        )
+        return seconds
+
+    def _check_lock(self) -> None:
+        with together(self.pipe.world, "saving"):
+            if self.lock is not None:
+                self.lock.check(looks=True)
+
+    def _prune(self) -> None:
+        with together(self.pipe.world, "removing old checkpoints"):
+            if self.pipe.world.rank == 0:
+                self.checkpoints.prune()

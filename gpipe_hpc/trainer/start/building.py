@@ -1,0 +1,91 @@
+"""From the settings to the pipeline and its loss."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.config import bind_loss
+from gpipe_hpc.data import DataFacts
+from gpipe_hpc.engine.sums.loss import LossFunction
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import Layer, looks_back, loss_function, normalise_layers
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planner import Partition
+from gpipe_hpc.planner.costs.gauges import MEASURED
+from gpipe_hpc.planner.cutting.partition import SIMULATED
+from gpipe_hpc.planner.memory.by_rank import MEASURED_PACES
+from gpipe_hpc.pytree import Nest
+from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.trainer.machines import process_bytes_of, with_process
+
+
+def loss_of(config: Config, facts: DataFacts, layers: Sequence[Layer]) -> LossFunction:
+    """Return the loss that the settings name, or else the one that fits data and model.
+
+    Only a causal language model learns from labels that are its own inputs, by `causal_lm`.
+    """
+    if config.loss:
+        return bind_loss(config.loss)
+    if facts.loss is None:
+        raise ConfigError(
+            "config: no loss fits these targets: they are neither one tensor of floating-point "
+            "numbers nor one of integer classes (but truth values, texts, nests); convert them "
+            "(with data=arrays data.targets_dtype=int64), or name a loss, as "
+            "loss._target_=my.module.loss_fn"
+        )
+    is_causal = facts.loss != "causal_lm" or looks_back(normalise_layers(layers))
+    return loss_function(facts.loss if is_causal else "token_cross_entropy")
+
+
+def build_pipeline(
+    config: Config,
+    world: World,
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    cut: Mapping[str, Any] | None,
+    example: tuple[Nest, Nest] | None,
+) -> Pipeline:
+    """Return the pipeline that the settings ask for; `cut`: that of what the run goes on from."""
+    request = replace(request_of(config), partition=_partition(config, cut))
+    request = with_process(request, _process_bytes(config, world), world.device)
+    return Pipeline(
+        layers,
+        loss_fn,
+        **vars(request),
+        example=example,
+        timeout_s=config.comm.timeout_s,
+        world=world,
+    )
+
+
+def _process_bytes(config: Config, world: World) -> int:
+    """Return on every rank what rank 0 reads of the memory of a process."""
+    if config.plan.prices is None and config.plan.calibration is None:
+        return 0
+    with together(world, "reading what a process takes"):
+        own = 0 if world.rank else process_bytes_of(config, world.device)
+        told: int = world.everybody.broadcast_object(own, root=0)
+    return told
+
+
+def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
+    """Return the cut asked for; a measured one is that of the checkpoint, if it fits.
+
+    So is one for ranks whose speed was measured: they keep the paces that it was made for.
+    """
+    policy = config.pipeline.partition
+    if cut is None or policy not in _MEASURES:
+        return policy
+    stored = Partition.stored(cut)
+    is_kept = _MEASURES[policy] == MEASURED or config.pipeline.paces == MEASURED_PACES
+    return stored if is_kept and stored.measure == _MEASURES[policy] else policy
+
+
+_MEASURES: Final = {
+    "time": MEASURED,
+    SIMULATED: MEASURED,
+    "parameters": "parameters",
+    "uniform": "layers",
+}

@@ -1,0 +1,236 @@
+"""`pipeline.layout=auto`: the layout that a search finds best for the ranks that came.
+
+It is kept in the run folder, so a start that goes on with the run takes the same one.
+"""
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.comm.watchdog.patience import patiently
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.config import check_config
+from gpipe_hpc.data.shapes import samples_per_microbatch
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planner.costs.rates import Rates, host_copy_rate
+from gpipe_hpc.planner.costs.speed import paces_of_times
+from gpipe_hpc.planner.cutting.distance import Distance
+from gpipe_hpc.planner.cutting.partition import SIMULATED
+from gpipe_hpc.planner.memory.by_rank import FoundPaces
+from gpipe_hpc.planner.search.answer import compared_on
+from gpipe_hpc.planner.search.from_settings import PINS, Came, fixed_by, gauge_of_layers
+from gpipe_hpc.settings import Config
+from gpipe_hpc.small_files import read_json
+from gpipe_hpc.trainer.machines import rates_of
+from gpipe_hpc.trainer.run.changed_settings import settings_of
+from gpipe_hpc.trainer.run.identity import Run
+
+LAYOUT_FILE: Final = "layout.json"
+_SHOWN: Final = 3  # layouts that the log tells of
+
+_Layout = dict[str, dict[str, Any]]  # settings that were chosen, by section
+
+
+class Chosen(NamedTuple):
+    """The settings with a layout that is known, warnings about it, and what rank 0 says of it."""
+
+    config: Config
+    doubts: Sequence[str]
+    said: str
+
+
+class _Found(NamedTuple):
+    """The best layout, and what is said of it.
+
+    `off_best_cut`: how far its cut is from the best one; None on one rank.
+    """
+
+    layout: _Layout
+    text: str
+    off_best_cut: Distance | None = None
+
+
+def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) -> Chosen | None:
+    """Return the settings with the best layout for the ranks there are; None: it was given.
+
+    `words`: the command line; what stands there stays. Rank 0 searches, unless an earlier start of
+    the run has done so for as many ranks with the same settings. Every rank calls it. Raises
+    ConfigError where no layout fits.
+    """
+    if not config.pipeline.is_searched:
+        return None
+    where, path = "choosing the layout", run.folder / LAYOUT_FILE
+    asked = _asked(config, world.size, words)
+    with together(world, where):
+        found = _kept(path, asked) if world.rank == 0 else None
+        is_known: bool = world.everybody.broadcast_object(found is not None, root=0)
+    if not is_known:
+        came = _came(config, world)
+        search = None if came is None else partial(_choose, config, words, came)
+        found = patiently(world, where, search)
+    with together(world, where):
+        if found is not None and not is_known and run.lineage:
+            _keep(path, asked, found)
+        told = None if found is None else _told(found.layout)
+        layout: _Layout = world.everybody.broadcast_object(told, root=0)
+    said = ""
+    if found is not None:
+        layout = found.layout
+        said = f"pipeline.layout=auto: {' '.join(_words(layout))}\n{found.text}"
+    known = _settings(config, layout)
+    return Chosen(_with_paces(known, layout), check_config(known, world.size), said)
+
+
+def _asked(config: Config, num_ranks: int, words: Sequence[str]) -> dict[str, Any]:
+    """Return what the answer of a search hangs on, fit for JSON."""
+    settings = settings_of(config)
+    kept = {name: settings.get(name) for name in ("model", "data", "pipeline", "outer")}
+    plan = {name: value for name, value in vars(config.plan).items() if name != "shown"}
+    sizes = {"batch_size": config.train.batch_size, "precision": config.train.precision}
+    told = {**kept, "plan": plan, **sizes, "ranks": num_ranks, "fixed": sorted(fixed_by(words))}
+    found: dict[str, Any] = json.loads(json.dumps(told, default=str))
+    return found
+
+
+def _kept(path: Path, asked: Mapping[str, Any]) -> _Found | None:
+    """Return what an earlier start found for the same question; None if there is none.
+
+    Whatever is wrong with the file, the search answers anew.
+    """
+    try:
+        told = read_json(path)
+        layout: _Layout = {name: dict(told["layout"][name]) for name in PINS}
+        off = told.get("off_best_cut")
+        distance = None if off is None else Distance(float(off["share"]), bool(off["is_exact"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    allowed = {"pipeline": {*PINS["pipeline"], "options", "paces"}, "outer": {*PINS["outer"]}}
+    is_ours = all(set(layout[name]) <= allowed[name] for name in PINS)
+    if not is_ours or told.get("asked") != asked:
+        return None
+    said = "" if distance is None else f"; {distance.text()}"
+    return _Found(layout, f"as {path} says{said}", distance)
+
+
+def _keep(path: Path, asked: Mapping[str, Any], found: _Found) -> None:
+    off = found.off_best_cut
+    told = {
+        "layout": found.layout,
+        "settings": _words(found.layout),
+        "off_best_cut": None if off is None else off._asdict(),
+        "asked": asked,
+    }
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+    aside.replace(path)
+
+
+def _told(layout: _Layout) -> _Layout:
+    """Return what all ranks are told of a layout: that there are paces, but not that of each."""
+    paces = {"paces": ()} if "paces" in layout["pipeline"] else {}
+    return layout | {"pipeline": layout["pipeline"] | paces}
+
+
+def _came(config: Config, world: World) -> Came | None:
+    """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
+    where = "measuring how fast ranks are"
+    took_s = None
+    if config.plan.measures_layers and world.size > 1:
+        took_s = patiently(world, where, partial(_layers_s, config, world))
+    with together(world, where):
+        own = rates_of(config, world.device, is_here=True)
+        if took_s is None:
+            took_s = 1 / own.products
+        copied = host_copy_rate(world.device)
+        fastest, slowest = world.everybody.merge_object((own, copied), _extremes)
+        # A few bytes of each rank: rank 0 hears thousands of them.
+        host = sha256(socket.gethostname().encode()).digest()[:8]
+        told = world.everybody.gather_object((took_s, host), root=0)
+    if told is None:
+        return None
+    hosts = tuple(len(list(group)) for _, group in groupby(host for _, host in told))
+    paces = paces_of_times([seconds for seconds, _ in told])
+    return Came(fastest, hosts, paces if len(set(paces)) > 1 else (), slowest)
+
+
+_Rates = tuple[Rates, float | None]
+"""Of a rank's operators, and of its copies to the host, None where it has none to make."""
+
+
+def _extremes(ahead: _Rates, behind: _Rates) -> _Rates:
+    """Return the fastest rates of some ranks and those behind them, and the slowest copies."""
+    fastest = max(ahead[0], behind[0], key=lambda rates: rates.products)
+    one, other = ahead[1], behind[1]
+    return fastest, None if one is None or other is None else min(one, other)
+
+
+def _layers_s(config: Config, world: World) -> float:
+    """Return the seconds that the model's layers take on this rank, run one by one.
+
+    All ranks run the same: a micro-batch of as many samples as the settings give without a search.
+    """
+    num_samples = samples_per_microbatch(config)
+    times = gauge_of_layers(config, world.device, num_samples).times
+    return sum(each.forward + each.backward for each in times)
+
+
+def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
+    """Return the best layout, and what else was found; ConfigError where none fits."""
+    shown = min(_SHOWN, config.plan.shown)
+    answer = compared_on(replace(config, plan=replace(config.plan, shown=shown)), words, came)
+    if answer.chosen is None:
+        raise ConfigError(f"pipeline.layout: auto found no layout\n{answer.text}")
+    candidate, combining = answer.chosen.candidate.written, answer.chosen.combining
+    paces = answer.chosen.request.paces
+    layout: _Layout = {
+        "pipeline": {
+            "replicas": candidate.replicas,
+            "stages": candidate.stages,
+            "microbatches": candidate.microbatches,
+            "schedule": candidate.schedule,
+            "options": dict(candidate.options),
+            "recompute": candidate.recompute,
+            "offload": candidate.offload,
+            **({"partition": SIMULATED} if candidate.simulates_cut else {}),
+            # Those that were measured: the run's cut has to be the one that was compared.
+            **({"paces": [*paces]} if came.paces and not isinstance(paces, str | None) else {}),
+        },
+        "outer": {} if combining is None else combining._asdict(),
+    }
+    return _Found(layout, answer.text, answer.chosen.cut_distance)
+
+
+def _words(layout: Mapping[str, Any]) -> list[str]:
+    """Return a layout as settings to paste."""
+    found = []
+    for section, settings in layout.items():
+        for name, value in settings.items():
+            if name == "options":
+                found += [f"{section}.options.{key}={each}" for key, each in value.items()]
+            else:
+                found.append(f"{section}.{name}={str(value).lower().replace(' ', '')}")
+    return found
+
+
+def _settings(config: Config, layout: _Layout) -> Config:
+    """Return the settings with all of a layout except the paces that were measured for it."""
+    chosen = {name: value for name, value in layout["pipeline"].items() if name != "paces"}
+    return replace(
+        config,
+        pipeline=replace(config.pipeline, layout="given", **chosen),
+        outer=replace(config.outer, **layout["outer"]),
+    )
+
+
+def _with_paces(config: Config, layout: _Layout) -> Config:
+    """Return the settings with the paces that were measured for a layout, if they were."""
+    if "paces" not in layout["pipeline"]:
+        return config
+    paces = FoundPaces(layout["pipeline"]["paces"])
+    return replace(config, pipeline=replace(config.pipeline, paces=paces))

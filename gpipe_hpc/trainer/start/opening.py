@@ -1,0 +1,168 @@
+"""From the settings to the session of a run on this rank."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from operator import or_
+from typing import Any
+
+from gpipe_hpc.checkpoint import BackgroundSaver
+from gpipe_hpc.checkpoint.in_memory import NeighbourCopies
+from gpipe_hpc.comm.watchdog.patience import patiently
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.config import build_target, on_ranks
+from gpipe_hpc.data import CorruptTally, ShuffledSampler, tolerance
+from gpipe_hpc.data.position import goes_on
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.optim.large_batch.adascale import AdaScale
+from gpipe_hpc.optim.large_batch.ramp import batch_size_at
+from gpipe_hpc.optim.optimizer import build_optimizer
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.planner.foresight import Foresight, foresee
+from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.run.folder import Checkpoints
+from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.run.lock import RunLock
+from gpipe_hpc.trainer.run.opening import go_on_from
+from gpipe_hpc.trainer.session import ADASCALE, Session
+from gpipe_hpc.trainer.start.building import build_pipeline, loss_of
+from gpipe_hpc.trainer.start.checks import check_labels, check_model
+from gpipe_hpc.trainer.start.data import Opened, open_data_first, open_data_where_needed
+from gpipe_hpc.trainer.start.example import example_of, first_microbatch
+from gpipe_hpc.trainer.start.origin import Origin
+
+log = logging.getLogger("gpipe_hpc.train")
+
+
+def open_session(
+    config: Config,
+    world: World,
+    run: Run,
+    lock: RunLock | None,
+    copies: NeighbourCopies | None = None,
+    asked: Config | None = None,
+) -> Session:
+    """Build the run on this rank and, where there is a checkpoint to resume, take it over.
+
+    `lock`: of the run folder, on rank 0. `copies`: of the ranks' states in memory; what is found
+    there goes before an older checkpoint. `asked`: the settings as they were given, where a layout
+    was found for them since.
+    """
+    checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
+    origin = Origin(config, world, run, checkpoints, copies)
+    opened = open_data_first(config, world, run.folder, origin.check_data)
+    session = _built(config, world, run, lock, copies, checkpoints, origin, opened)
+    session.asked = asked or config
+    extra = origin.take_over(session.pipe, session.optimizer, opened.identity)
+    if extra is not None and goes_on(extra, opened.identity, config.checkpoint.data):
+        session.position = int(extra["position"])
+        session.tally = CorruptTally(session.tally.limit, extra.get("corrupt", ()))
+    if extra is not None and session.adascale is not None:
+        _restore(session.adascale, extra, session.pipe.steps_done)
+    with together(world, "opening the run"):
+        if world.rank == 0 and run.lineage:
+            steps_done, start = session.pipe.steps_done, None if copies is None else copies.start
+            go_on_from(run.folder, steps_done, start)
+    if copies is not None:
+        copies.forget_others()
+    session.tally.add(opened.facts.corrupt, says=world.rank == 0)
+    return session
+
+
+def _built(
+    config: Config,
+    world: World,
+    run: Run,
+    lock: RunLock | None,
+    copies: NeighbourCopies | None,
+    checkpoints: Checkpoints,
+    origin: Origin,
+    opened: Opened,
+) -> Session:
+    """Return the session of a run that has not yet taken over any state."""
+    asked, config = config, on_ranks(config, world.size)
+    train = config.train
+    sampler = ShuffledSampler(
+        opened.facts.num_samples, train.batch_size, train.seed, partial(batch_size_at, train=train)
+    )
+    with together(world, "opening the run"):
+        if world.rank == 0:
+            origin.make_way()
+        layers = build_target("model", config.model)
+        loss_fn = loss_of(config, opened.facts, layers)
+        check_model(config, opened.source, layers)
+        check_labels(config, opened.source, loss_fn)
+    example = example_of(config, world, opened.source, sampler)
+    pipe = build_pipeline(config, world, layers, loss_fn, origin.cut, example)
+    _refuse_frozen(world, pipe)
+    look_ahead = None
+    if opened.source is not None and opened.source.train.num_samples:
+        read = partial(first_microbatch, config, opened.source, sampler)
+        look_ahead = partial(foresee, pipe, layers, loss_fn, read, len(sampler.batch(0)[0]))
+    foreseen = patiently(world, "counting the layers", look_ahead)
+    planned = _planned(world, foreseen)
+    pipe.expect_memory(planned)
+    is_needed = pipe.needs_inputs or pipe.needs_targets
+    source = open_data_where_needed(config, world, run.folder, opened, is_needed=is_needed)
+    return Session(
+        config,
+        asked,
+        pipe,
+        pipe.optimizer(lambda _: build_optimizer(pipe.named_parameters(), config.optimizer)),
+        source,
+        opened.facts,
+        opened.identity,
+        sampler,
+        checkpoints,
+        run.folder,
+        CorruptTally(tolerance(config.data)),
+        run.name,
+        lock,
+        BackgroundSaver(pipe),
+        copies,
+        opened.baseline,
+        foreseen,
+        None if planned is None else planned[pipe.stage_rank],
+        adascale=_adascale(config, pipe),
+    )
+
+
+def _refuse_frozen(world: World, pipe: Pipeline) -> None:
+    """Refuse, on all ranks, a model of which no rank trains anything."""
+    with together(world, "opening the run"):
+        own = any(parameter.requires_grad for _, parameter in pipe.named_parameters())
+        if not world.everybody.merge_object(own, or_):
+            raise ModelError(
+                f"model: none of its {len(pipe.all_parameters)} parameters requires a gradient; "
+                "unfreeze some with requires_grad_(True)"
+            )
+
+
+def _planned(world: World, foreseen: Foresight | None) -> tuple[RankForecast, ...] | None:
+    """Return on all ranks what those of a pipeline are planned to hold, as rank 0 has counted."""
+    told = None if foreseen is None else [vars(rank) for rank in foreseen.ranks]
+    with together(world, "telling the planned memory"):
+        rows: list[dict[str, Any]] | None = world.everybody.broadcast_object(told, root=0)
+    return None if rows is None else tuple(RankForecast(**row) for row in rows)
+
+
+def _adascale(config: Config, pipe: Pipeline) -> AdaScale | None:
+    lr = config.lr
+    if lr.scaling != "adascale":
+        return None
+    assert lr.base_batch_size is not None, "the settings were checked"
+    return AdaScale(pipe, config.train.batch_size / lr.base_batch_size, smoothing=lr.smoothing)
+
+
+def _restore(adascale: AdaScale, extra: Mapping[str, Any], steps_done: int) -> None:
+    """Go on with what a checkpoint keeps; one of a run without AdaScale keeps nothing."""
+    if ADASCALE in extra:
+        adascale.restore(extra[ADASCALE])
+        return
+    adascale.progress = float(steps_done)
+    log.warning(
+        "the checkpoint is of a run without lr.scaling=adascale: its %d steps count as steps of "
+        "the base batch, and the noise is measured from the beginning",
+        steps_done,
+    )

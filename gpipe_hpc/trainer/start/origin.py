@@ -1,0 +1,189 @@
+"""What a start of a run goes on from: copies in memory, a checkpoint, or nothing."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.checkpoint import Verified, read_facts
+from gpipe_hpc.checkpoint.in_memory import Found, NeighbourCopies
+from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.data import Identity
+from gpipe_hpc.data.position import IDENTITY, check_data
+from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.optim.optimizer import own_options
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.settings import Config
+from gpipe_hpc.small_files import Number, OrNull, Values, mismatch
+from gpipe_hpc.trainer.horizon import last_step
+from gpipe_hpc.trainer.run.changed_settings import SETTINGS
+from gpipe_hpc.trainer.run.folder import OWNER, Checkpoints
+from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.run.resuming import newest_listed, newest_whole
+from gpipe_hpc.trainer.start.changed_layout import say_change
+
+log = logging.getLogger("gpipe_hpc.train")
+
+MEMORY: Final = Path("in memory")
+_EXTRA: Final = {
+    "position": Number(0, is_whole=True),
+    "corrupt": OrNull([str]),
+    IDENTITY: OrNull({"settings": OrNull({})}),
+    OWNER: OrNull(str),
+    SETTINGS: OrNull({}),
+    "adascale": OrNull(Values(Number(is_finite=False))),
+}
+
+
+class Resumed(NamedTuple):
+    """A checkpoint to start from; `facts`: what its manifest says.
+
+    `verified`: None where nobody has looked whether it is whole.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+    verified: Verified | None = None
+
+    @property
+    def steps_done(self) -> int:
+        """Return its step."""
+        return int(self.facts["steps_done"])
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """Return the partition it was saved with."""
+        cut: dict[str, Any] = self.facts["partition"]
+        return cut
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Return what the run has kept in it."""
+        extra: dict[str, Any] = self.facts["extra"]
+        return extra
+
+
+class Origin:
+    """Where a run stands before this start, found by all ranks together.
+
+    `in_memory`: copies of all ranks' states, if they are as new as the checkpoint; then nobody has
+    looked whether that is whole.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        run: Run,
+        checkpoints: Checkpoints,
+        copies: NeighbourCopies | None,
+    ) -> None:
+        self._config, self._world, self._run = config, world, run
+        self._checkpoints, self._copies = checkpoints, copies
+        with together(world, "opening the run"):
+            self.in_memory: Found | None = None if copies is None else copies.find()
+            self.resumed = self._found()
+            if self.in_memory is not None and self.resumed is not None:
+                is_newer = self.resumed.steps_done > self.in_memory.step
+                self.in_memory = None if is_newer else self.in_memory
+
+    @property
+    def cut(self) -> Mapping[str, Any] | None:
+        """Return the partition of what the run goes on from."""
+        if self.in_memory is not None:
+            cut: Mapping[str, Any] = self.in_memory.about["partition"]
+            return cut
+        return None if self.resumed is None else self.resumed.cut
+
+    def check_data(self, identity: Identity) -> None:
+        """Refuse, on rank 0, to go on with other data in silence."""
+        policy, resumed = self._config.checkpoint.data, self.resumed
+        if self.in_memory is not None:
+            check_data(MEMORY, self.in_memory.about["extra"], identity, policy)
+        elif resumed is not None and last_step(self._config.train) > resumed.steps_done:
+            check_data(resumed.path, resumed.extra, identity, policy)
+
+    def make_way(self) -> None:
+        """Put away, on rank 0, what an earlier start saved past the step of this one."""
+        resumed, last = self.resumed, last_step(self._config.train)
+        found = None if resumed is None else resumed.path
+        done = 0 if resumed is None else resumed.steps_done
+        if last <= done:
+            return
+        for path in self._checkpoints.set_aside(found):
+            log.warning(
+                "starting from step %d: what an earlier run saved was moved to %s", done, path
+            )
+
+    def take_over(
+        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, identity: Identity
+    ) -> dict[str, Any] | None:
+        """Fill pipeline and optimizer from memory or disk; return what was kept beside, if any."""
+        if self.in_memory is not None and self._copies is not None:
+            extra = self._copies.restore(self.in_memory, pipe, optimizer)
+            if extra is not None:
+                log.info("resumed from copies in memory: %d steps done", pipe.steps_done)
+                self._say_change(self.in_memory.about, pipe, extra, "copies in memory")
+                return extra
+            log.warning(
+                "copies in memory do not fit the model; the newest intact checkpoint is used"
+            )
+            self._fall_back(identity)
+        if self.resumed is None:
+            return None
+        with own_options(optimizer):
+            extra = pipe.load(self.resumed.verified or self.resumed.path, optimizer)
+        log.info("resumed from %s: %d steps done", self.resumed.path, pipe.steps_done)
+        self._say_change(self.resumed.facts, pipe, extra, str(self.resumed.path))
+        return extra
+
+    def _say_change(
+        self, before: Mapping[str, Any], pipe: Pipeline, extra: Mapping[str, Any], source: str
+    ) -> None:
+        if self._world.rank == 0:
+            say_change(before, pipe, int(extra["position"]), source)
+
+    def _fall_back(self, identity: Identity) -> None:
+        """Turn from copies in memory to the newest checkpoint that is whole."""
+        with together(self._world, "opening the run"):
+            self.in_memory = None
+            self.resumed = self._found()
+            if self._world.rank == 0:
+                self.check_data(identity)
+                self.make_way()
+
+    def _found(self) -> Resumed | None:
+        """Return the checkpoint to start from, if any: the newest that is whole.
+
+        Where there is as new a state in memory the files are not read, and `verified` is None.
+        """
+        world, resume, is_repeated = (
+            self._world,
+            self._config.checkpoint.resume,
+            self._run.is_repeated,
+        )
+        if self.in_memory is not None:
+            leads = world.rank == 0
+            listed = newest_listed(self._checkpoints, resume, is_repeated) if leads else None
+            own = None if listed is None else Resumed(listed, read_facts(listed))
+            resumed: Resumed | None = world.everybody.broadcast_object(own, root=0)
+            if resumed is None or resumed.steps_done <= self.in_memory.step:
+                return resumed
+
+        def say(activity: str) -> None:
+            world.activity = activity
+
+        found = newest_whole(
+            self._checkpoints, resume, is_repeated, world.everybody, world.rank, say
+        )
+        if found is None:
+            return None
+        wrong = mismatch(found.facts["extra"], _EXTRA, "extra")
+        if wrong:
+            raise CheckpointError(
+                f"checkpoint {found.path}: not written by a run of gpipe_hpc.train: {wrong}; set "
+                "checkpoint.resume to another, or load this one by pipe.load"
+            )
+        return Resumed(found.path, found.facts, found)

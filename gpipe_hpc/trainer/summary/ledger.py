@@ -1,0 +1,81 @@
+"""What rank 0 notes while a run goes on."""
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.trainer.one_step import Spent
+
+_NUM_KEPT: Final = 10_000  # steps of which medians are taken: the newest
+
+
+class Times(NamedTuple):
+    """Where the time of a step went: in the pipeline of all ranks, and around it on rank 0."""
+
+    pipeline_s: float
+    bubble: float
+    spent: Spent
+
+    def scalars(self) -> dict[str, float | None]:
+        """Return them by name, as metrics.jsonl has them."""
+        return {"bubble": self.bubble, "pipeline_s": self.pipeline_s, **self.spent._asdict()}
+
+    @staticmethod
+    def none() -> dict[str, float | None]:
+        """Return the same names with None, for a step whose times are not known."""
+        return dict.fromkeys(("bubble", "pipeline_s", *Spent._fields))
+
+
+@dataclass
+class Ledger:
+    """Sums over the steps of one start, and the newest steps one by one.
+
+    The first step counts in no rate and no median: it prepares what later ones find ready.
+    """
+
+    first_step: int  # the number of steps done before
+    began_s: float = field(default_factory=time.time)
+    num_steps: int = 0
+    num_samples: int = 0
+    steps_s: float = 0.0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    stalls_s: dict[str, float] = field(default_factory=dict)
+    _newest: deque[tuple[float, Times]] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+
+    def note(self, times: Times | None, step_time_s: float, num_samples: int, loss: float) -> None:
+        """Take in a finished step."""
+        if self.num_steps == 1:
+            self.num_samples, self.steps_s = 0, 0.0
+            self._newest.clear()
+        self.num_steps += 1
+        self.num_samples += num_samples
+        self.steps_s += step_time_s
+        if times is not None:
+            self._newest.append((step_time_s, times))
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
+
+    def stall(self, name: str, seconds: float) -> None:
+        """Note how long all waited at a step's edge for the state to be kept."""
+        self.stalls_s[name] = self.stalls_s.get(name, 0.0) + seconds
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Return samples over the time of their steps; None before the first step."""
+        return self.num_samples / self.steps_s if self.steps_s else None
+
+    def medians(self) -> dict[str, Any]:
+        """Return the medians of a step: seconds, those in the pipeline and others; the bubble."""
+        if not self._newest:
+            return {"step_time_s": None, "pipeline_s": None, "outside_pipeline_s": None}
+        outside = [step_s - times.pipeline_s for step_s, times in self._newest]
+        rows = [times.scalars() for _, times in self._newest]
+        return {
+            "step_time_s": statistics.median(step_s for step_s, _ in self._newest),
+            "outside_pipeline_s": statistics.median(outside),
+            **{name: statistics.median(row[name] or 0.0 for row in rows) for name in rows[0]},
+        }

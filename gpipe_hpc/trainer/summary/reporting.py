@@ -1,0 +1,186 @@
+"""The report of a run while it goes on: what each step adds, and what is said in the end."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.errors import os_remedy
+from gpipe_hpc.planner.run_review import review_run, slow_stages
+from gpipe_hpc.trainer.calibrating import calibrate
+from gpipe_hpc.trainer.session import Session
+from gpipe_hpc.trainer.step_edge import TimedStep
+from gpipe_hpc.trainer.summary.compose import (
+    Ended,
+    Traced,
+    compose_summary,
+    expected_step,
+    write_summary,
+)
+from gpipe_hpc.trainer.summary.figures import RankFigures, Sums
+from gpipe_hpc.trainer.summary.layer_clock import LayerClock
+from gpipe_hpc.trainer.summary.ledger import Ledger
+from gpipe_hpc.trainer.summary.table import summary_text
+from gpipe_hpc.trainer.traces.files import (
+    forget_later_traces,
+    trace_name,
+    write_planned,
+    write_trace,
+)
+from gpipe_hpc.trainer.traces.held import (
+    HeldStep,
+    HeldSteps,
+    TracedStep,
+    gather_steps,
+    timelines_of,
+)
+
+log = logging.getLogger("gpipe_hpc.train")
+
+
+@contextmanager
+def _telling(failed: str = "summary: it could not be made") -> Iterator[None]:
+    """Tell what keeps a report from being made; that is no reason to end a run."""
+    try:
+        yield
+    except OSError as error:
+        remedy = os_remedy(error) or "look at the folder"
+        log.warning("summary: cannot be written to the run folder: %s; %s", error, remedy)
+    except Exception:
+        log.warning("%s; the run itself is complete", failed, exc_info=True)
+
+
+class Reporter:
+    """What one rank holds for the report; rank 0 writes it.
+
+    Ranks put theirs together where all meet anyway, after a validation and at the end: each sends
+    rank 0 some numbers, and at the end the times of one step's actions.
+    """
+
+    def __init__(self, session: Session, memory_before_bytes: int) -> None:
+        self._session, self._pipe = session, session.pipe
+        self._before_bytes = memory_before_bytes
+        trace = session.config.trace
+        self._held = HeldSteps(trace.steps, trace.from_step)
+        self._sums = Sums()
+        layers = {
+            i: layer for each in self._pipe.stages.values() for i, layer in each.layers.items()
+        }
+        is_compiled = any(each.is_compiled for each in self._pipe.stages.values())
+        # What is compiled would be compiled anew for a watched step.
+        self.layer_clock = LayerClock({} if is_compiled else layers, self._pipe.world.device)
+        self.ledger = Ledger(session.pipe.steps_done)
+        layout, leads = session.pipe.layout, session.pipe.world.rank == 0
+        self._tables = [layout.of(replica).schedule for replica in range(layout.replicas)]
+        self.planned = expected_step(session) if leads else None
+
+    def hold(self, timed: TimedStep, pipeline_s: float) -> None:
+        """Note how long this rank computed, and keep when, if that step may be traced."""
+        self._sums.add(timed.marks.times.busy_s, timed.laps.spent(pipeline_s))
+        if self._held.wants(timed.step):
+            moments, around = timed.marks.moments, timed.laps.moments()
+            self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s, around))
+
+    def review(self) -> None:
+        """Tell on rank 0 which stages are not as planned; warn of a cut that is not the best.
+
+        The same call everywhere: each rank sends the times of one step's actions.
+        """
+        median, everybody = self._held.median, self._pipe.everybody
+        if median is None or self._pipe.layout.schedule.num_ranks == 1:
+            return
+        with together(self._pipe.world, "looking at the cut again"):
+            stages = self._pipe.mesh.stages
+            traced = gather_steps(everybody, (median,), median, stages)
+            watched = everybody.gather_object(self.layer_clock.times(), root=0)
+        if watched is None or self._session.foreseen is None:
+            return
+        with _telling("the cut was not looked at again"):
+            fullest = self._pipe.layout.portions.fullest
+            measured = timelines_of(traced[0], self._tables)[fullest]
+            of_replica = watched[fullest * stages : (fullest + 1) * stages]
+            forwards_s = {each.layer: each.forward_s for own in of_replica for each in own}
+            off = slow_stages(self._pipe, self._session.foreseen, measured, forwards_s)
+            if off:
+                log.info("%s", off)
+            found = review_run(self._pipe, self._session.foreseen, measured, forwards_s)
+            if found is not None:
+                log.warning("%s", found.text())
+
+    def refresh(self) -> None:
+        """Write how the run stands, for whoever looks before its end; the same call everywhere."""
+        ranks = self._gather_figures()
+        if ranks:
+            with _telling():
+                summary = self._compose(Ended("running"), ranks, None)
+                write_summary(self._session.run_folder, summary)
+
+    def finish(self, ended: Ended) -> None:
+        """Write traces and summary and show the closing table; the same call everywhere."""
+        ranks = self._gather_figures()
+        with together(self._pipe.world, "gathering traces"):
+            median = self._held.median
+            kept = self._held.steps
+            if self._session.config.trace.keep == "median":
+                kept = tuple(each for each in kept if each is median)
+            everybody = self._pipe.everybody
+            traced = gather_steps(everybody, kept, median, self._pipe.mesh.stages)
+        if ranks:
+            with _telling():
+                found = self._median_of(traced)
+                summary = self._compose(ended, ranks, found)
+                log.info("%s", summary_text(summary))
+                self._keep_traces(traced)
+                write_summary(self._session.run_folder, summary)
+                self._calibrate(traced, found, ranks)
+
+    def _calibrate(
+        self, traced: Sequence[TracedStep], typical: Traced | None, ranks: Sequence[RankFigures]
+    ) -> None:
+        if typical is not None:
+            steps = [timelines_of(each, self._tables) for each in traced]
+            calibrate(self._session, self.ledger, steps, typical.replicas, ranks)
+
+    def fail(self, error: BaseException) -> None:
+        """Write on rank 0 what it knows by itself of a run that failed; whatever that meets, stays.
+
+        No rank is asked: one of them is gone.
+        """
+        with suppress(Exception):
+            if self._session.lock is not None:
+                self._session.lock.check()  # the folder may be another run's by now
+            text = f"{type(error).__name__}: {error}"
+            summary = self._compose(Ended("failed", text), [self._figures()], None)
+            write_summary(self._session.run_folder, summary)
+
+    def _figures(self) -> RankFigures:
+        layers = self.layer_clock.times()
+        return RankFigures.of(self._pipe, self._held.median, self._before_bytes, self._sums, layers)
+
+    def _gather_figures(self) -> Sequence[RankFigures]:
+        """Return the figures of all ranks on rank 0, nothing elsewhere."""
+        with together(self._pipe.world, "gathering the ranks' figures"):
+            return self._pipe.everybody.gather_object(self._figures(), root=0) or ()
+
+    def _median_of(self, traced: Sequence[TracedStep]) -> Traced | None:
+        for each in traced:
+            if each.is_median:
+                replicas = timelines_of(each, self._tables)
+                return Traced(each.step, each.pipeline_s, replicas, trace_name(each.step))
+        return None
+
+    def _keep_traces(self, traced: Sequence[TracedStep]) -> None:
+        folder, pipe = self._session.run_folder, self._pipe
+        forget_later_traces(folder, pipe.steps_done)
+        if self.planned is not None and traced:
+            write_planned(self.planned.timeline, folder)
+        for each in traced:
+            replicas = timelines_of(each, self._tables)
+            around = each.around
+            write_trace(replicas, folder, each.step, is_median=each.is_median, around=around)
+
+    def _compose(
+        self, ended: Ended, ranks: Sequence[RankFigures], traced: Traced | None
+    ) -> dict[str, Any]:
+        return compose_summary(self._session, self.ledger, ended, ranks, traced, self.planned)

@@ -1,1 +1,0 @@
-"""What is looked at before a run: room, the run folder, open files, clocks."""

@@ -1,1 +1,0 @@
-"""The layouts that a search ranks, and the ones it may ask for."""

@@ -1,6 +1,0 @@
-"""How a run starts: what it goes on from, its data, its pipeline, and the session of all that."""
-
-from gpipe_hpc.training.start.building import loss_of
-from gpipe_hpc.training.start.opening import open_session
-
-__all__ = ["loss_of", "open_session"]

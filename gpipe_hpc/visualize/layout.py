@@ -1,0 +1,333 @@
+"""Where everything of a picture stands: the one layout that SVG, PNG and HTML draw."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from gpipe_hpc.schedule.memory import Step, live_activations
+from gpipe_hpc.schedule.table.actions import COMPUTE, Op
+from gpipe_hpc.schedule.timeline import Timeline, idle_share
+from gpipe_hpc.schedule.waits import DataFlow
+from gpipe_hpc.visualize.colours import BESIDE, HUES, IDLE, MUTED, Hue, Tints, fill
+from gpipe_hpc.visualize.scene import (
+    LEFT,
+    LETTER,
+    MARK_HEIGHT,
+    RIGHT,
+    Axis,
+    Box,
+    Mark,
+    Rect,
+    Row,
+    Scene,
+    Section,
+    Strip,
+    Text,
+    clock_for,
+)
+
+_TICK_SIZE: Final = 11.0
+_NARROWEST, _WIDEST = 960.0, 1800.0
+_LEGEND_LINE: Final = 18.0
+_WORD_LETTER: Final = 6.6  # width of a letter of the words, on average
+_SMALL_LABEL: Final = 8.0
+
+
+def layout(
+    timelines: Sequence[Timeline],
+    *,
+    unit: str = "",
+    width: float | None = None,
+    table: Sequence[Sequence[str]] = (),
+    since_s: float | None = None,
+    beside: Mapping[Op, Hue] = BESIDE,
+) -> Scene:
+    """Lay out timelines one above the other on one time scale, with legend and a table of text.
+
+    Times in seconds (`unit` ``s``) are shown in ms or us where they are short. `width` is in
+    pixels; None: wide enough for most numbers in the boxes, 960 to 1800. `since_s`: the moment
+    that stands at the left, for timelines of one clock; None: each begins with its first event.
+    `beside`: what is drawn below a row, and how.
+    """
+    longest = max((_end(timeline, since_s) for timeline in timelines), default=0.0)
+    clock = clock_for(longest, unit)
+    scene = Scene(width or _natural_width(timelines, longest), longest * clock.factor, clock)
+    scene.height = 8.0
+    shown: list[Legend] = []
+    for timeline in timelines:
+        tints = Tints(timeline)
+        _add_heading(scene, timeline)
+        legend = _legend(timeline, tints, beside)
+        if legend not in shown:
+            _add_legend(scene, legend)
+            shown.append(legend)
+        _add_section(scene, timeline, tints, since_s, beside)
+    _add_table(scene, table)
+    scene.height += 8
+    return scene
+
+
+def _natural_width(timelines: Sequence[Timeline], longest: float) -> float:
+    """Return the width at which nine boxes of ten have room for their number, within bounds."""
+    size = _label_size(_row_height(max((each.num_ranks for each in timelines), default=1)))
+    scales = sorted(
+        (len(str(event.action.microbatch)) * size * LETTER + 2) / event.duration_s
+        for timeline in timelines
+        for row in timeline.events
+        for event in row
+        if event.action.op in COMPUTE and event.duration_s > 0
+    )
+    wanted = scales[int(0.9 * (len(scales) - 1))] * longest if scales else 0.0
+    return min(_WIDEST, max(_NARROWEST, math.ceil(LEFT + RIGHT + wanted)))
+
+
+def _row_height(num_ranks: int) -> float:
+    return float(min(24, max(3, 768 // max(1, num_ranks))))
+
+
+def _label_size(row_height: float) -> float:
+    return min(11.0, row_height - 2)
+
+
+def _add_heading(scene: Scene, timeline: Timeline) -> None:
+    clock = scene.clock
+    text = f"makespan {clock.show(timeline.makespan * clock.factor)}"
+    text = f"{timeline.name}: {text}" if timeline.name else text
+    text += f", bubble {timeline.bubble:.1%} (idle over total)"
+    scene.fixed.append(Text(LEFT, scene.height + 18, text, 15, bold=True))
+    scene.fixed.append(Text(LEFT, scene.height + 36, _size_and_peaks(timeline), ink=MUTED))
+    scene.height += 46
+
+
+def _size_and_peaks(timeline: Timeline) -> str:
+    size = (
+        f"{_count(timeline.num_ranks, 'rank')}, {_count(timeline.num_stages, 'stage')}, "
+        f"{_count(timeline.num_microbatches, 'micro-batch', 'es')}"
+    )
+    peaks = timeline.peak_activations
+    listed = " ".join(map(str, peaks)) if len(peaks) <= 16 else f"{min(peaks)} to {max(peaks)}"
+    return f"{size}; peak activations by rank: {listed} ({_unit_of_memory(timeline)})"
+
+
+def _unit_of_memory(timeline: Timeline) -> str:
+    """Say what activations are counted in: of another cut, it is as much larger or smaller."""
+    of = "one stage" if timeline.num_stages == 1 else f"one of {timeline.num_stages} stages"
+    return f"micro-batches of {of}"
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else plural}"
+
+
+class Legend(NamedTuple):
+    """What colours stand for: patches with their words, and what light and dark mean."""
+
+    entries: tuple[tuple[tuple[str, ...], str], ...]
+    tints: str
+
+
+def _legend(timeline: Timeline, tints: Tints, hues: Mapping[Op, Hue]) -> Legend:
+    """Return the legend of what a timeline shows."""
+    used = {event.action.op for row in timeline.events for event in row}
+    entries = [
+        (tuple(fill(op, tint, len(tints)) for tint in range(len(tints))), hue.words)
+        for op, hue in HUES.items()
+        if op in used
+    ]
+    marks = _marks(timeline, Since(0.0, 1.0), hues)
+    beside = {mark.event.action.op for row in marks for mark in row}
+    entries.append(((IDLE,), "idle"))
+    entries += [((hue.light,), hue.words) for op, hue in hues.items() if op in beside]
+    return Legend(tuple(dict.fromkeys(entries)), tints.words)
+
+
+def _add_legend(scene: Scene, legend: Legend) -> None:
+    """Add patches and words, on as many lines as the width asks for."""
+    x = LEFT
+
+    def make_room(width: float) -> float:
+        if x > LEFT and x + width > scene.width - 8:
+            scene.height += _LEGEND_LINE
+            return LEFT
+        return x
+
+    for colours, words in legend.entries:
+        x = make_room(14 * len(colours) + 6 + _WORD_LETTER * len(words))
+        for colour in colours:
+            scene.fixed.append(Rect(x, scene.height, 14, 12, colour))
+            x += 14
+        scene.fixed.append(Text(x + 6, scene.height + 10, words))
+        x += 26 + _WORD_LETTER * len(words)
+    if legend.tints:
+        x = make_room(_WORD_LETTER * len(legend.tints))
+        scene.fixed.append(Text(x, scene.height + 10, legend.tints, ink=MUTED))
+    scene.height += _LEGEND_LINE + 4
+
+
+class Since(NamedTuple):
+    """From when on a picture counts, and how many of its units one unit of the timeline has."""
+
+    moment: float
+    factor: float
+
+    def place(self, time: float) -> float:
+        """Return a moment as the picture has it."""
+        return (time - self.moment) * self.factor
+
+
+def _end(timeline: Timeline, since_s: float | None) -> float:
+    """Return when a timeline ends, counted from its first event or from a moment."""
+    begun = timeline.start_s if since_s is None else since_s
+    return timeline.start_s - begun + timeline.makespan
+
+
+def _add_section(
+    scene: Scene,
+    timeline: Timeline,
+    tints: Tints,
+    since_s: float | None,
+    hues: Mapping[Op, Hue],
+) -> None:
+    """Add rows, their axis, memory curves, and an axis for those."""
+    clock, top = scene.clock, scene.height
+    since = Since(timeline.start_s if since_s is None else since_s, clock.factor)
+    height = _row_height(timeline.num_ranks)
+    gap = 3.0 if height >= 16 else 1.0 if height >= 6 else 0.0
+    marks = _marks(timeline, since, hues) if height >= 16 else [()] * timeline.num_ranks
+    if any(marks):
+        gap = MARK_HEIGHT + 4
+    pitch = height + gap
+    span = _end(timeline, since_s) * clock.factor
+    boxes = _boxes(timeline, tints, since)
+    size = _fitting_size(boxes, height, scene)
+    rows: list[Row] = []
+    for rank, (own, beside) in enumerate(zip(boxes, marks, strict=True)):
+        y = top + rank * pitch
+        rows.append(Row(rank, y, height, size, span, own, beside))
+        share = idle_share(timeline.busy[rank], 1, timeline.makespan)
+        _label(scene, rank, y, height, pitch, f"{share:.0%} idle")
+    scene.height += timeline.num_ranks * pitch
+    axes = [_add_axis(scene, top, span)]
+    strips = _add_strips(scene, timeline, height, span, since)
+    if strips:
+        axes.append(_add_axis(scene, strips[0].y, span))
+    scene.sections.append(Section(timeline, tuple(rows), strips, tuple(axes)))
+    scene.height += 12
+
+
+def _label(scene: Scene, rank: int, y: float, height: float, pitch: float, right: str) -> None:
+    """Name a rank left and right of its row; where rows are too thin for text, every so many."""
+    if rank % max(1, math.ceil(12 / pitch)):
+        return
+    base = y + height / 2 + 4
+    size = min(12.0, max(9.0, height - 2))
+    scene.fixed.append(Text(LEFT - 8, base, f"rank {rank}", size, "end"))
+    scene.fixed.append(Text(scene.width - RIGHT + 8, base, right, min(11, size), ink=MUTED))
+
+
+def _boxes(timeline: Timeline, tints: Tints, since: Since) -> list[tuple[Box, ...]]:
+    """Return the compute of each rank."""
+    flow, factor = DataFlow(timeline), since.factor
+    rows: list[tuple[Box, ...]] = []
+    for row in timeline.events:
+        free_at = since.moment
+        boxes: list[Box] = []
+        for event in row:
+            op, stage, microbatch, _ = event.action
+            if op not in COMPUTE:
+                continue
+            boxes.append(
+                Box(
+                    since.place(event.start_s),
+                    event.duration_s * factor,
+                    max(0.0, event.start_s - free_at) * factor,
+                    fill(op, tints.of(stage, microbatch), len(tints)),
+                    str(microbatch),
+                    event,
+                    flow.waited_for(event),
+                )
+            )
+            free_at = event.end_s
+        rows.append(tuple(boxes))
+    return rows
+
+
+def _fitting_size(boxes: Sequence[tuple[Box, ...]], height: float, scene: Scene) -> float:
+    """Return the size at which all labels fit, within bounds; one for all, as print has it."""
+    fitting = [
+        (box.duration * scene.scale - 2) / (len(box.label) * LETTER)
+        for row in boxes
+        for box in row
+        if box.duration > 0
+    ]
+    usual = _label_size(height)
+    return min(usual, max(_SMALL_LABEL, min(fitting, default=usual)))
+
+
+def _marks(timeline: Timeline, since: Since, hues: Mapping[Op, Hue]) -> list[tuple[Mark, ...]]:
+    """Return what ran beside the compute of each rank and took time."""
+    return [
+        tuple(
+            Mark(
+                since.place(event.start_s),
+                event.duration_s * since.factor,
+                hues[event.action.op].light,
+                event,
+            )
+            for event in row
+            if event.action.op in hues and event.duration_s > 0
+        )
+        for row in timeline.events
+    ]
+
+
+def _add_axis(scene: Scene, top: float, span: float) -> Axis:
+    """Add a time axis below what was added last."""
+    axis = Axis(scene.height, top, span)
+    name = f"time ({scene.clock.unit})" if scene.clock.unit else "time"
+    scene.fixed.append(Text(LEFT - 8, axis.y + 15, name, _TICK_SIZE, "end", ink=MUTED))
+    scene.height += 26
+    return axis
+
+
+def _add_strips(
+    scene: Scene, timeline: Timeline, row_height: float, span: float, since: Since
+) -> tuple[Strip, ...]:
+    """Add the memory curve of every rank, all to one scale; none where nothing is kept."""
+    curves = [live_activations(timeline, rank) for rank in range(timeline.num_ranks)]
+    full = max((step.live for curve in curves for step in curve), default=0)
+    if not full:
+        return ()
+    words = f"live activations ({_unit_of_memory(timeline)})"
+    scene.fixed.append(Text(LEFT, scene.height + 10, words, 12, bold=True))
+    scene.height += 18
+    height = max(2.0, round(row_height * 0.75))
+    pitch = height + (4.0 if height >= 12 else 1.0 if height >= 5 else 0.0)
+    strips: list[Strip] = []
+    for rank, curve in enumerate(curves):
+        steps = tuple(Step(since.place(step.time_s), step.live) for step in curve)
+        strips.append(Strip(rank, scene.height, height, full, span, steps))
+        peak = f"peak {timeline.peak_activations[rank]}"
+        _label(scene, rank, scene.height, height, pitch, peak)
+        scene.height += pitch
+    return tuple(strips)
+
+
+def _add_table(scene: Scene, table: Sequence[Sequence[str]]) -> None:
+    """Add a table: its first column to the left, numbers to the right, first and last row bold."""
+    if not table:
+        return
+    right = LEFT
+    edges: list[float] = []
+    for column in zip(*table, strict=True):
+        right += max(map(len, column)) * 7.2 + 22
+        edges.append(right - 22)
+    for index, line in enumerate(table):
+        y = scene.height + 16
+        for column_index, (edge, text) in enumerate(zip(edges, line, strict=True)):
+            bold = index in (0, len(table) - 1)
+            if column_index == 0:
+                scene.fixed.append(Text(LEFT, y, text, bold=bold))
+            else:
+                scene.fixed.append(Text(edge, y, text, anchor="end", bold=bold))
+        scene.height += 18

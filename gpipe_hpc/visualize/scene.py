@@ -1,0 +1,175 @@
+"""What a picture consists of, for SVG, PNG and HTML alike.
+
+Headings, labels and legend have places in pixels. What moves with the time axis, boxes and memory
+curves, keeps times, since the page that zooms gives them new places; `Scene.x` gives the first.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from gpipe_hpc.schedule.memory import Step
+from gpipe_hpc.schedule.timeline import Event, Timeline
+from gpipe_hpc.schedule.waits import Wait
+from gpipe_hpc.visualize.colours import INK, ink_on
+
+LEFT: Final = 76.0
+RIGHT: Final = 76.0
+# Width of a letter over its size, of the digits that boxes are labelled with.
+LETTER: Final = 0.62
+# The smallest label that can be read, and how high marks are.
+LEAST_LABEL: Final = 7.0
+MARK_HEIGHT: Final = 4.0
+
+
+class Text(NamedTuple):
+    """A line of text; `y` is its base line."""
+
+    x: float
+    y: float
+    text: str
+    size: float = 12.0
+    anchor: Literal["start", "middle", "end"] = "start"
+    bold: bool = False
+    ink: str = INK
+
+
+class Rect(NamedTuple):
+    """A filled rectangle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+
+
+class Box(NamedTuple):
+    """An action as it ran: from `start` for `duration`, the rank idle for `idle` right before."""
+
+    start: float
+    duration: float
+    idle: float
+    fill: str
+    label: str
+    event: Event
+    wait: Wait | None
+
+
+class Mark(NamedTuple):
+    """What runs beside compute, a copy or a reduction: from `start` for `duration`."""
+
+    start: float
+    duration: float
+    fill: str
+    event: Event
+
+
+class Row(NamedTuple):
+    """The boxes of one rank, over the grey of its idle time up to `span`; marks below them."""
+
+    rank: int
+    y: float
+    height: float
+    label_size: float
+    span: float
+    boxes: tuple[Box, ...]
+    marks: tuple[Mark, ...] = ()
+
+    @property
+    def mark_y(self) -> float:
+        """Return where the marks stand."""
+        return self.y + self.height + 1.5
+
+
+class Strip(NamedTuple):
+    """The memory curve of one rank; `full` is the number that fills its height."""
+
+    rank: int
+    y: float
+    height: float
+    full: int
+    span: float
+    steps: tuple[Step, ...]
+
+
+class Axis(NamedTuple):
+    """A time axis from 0 to `span`, and the rows above that its lines cross."""
+
+    y: float
+    top: float
+    span: float
+
+
+class Clock(NamedTuple):
+    """How times are shown: the unit's name, and how many of it one unit of the timeline has."""
+
+    unit: str
+    factor: float
+
+    def show(self, time: float) -> str:
+        """Return a time, in the unit shown, as text."""
+        return f"{time:.4g} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One timeline of a picture: its rows, memory curves and axes."""
+
+    timeline: Timeline
+    rows: tuple[Row, ...]
+    strips: tuple[Strip, ...]
+    axes: tuple[Axis, ...]
+
+
+@dataclass
+class Scene:
+    """A whole picture; grows downwards as sections are added."""
+
+    width: float
+    span: float
+    clock: Clock
+    height: float = 0.0
+    fixed: list[Text | Rect] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+
+    @property
+    def scale(self) -> float:
+        """Return the pixels that a unit of time takes."""
+        return (self.width - LEFT - RIGHT) / self.span if self.span > 0 else 0.0
+
+    def x(self, time: float) -> float:
+        """Return where a time stands."""
+        return LEFT + time * self.scale
+
+    def ticks(self) -> Iterator[float]:
+        """Yield round times, about ten over the widest axis."""
+        step = round_step(self.span / 10)
+        if step > 0:
+            yield from (index * step for index in range(math.floor(self.span / step + 1e-9) + 1))
+
+
+def clock_for(longest: float, unit: str) -> Clock:
+    """Return how to show times of which `longest` is the longest."""
+    if unit == "s" and 0 < longest < 1:
+        return Clock("ms", 1e3) if longest >= 1e-3 else Clock("us", 1e6)
+    return Clock(unit, 1.0)
+
+
+def round_step(least: float) -> float:
+    """Return the smallest of 1, 2, 5 times a power of ten that is not below a value."""
+    if least <= 0:
+        return 0.0
+    power: float = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * 0.999999)
+
+
+def label_fits(label: str, size: float, width: float) -> bool:
+    """Return whether a label fits into a box."""
+    return size >= LEAST_LABEL and len(label) * size * LETTER + 2 <= width
+
+
+def ink_of(box: Box) -> str:
+    """Return the colour of a box's label."""
+    return ink_on(box.fill)

@@ -1,0 +1,177 @@
+"""A timeline as text: one line a rank."""
+
+import string
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from gpipe_hpc.schedule.memory import Step, live_activations
+from gpipe_hpc.schedule.table.actions import COMPUTE, OF_BUCKETS, Op
+from gpipe_hpc.schedule.timeline import Event, Timeline
+from gpipe_hpc.visualize.colours import BESIDE, HUES
+from gpipe_hpc.visualize.scene import clock_for
+
+# What fills an action's cell behind its label, so that ops differ without colour.
+_FILL: Final = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+", Op.R: "*"}
+# What fills the time in which a rank computes nothing, and a bucket is summed or gathered.
+_BESIDE_FILL: Final = ":"
+_DIGITS: Final = "." + string.digits[1:] + string.ascii_lowercase
+_WIDEST: Final = 240
+_LEAST_PANEL: Final = 20
+
+
+def draw_text(
+    timeline: Timeline, width: int | None = None, unit: str = "", page: int | None = None
+) -> str:
+    """Draw a line of cells for each rank, dots where it idles, and a legend.
+
+    Where a rank computes nothing while gradients are summed, or parameters gathered, are colons.
+
+    A cell holds op and micro-batch (`F0`), with stage where a rank holds several (`2F0`), cut off
+    where time is too short for it. `width` is the number of columns the time axis takes; None: just
+    enough for every label, 240 at most. `unit` names the unit of time; times in ``s`` are shown in
+    ms or us where they are short. `page` is the number of columns of the page, the names of ranks
+    included: longer lines go on in panels below. None: no end.
+    """
+    cells = _cells(timeline)
+    with_stage = _with_stage(cells)
+    columns = width or num_columns([timeline])
+    scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
+    lines = [
+        _line(timeline, rank, row, scale, columns, with_stage) for rank, row in enumerate(cells)
+    ]
+    return "\n".join([*_panels(timeline, lines, page), _fold(_legend(timeline, cells, unit), page)])
+
+
+def draw_text_memory(timeline: Timeline, width: int | None = None, page: int | None = None) -> str:
+    """Draw a line for each rank with the most micro-batches of one stage kept in each column.
+
+    Beyond 9 it counts on in letters (a is 10), beyond 35 it stays at ``+``; a dot is none. The
+    columns and panels are those of `draw_text`.
+    """
+    columns = width or num_columns([timeline])
+    ranks = range(timeline.num_ranks)
+    peaks = " ".join(map(str, timeline.peak_activations))
+    curves = (live_activations(timeline, rank) for rank in ranks)
+    lines = [_memory_line(timeline, curve, columns) for curve in curves]
+    words = f"live activations (micro-batches of one stage), peaks {peaks}"
+    return "\n".join([*_panels(timeline, lines, page), _fold(words, page)])
+
+
+def _panels(timeline: Timeline, lines: Sequence[str], page: int | None) -> Iterator[str]:
+    """Yield the lines of all ranks with their names; what is too long for the page goes on below.
+
+    Panels have a blank line between them, and each says at which column of the whole it starts.
+    """
+    names = [f"{_rank(timeline, rank)} " for rank in range(timeline.num_ranks)]
+    longest = max(map(len, lines), default=0)
+    room = longest
+    if page is not None:
+        room = max(_LEAST_PANEL, page - max(map(len, names), default=0))
+    for first in range(0, max(longest, 1), max(room, 1)):
+        if first:
+            yield ""
+        if longest > room:
+            yield f"columns {first} to {min(first + room, longest) - 1} of {longest}:"
+        for name, line in zip(names, lines, strict=True):
+            yield f"{name}{line[first : first + room]}"
+
+
+def _fold(words: str, page: int | None) -> str:
+    return words if page is None else textwrap.fill(words, max(_LEAST_PANEL, page))
+
+
+def num_columns(timelines: Sequence[Timeline]) -> int:
+    """Return the columns of the longest timeline at which the tightest label of all just fits.
+
+    240 at most. On the scale of the longest, another takes columns in proportion to its makespan.
+    """
+    longest = max((timeline.makespan for timeline in timelines), default=0.0)
+    scale = max(map(_tightest_scale, timelines), default=0.0)
+    return min(_WIDEST, max(1, round(scale * longest)))
+
+
+def _cells(timeline: Timeline) -> list[list[Event]]:
+    return [[event for event in row if event.action.op in COMPUTE] for row in timeline.events]
+
+
+def _with_stage(cells: list[list[Event]]) -> bool:
+    return any(len({event.action.stage for event in row}) > 1 for row in cells)
+
+
+def _rank(timeline: Timeline, rank: int) -> str:
+    return f"rank {rank:>{len(str(timeline.num_ranks - 1))}}"
+
+
+def _label(event: Event, with_stage: bool) -> str:
+    text = str(event.action)
+    return text if with_stage else text[len(str(event.action.stage)) :]
+
+
+def _tightest_scale(timeline: Timeline) -> float:
+    """Return the columns a unit of time needs for every label to fit."""
+    cells = _cells(timeline)
+    with_stage = _with_stage(cells)
+    return max(
+        (
+            len(_label(event, with_stage)) / event.duration_s
+            for row in cells
+            for event in row
+            if event.duration_s > 0
+        ),
+        default=0.0,
+    )
+
+
+def _of_buckets(row: Sequence[Event]) -> list[Event]:
+    """Return what was summed or gathered beside compute, and took time."""
+    return [event for event in row if event.action.op in OF_BUCKETS and event.duration_s > 0]
+
+
+def _columns(timeline: Timeline, event: Event, scale: float) -> tuple[int, int]:
+    """Return the columns in which an event begins and ends."""
+    ends = event.start_s, event.end_s
+    first, end = (round((moment_s - timeline.start_s) * scale) for moment_s in ends)
+    return first, end
+
+
+def _line(
+    timeline: Timeline, rank: int, row: list[Event], scale: float, columns: int, with_stage: bool
+) -> str:
+    line = ["."] * columns
+    for event in _of_buckets(timeline.events[rank]):
+        first, end = _columns(timeline, event, scale)
+        line[first:end] = _BESIDE_FILL * (end - first)
+    for event in row:
+        first, end = _columns(timeline, event, scale)
+        text = _label(event, with_stage)
+        if len(text) > end - first:
+            text = event.action.op.value
+        line[first:end] = text.ljust(end - first, _FILL[event.action.op])[: end - first]
+    return "".join(line)
+
+
+def _memory_line(timeline: Timeline, steps: list[Step], columns: int) -> str:
+    scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
+    most = [0] * columns
+    ends = [*(step.time_s for step in steps[1:]), timeline.start_s + timeline.makespan]
+    for (start_s, live), end_s in zip(steps, ends, strict=True):
+        first = round((start_s - timeline.start_s) * scale)
+        end = round((end_s - timeline.start_s) * scale)
+        for column in range(first, end):
+            most[column] = max(most[column], live)
+    return "".join(_DIGITS[number] if number < len(_DIGITS) else "+" for number in most)
+
+
+def _legend(timeline: Timeline, cells: list[list[Event]], unit: str) -> str:
+    used = {event.action.op for row in cells for event in row}
+    ops = [f"{op}{fill} {HUES[op].words}" for op, fill in _FILL.items() if op in used]
+    beside = {event.action.op for row in timeline.events for event in _of_buckets(row)}
+    words = [hue.words for op, hue in BESIDE.items() if op in beside]
+    ops += [f"{_BESIDE_FILL} {' or '.join(words)}"] if words else []
+    clock = clock_for(timeline.makespan, unit)
+    makespan = f"{timeline.makespan * clock.factor:g} {clock.unit}".rstrip()
+    return (
+        f"{', '.join([*ops, '. idle'])}; makespan {makespan}, "
+        f"bubble {timeline.bubble:.1%} (idle over total)"
+    )

@@ -1,0 +1,53 @@
+"""What a process does with its memory before it runs layers, in a run or to time them."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.device.device import HostDevice
+from gpipe_hpc.plan import make_plan
+from gpipe_hpc.planner.search.from_settings import gauge_of_layers
+from gpipe_hpc.trainer import joining
+from gpipe_hpc.trainer.measuring import as_a_rank
+
+
+@pytest.mark.parametrize(("words", "times"), [((), 1), (("train.keep_freed_memory=false",), 0)])
+def test_layers_are_timed_with_memory_kept_as_in_a_run(tiny, monkeypatch, words, times):
+    calls: list[None] = []
+    monkeypatch.setattr(joining, "keep_freed_memory", lambda: calls.append(None))
+    monkeypatch.setattr(as_a_rank, "companions", lambda *_: nullcontext())
+    config = compose_config([*tiny, *words, "pipeline.stages=2", "plan.costs=measured"])
+    make_plan(config)
+    assert len(calls) == times
+    gauge_of_layers(config, HostDevice(), 1)
+    assert len(calls) == 2 * times
+
+
+def test_memory_that_is_not_kept_goes_back(tiny, monkeypatch):
+    calls: list[None] = []
+    monkeypatch.setattr(joining, "give_back_freed_memory", lambda: calls.append(None))
+    joining.keep_memory(compose_config(tiny))
+    assert not calls
+    joining.keep_memory(compose_config([*tiny, "train.keep_freed_memory=false"]))
+    assert calls
+
+
+def test_training_begins_with_a_peak_of_its_own():
+    """The peak of a start that times layers counted as that of training."""
+    device = HostDevice()
+    block = torch.ones(64 * 2**20)
+    before = device.memory_peak()
+    del block
+    joining.settle_memory(device)
+    assert device.memory_peak() < before - 2**27 or not Path("/proc/self/clear_refs").exists()
+
+
+def test_a_plan_that_counts_leaves_the_memory_as_it_is(tiny, monkeypatch):
+    calls: list[None] = []
+    monkeypatch.setattr(joining, "keep_freed_memory", lambda: calls.append(None))
+    plan = make_plan(compose_config([*tiny, "pipeline.stages=2"]))
+    assert plan.model.parameters > 0
+    assert not calls, "nothing is run"
