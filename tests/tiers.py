@@ -113,7 +113,7 @@ CASES: Final = {
     "tests/engine/memory/test_offload.py": 4,
     "tests/engine/test_local_sgd_checkpoints.py": 4,
     "tests/engine/test_local_sgd.py": 4,
-    "tests/data_parallel/test_compression.py": 4,
+    "tests/data_parallel/test_compression.py": 5,
     "tests/data_parallel/test_exact_choices.py": 2,
     "tests/data_parallel/test_exactness.py": 6,
     "tests/data_parallel/test_pairs.py": 4,

@@ -62,8 +62,7 @@ def measure(
     made: list[tuple[list[nn.Parameter], Callable[[], object], Any]] = []
     build_s = timed(lambda: made.append(make()), device.synchronize)
     parameters, run, whole = made[0]
-    fused = {"fused": True} if device.is_accelerator else {}
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, **fused)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=device.is_accelerator)
 
     def step() -> None:
         optimizer.zero_grad()
