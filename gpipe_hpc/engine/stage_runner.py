@@ -325,8 +325,8 @@ class StageRunner:
         # the host waits for that: in the first step alone.
         kind = runner.place, *map(REQUIRES_GRAD, own_tensors)
         has_graph = kind not in self._tracker.all_require
-        compares = self._num_begun <= (1 if self.stage.device.is_accelerator else 2)
-        record = Record(compares_all=compares)
+        steps = (1,) if self.stage.device.is_accelerator else (1, 2)
+        record = Record(compares_all=self._num_begun in steps)
         options = ForwardOptions(
             RunMode.RECORD, has_graph, record, saved.shares_casts, None, saved.host
         )
