@@ -184,6 +184,7 @@ class Executor:
             # A step that failed leaves nothing behind: no memory, and nothing for the next one.
             num_left = len(self._made) + sum(runner.num_kept for runner in self._runners.values())
             self._made.clear()
+            self._outcome = Outcome()
             if self._room is not None and index < len(self._program):
                 with suppress(RuntimeError):  # of a broken device: what broke it is raised above
                     self._room.end()
