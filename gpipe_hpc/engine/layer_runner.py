@@ -19,9 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.transport.aliases import cloned, is_buffer, is_plain, mark_buffer, shared_blocks
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.buffers import (
     NO_BUFFERS,
@@ -32,6 +30,7 @@ from gpipe_hpc.engine.buffers import (
     PersistentBuffers,
     Returned,
 )
+from gpipe_hpc.engine.inputs import InputGuard, refuse_astray
 from gpipe_hpc.engine.offload import HostCopy
 from gpipe_hpc.engine.random_state import Drawn, DrawsFrom, RandomState, own_generators
 from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
@@ -39,7 +38,7 @@ from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import CURRENT_REPORTS, Reports, SkipNames, run_layer
-from gpipe_hpc.pytree import Nest, flatten, unflatten
+from gpipe_hpc.pytree import Nest
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -212,9 +211,7 @@ class LayerRunner:
         self.layers = tuple(layers)
         self._stage, self._random, self._device = stage, random, device
         self._indices = tuple(layer.index for layer in layers)
-        # By training mode (dropout writes in place in one only): whether the layers were seen
-        # to leave their input as it is.
-        self._leaves_input_alone: dict[bool, bool] = {}
+        self._guard = InputGuard(self.where, self._indices[0] if self._indices else 0)
         # What was looked up for the layers at hand, and when that has to be done again.
         self._loss: Layer | None = None
         self._members: tuple[Layer, ...] = self.layers
@@ -313,7 +310,10 @@ class LayerRunner:
         self, given: State, keys: LayerKey, options: ForwardOptions, loss: Loss | None
     ) -> LayerOutput:
         output, reports = LayerOutput(), Reports()
-        nest, stashed, watch = self._protect(given, options)
+        is_training = any(self._training[: len(self.layers)])
+        nest, stashed, watch = self._guard.protect(
+            given, has_graph=options.has_graph, is_training=is_training
+        )
         plain, generators = self._plain[options.mode], self._random.generators
         if options.record is not None:
             options.record.differs = False
@@ -347,10 +347,10 @@ class LayerRunner:
                     looks = place == inspected
                     nest = self._run_stateful(layer, call, nest, key, options, output, looks)
                 if watch.shares_memory:
-                    self._refuse_shared(watch, layer)
+                    self._guard.refuse_shared(watch, layer.where)
                 if reports.losses or reports.metrics or reports.statistics:
                     _take_reports(layer, reports, output)
-            self._refuse_writes(watch)
+            self._guard.refuse_writes(watch)
             if self._device.is_accelerator:
                 refuse_astray((nest, stashed), self._device, self.where, ASTRAY, ModelError)
             if splits is not None:  # the backward of the loss is whole
@@ -395,7 +395,7 @@ class LayerRunner:
         trace, before, as_recorded = _NO_TRACE, NO_BUFFERS, NOTHING_AROUND
         if mode is RunMode.REPLAY and record is not None:
             trace = record.traces.get(layer.index, _NO_TRACE)
-            if layer.buffers.matters(trace.before):
+            if trace.before is not NO_BUFFERS or any(homes):
                 as_recorded = layer.buffers.again(trace.before)
         elif mode is not RunMode.EVALUATE and any(homes):
             before = layer.buffers.begin(returns=returns)
@@ -462,134 +462,6 @@ class LayerRunner:
                 )
                 return
 
-    def _protect(
-        self, given: State, options: ForwardOptions
-    ) -> tuple[Nest, dict[str, Nest], "InputWatch"]:
-        """Return what the layers may run on in place of `given`, and what notices their writes.
-
-        `given` stays as it is: it may be needed for recomputation, and its storage may belong to
-        the user or to another rank. So its tensors are copied if layers write into them; the first
-        run finds out. Its containers are always made again: a layer may put other values into a
-        dict or list.
-        """
-        mode = any(self._training[: len(self.layers)])
-        is_known = self._leaves_input_alone.get(mode)
-        nest = given.nest
-        if is_known and isinstance(nest, torch.Tensor) and not given.stashed:
-            is_leaf = options.has_graph and nest.requires_grad and nest.is_leaf
-            if is_leaf and nest.layout is torch.strided and not nest.is_nested:
-                nest = nest.view_as(nest)  # as `_with_node` does
-            return nest, {}, InputWatch(mode, [given.nest], [given.nest._version], is_copy=False)
-        leaves, tree = flatten(given)
-        tensors = given.tensors()
-        if is_known:
-            # A `grad_fn` for each that requires a gradient: layers put hooks on that.
-            own = {id(t): _with_node(t) if options.has_graph else t for t in tensors}
-            watch = InputWatch(mode, tensors, [t._version for t in tensors], is_copy=False)
-        else:
-            copies = cloned(tensors)
-            own = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
-            buffers = [place for place, tensor in enumerate(tensors) if is_buffer(tensor)]
-            for place in buffers:
-                mark_buffer(copies[place])  # layers may hand it on
-            versions = [copy._version for copy in copies]
-            watch = InputWatch(mode, copies, versions, buffers, tensors, is_copy=True)
-        state = unflatten([own.get(id(leaf), leaf) for leaf in leaves], tree)
-        return state.nest, state.stashed, watch
-
-    def _refuse_writes(self, watch: "InputWatch") -> None:
-        """Raise ModelError if the layers wrote into what they were given, and it was no copy.
-
-        Their first run was given copies, and shows whether they write.
-        """
-        if watch.is_copy and watch.tensors:
-            if watch.is_training not in self._leaves_input_alone:
-                writes = bool(watch.written()) or watch.has_other_values()
-                self._leaves_input_alone[watch.is_training] = not writes
-            return
-        for tensor, version in zip(watch.tensors, watch.versions, strict=True):
-            if tensor._version != version:
-                raise ModelError(
-                    f"{self.where}: a layer wrote in place into the "
-                    f"stage's input in this micro-batch, but not in the first; use inplace=False "
-                    f"there, or write in place always"
-                )
-
-    def _refuse_shared(self, watch: "InputWatch", layer: Layer) -> None:
-        """Raise ModelError if a layer has written into what others hold, too.
-
-        Into one of several views of one memory, or into the buffer of a layer.
-        """
-        first, written = self._indices[0], watch.written()
-        source = f"output of layers.{first - 1}" if first else "batch"
-        for place in watch.buffers:
-            if place in written:
-                raise ModelError(
-                    f"{layer.where}: wrote in place into tensor {place} of the {source}, which "
-                    f"lies in a buffer or a frozen parameter of an earlier layer; a write does not "
-                    f"reach that layer if the model is cut between the two. Use inplace=False "
-                    f"here, or let the earlier layer return a copy (clone)"
-                )
-        for block in shared_blocks(watch.tensors):
-            for place in written & block.views.keys():
-                others = ", ".join(str(other) for other in block.views if other != place)
-                raise ModelError(
-                    f"{layer.where}: wrote in place into tensor {place} of the {source}, which "
-                    f"shares memory with tensor {others} of it; the write would reach only one of "
-                    f"them where the model is cut in between. Use inplace=False there, or let the "
-                    f"layer before return tensors of their own (clone)"
-                )
-
-
-class InputWatch:
-    """The tensors that layers were given, and how often each had been written to before.
-
-    `buffers`: positions of those that lie in a buffer of another layer. `originals`: of copies.
-    `shares_memory`: copies of such ones, or of different tensors that have elements in common.
-    """
-
-    __slots__ = (
-        "buffers",
-        "is_copy",
-        "is_training",
-        "originals",
-        "shares_memory",
-        "tensors",
-        "versions",
-    )
-
-    def __init__(
-        self,
-        is_training: bool,
-        tensors: Sequence[torch.Tensor],
-        versions: Sequence[int],
-        buffers: Sequence[int] = (),
-        originals: Sequence[torch.Tensor] = (),
-        *,
-        is_copy: bool,
-    ) -> None:
-        self.is_training, self.tensors, self.versions = is_training, tensors, versions
-        self.buffers, self.originals, self.is_copy = buffers, originals, is_copy
-        self.shares_memory = is_copy and (
-            bool(buffers) or (len(tensors) > 1 and bool(shared_blocks(tensors)))
-        )
-
-    def written(self) -> set[int]:
-        """Return the positions of those that were written to since."""
-        pairs = zip(self.tensors, self.versions, strict=True)
-        return {place for place, (tensor, v) in enumerate(pairs) if tensor._version != v}
-
-    def has_other_values(self) -> bool:
-        """Return whether the copies differ from their originals.
-
-        Writes by `.data` or NumPy change no version, so values are compared.
-        """
-        with torch.no_grad():
-            return any(
-                type(copy) is torch.Tensor and is_plain(copy) and not _are_equal(copy, original)
-                for copy, original in zip(self.tensors, self.originals, strict=True)
-            )
-
 
 def _compare(layer: Layer, record: Record, trace: Trace, drawn: Drawn, output: Nest) -> None:
     """Compare a recomputation with its forward: numbers drawn, and the output.
@@ -632,13 +504,3 @@ def _other_numbers(layer: Layer, whose: str, remedy: str) -> ModelError:
 def _take_reports(layer: Layer, reports: Reports, output: LayerOutput) -> None:
     output.losses += reports.losses.values()
     output.noted.append(Noted(layer.index, reports.take()))
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _with_node(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with a `grad_fn` if it requires a gradient: layers put hooks on that."""
-    has_none = tensor.requires_grad and tensor.is_leaf and is_plain(tensor)
-    return tensor.view_as(tensor) if has_none else tensor

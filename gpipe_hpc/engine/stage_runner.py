@@ -25,12 +25,12 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.transport.aliases import is_buffer, mark_buffer, storages_of
-from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
 from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
 from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.buffers import Found, PersistentBuffers, Returned
+from gpipe_hpc.engine.inputs import refuse_astray
 from gpipe_hpc.engine.layer_runner import (
     ASTRAY,
     NOTHING_AROUND,
@@ -394,8 +394,10 @@ class StageRunner:
             else:
                 output = again(is_end)
             left = self._left(output.state, is_end)
-            kept = self._tracker.keep(each.runner, each.promised, left)
-            edges = [None if tensor is None else _edge_of(tensor) for tensor in kept]
+            edges: list[GradientEdge | None] = []
+            if left or each.promised:
+                kept = self._tracker.keep(each.runner, each.promised, left)
+                edges = [None if tensor is None else _edge_of(tensor) for tensor in kept]
             starts = _starts(run, output.losses) if output.losses else ()
             saved.runs[number] = SavedRun(each.runner, each.leaves, edges, starts)
             has_run = True
