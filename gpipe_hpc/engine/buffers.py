@@ -42,7 +42,7 @@ _NUM_LOOKED: Final = 3  # steps
 _FEW_BYTES: Final = 4096  # up to so many `torch.equal` is faster than a comparison of bytes
 
 
-class Found(NamedTuple):
+class FoundBuffer(NamedTuple):
     """A buffer as a forward found it, and the copy that stood in for it."""
 
     place: Place
@@ -51,22 +51,22 @@ class Found(NamedTuple):
     stand_in: torch.Tensor | None
 
 
-class Before(NamedTuple):
+class BuffersBefore(NamedTuple):
     """What a forward of a layer found in its homes, and which places it changed.
 
     `lasting`: what the stage's `PersistentBuffers` had kept.
     """
 
     homes: tuple[Home, ...]
-    found: tuple[Found, ...]
+    found: tuple[FoundBuffer, ...]
     moved: frozenset[Place] = frozenset()
     lasting: Mapping[tuple[int, str], tuple[Home, torch.Tensor]] = MappingProxyType({})
 
 
-NO_BUFFERS: Final = Before((), ())
+NO_BUFFERS: Final = BuffersBefore((), ())
 
 
-class Returned(NamedTuple):
+class ReturnedBuffer(NamedTuple):
     """A buffer that a layer returned, or a view of it, as it was then. `where`: of the layer.
 
     `is_apart`: a later write to it would be lost, or a recomputation would find it.
@@ -169,7 +169,7 @@ class LayerBuffers:
         """Say whether there are any buffers."""
         return any(self.homes)
 
-    def begin(self, *, returns: bool) -> Before:
+    def begin(self, *, returns: bool) -> BuffersBefore:
         """Note the buffers ahead of a forward of training; copies stand in for those that move.
 
         `returns`: an R will ask for what is noted.
@@ -180,9 +180,9 @@ class LayerBuffers:
         if self._lasting.num_steps == 0:
             large = (each for each in self._found() if not self._copies(each))
             self._at_hand = {each.place: _copy(each.tensor) for each in large}
-        return Before(homes, tuple(self._put_copies()), lasting=self._lasting.kept())
+        return BuffersBefore(homes, tuple(self._put_copies()), lasting=self._lasting.kept())
 
-    def end(self, before: Before, *, returns: bool) -> Before:
+    def end(self, before: BuffersBefore, *, returns: bool) -> BuffersBefore:
         """Learn what the forward has changed; return what it found with that.
 
         Raises ModelError if it is known now that a value is lost which others need.
@@ -192,36 +192,38 @@ class LayerBuffers:
         self._last_step, self._at_hand = self._lasting.num_steps, {}
         return before
 
-    def can_restore(self, before: Before) -> bool:
+    def can_restore(self, before: BuffersBefore) -> bool:
         """Say whether `restore` can undo a forward, of which `before` is what `end` returned."""
         return not any(f.stand_in is None and f.place in before.moved for f in before.found)
 
-    def restore(self, before: Before) -> None:
+    def restore(self, before: BuffersBefore) -> None:
         """Undo a forward: the copies that it wrote to are dropped."""
         if before.homes:
             self._settle_in(before.homes)
             self._lasting.put_back(before.lasting)
 
-    def returned(self, before: Before, output: Nest, *, returns: bool) -> list[Returned]:
+    def returned(
+        self, before: BuffersBefore, output: Nest, *, returns: bool
+    ) -> list[ReturnedBuffer]:
         """Return which buffers an output lies in, after `end`; in the first steps alone."""
         if not before.found or self._lasting.num_steps >= _NUM_LOOKED:
             return []
         storages = storages_of(tensors_of(output))
-        found: list[Returned] = []
+        found: list[ReturnedBuffer] = []
         for place, tensor, _, stand_in in before.found:
             used = tensor if stand_in is None else stand_in
             if used.nbytes and not storages.isdisjoint(storages_of((used,))):
                 is_apart = place not in before.moved and (returns or stand_in is not None)
                 name = self._names({place})
-                found.append(Returned(self._where, name, used, version_of(used), is_apart))
+                found.append(ReturnedBuffer(self._where, name, used, version_of(used), is_apart))
         return found
 
-    def matters(self, before: Before) -> bool:
+    def matters(self, before: BuffersBefore) -> bool:
         """Say whether there is anything for `again` to do."""
         return before is not NO_BUFFERS or any(self.homes)
 
     @contextmanager
-    def again(self, before: Before) -> Iterator[None]:
+    def again(self, before: BuffersBefore) -> Iterator[None]:
         """Let the layer run from what a forward found; afterwards all buffers are as they are now.
 
         Raises ModelError if the value of one is not known any more, and if one changes that the
@@ -249,28 +251,28 @@ class LayerBuffers:
         """Say whether any is known to move."""
         return bool(self._moving)
 
-    def moving(self) -> list[Found]:
+    def moving(self) -> list[FoundBuffer]:
         """Return the buffers that are known to move, as they are now."""
         return [each for each in self._found() if each.place in self._moving]
 
-    def changes(self, found: Sequence[Found]) -> str:
+    def changes(self, found: Sequence[FoundBuffer]) -> str:
         """Return the names of those of `found` that have changed since; empty if none has."""
         return self._names({e.place for e in found} & self._changed(found)) if found else ""
 
-    def _found(self) -> list[Found]:
+    def _found(self) -> list[FoundBuffer]:
         return [
-            Found((number, name), tensor, version_of(tensor), None)
+            FoundBuffer((number, name), tensor, version_of(tensor), None)
             for number, home in enumerate(self.homes)
             for name, tensor in home.items()
             if tensor is not None
         ]
 
-    def _copies(self, found: Found) -> bool:
+    def _copies(self, found: FoundBuffer) -> bool:
         return found.place in self._moving or found.tensor.nbytes <= SMALL_BYTES
 
-    def _put_copies(self) -> list[Found]:
+    def _put_copies(self) -> list[FoundBuffer]:
         copies: dict[int, torch.Tensor] = {}
-        noted: list[Found] = []
+        noted: list[FoundBuffer] = []
         for each in self._found():
             if self._copies(each):
                 (number, name), tensor, version, _ = each
@@ -278,11 +280,11 @@ class LayerBuffers:
                 if stand_in is None:
                     stand_in = copies[id(tensor)] = _copy(tensor)
                 self.homes[number][name] = stand_in
-                each = Found(each.place, tensor, version, stand_in)
+                each = FoundBuffer(each.place, tensor, version, stand_in)
             noted.append(each)
         return noted
 
-    def _end(self, before: Before, returns: bool) -> frozenset[Place]:
+    def _end(self, before: BuffersBefore, returns: bool) -> frozenset[Place]:
         """Return the places that the forward changed; from now on their buffers move."""
         moved = self._changed(before.found)
         for each in before.found:
@@ -321,7 +323,7 @@ class LayerBuffers:
                     f"into one stage (partition=...)"
                 )
 
-    def _has_silently_moved(self, each: Found) -> bool:
+    def _has_silently_moved(self, each: FoundBuffer) -> bool:
         """Say whether a buffer was written to in such a way that its version does not tell."""
         if each.place in self._silent:
             return True
@@ -332,7 +334,7 @@ class LayerBuffers:
         is_asked = on_host(each.tensor) or self._lasting.num_steps == 0
         return is_asked and not _is_same(each.stand_in, each.tensor)
 
-    def _save_earlier(self, each: Found, returns: bool) -> None:
+    def _save_earlier(self, each: FoundBuffer, returns: bool) -> None:
         """Make sure that what a buffer was until now is not lost to those who need it."""
         number, name = each.place
         if each.place in self._at_hand:
@@ -342,7 +344,7 @@ class LayerBuffers:
         if each.place in self._silent:  # what the next forward finds must not look the same
             self.homes[number][name] = _copy(each.tensor)
 
-    def _changed(self, found: Sequence[Found]) -> set[Place]:
+    def _changed(self, found: Sequence[FoundBuffer]) -> set[Place]:
         """Return the places that hold something else than what was found, or than its copy."""
         changed: set[Place] = set()
         homes = self.homes
@@ -357,7 +359,7 @@ class LayerBuffers:
             changed |= {each.place for each in self._found()} - {each.place for each in found}
         return changed
 
-    def _start(self, before: Before) -> Sequence[Home]:
+    def _start(self, before: BuffersBefore) -> Sequence[Home]:
         """Return what is in each home where a forward is run again."""
         homes = [dict(home) for home in before.homes] or [{} for _ in self.homes]
         copies: dict[int, torch.Tensor] = {}

@@ -23,12 +23,12 @@ from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.buffers import (
     NO_BUFFERS,
-    Before,
-    Found,
+    BuffersBefore,
+    FoundBuffer,
     Home,
     LayerBuffers,
     PersistentBuffers,
-    Returned,
+    ReturnedBuffer,
 )
 from gpipe_hpc.engine.inputs import InputGuard, refuse_astray
 from gpipe_hpc.engine.offload import HostCopy
@@ -114,7 +114,7 @@ class Layer:
         place = f"layers.{self.index}"
         return lambda nest: run_layer(self.call, self._names, nest, stashed, place)
 
-    def warn_of_backward(self, found: Sequence[Found]) -> None:
+    def warn_of_backward(self, found: Sequence[FoundBuffer]) -> None:
         """Warn if buffers that forwards change have changed in a backward too."""
         changed = self.buffers.changes(found)
         if changed:
@@ -134,7 +134,7 @@ class Layer:
 class Trace(NamedTuple):
     """What a forward of one layer leaves for its recomputation."""
 
-    before: Before = NO_BUFFERS
+    before: BuffersBefore = NO_BUFFERS
     drawn: Drawn = Drawn()
     output: Sketch | None = None
 
@@ -195,8 +195,8 @@ class LayerOutput:
         self.noted: list[Noted] = []
         self.term: LossTerm | None = None
         self.losses: list[torch.Tensor] = []
-        self.changes: list[tuple[Layer, Before]] = []
-        self.returned: list[Returned] = []
+        self.changes: list[tuple[Layer, BuffersBefore]] = []
+        self.returned: list[ReturnedBuffer] = []
 
 
 class LayerRunner:
@@ -425,7 +425,9 @@ class LayerRunner:
             _compare(layer, record, trace, drawn, tensors)
         return made
 
-    def _undo(self, changes: Sequence[tuple[Layer, Before]], options: ForwardOptions) -> bool:
+    def _undo(
+        self, changes: Sequence[tuple[Layer, BuffersBefore]], options: ForwardOptions
+    ) -> bool:
         """Put buffers back as they were before a run; False if that cannot be done."""
         if options.mode is RunMode.EVALUATE and self.buffered:
             return False

@@ -29,7 +29,7 @@ from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
 from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
 from gpipe_hpc.engine.backward.splitting import Deferred
-from gpipe_hpc.engine.buffers import Found, PersistentBuffers, Returned
+from gpipe_hpc.engine.buffers import FoundBuffer, PersistentBuffers, ReturnedBuffer
 from gpipe_hpc.engine.inputs import refuse_astray
 from gpipe_hpc.engine.layer_runner import (
     ASTRAY,
@@ -552,7 +552,7 @@ class StageRunner:
                 edges.append(edge)
                 given.append(gradient)
         if edges:
-            moving: list[tuple[Layer, list[Found]]] = []
+            moving: list[tuple[Layer, list[FoundBuffer]]] = []
             for layer in saved.runner.buffered:
                 if layer.buffers.move and layer.index in self.stage.layers:
                     moving.append((layer, layer.buffers.moving()))
@@ -618,7 +618,7 @@ class StageRunner:
             return []
         return [each for part in self.stage.routes.scatter(state) for each in tensors_of(part)]
 
-    def _places_in_buffers(self, state: State, returned: Sequence[Returned]) -> Sequence[int]:
+    def _places_in_buffers(self, state: State, returned: Sequence[ReturnedBuffer]) -> Sequence[int]:
         """Return which tensors of a state lie in buffers or frozen parameters, by position.
 
         Also in those of earlier stages. In the first steps; of several tensors, as one alone is
