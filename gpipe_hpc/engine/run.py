@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.transport.base import Message
+from gpipe_hpc.device.device import Device, Stream
 from gpipe_hpc.engine.batch.cutting import Pieces
 from gpipe_hpc.engine.inputs import refuse_astray
 from gpipe_hpc.engine.layer_runner import LayerKey
