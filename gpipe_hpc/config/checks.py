@@ -72,6 +72,7 @@ def check_drawing(config: Config) -> None:
 def check_timing(config: Config) -> None:
     """Refuse settings with which nothing can be timed; raises ConfigError that names one."""
     check_values(config)
+    config.bench.check()
     _check_device(config)
 
 

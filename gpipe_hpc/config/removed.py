@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError
 
-_STUDY: Final = "python -m experiments.outer.collectives measure, in a checkout of the repository,"
+_STUDY: Final = "python -m experiments.outer.collectives measure"
 
 
 class Removed(NamedTuple):
@@ -35,6 +35,9 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
             "backend",
             "gradients are summed by the backend's own all-reduce, or as outer.order=rank and "
             f"outer.hierarchy say; {_STUDY} compares other algorithms with it",
+        ),
+        "preflight.limit_s": Removed(
+            20.0, "comm.reach_s limits how long preflight waits for other ranks, too"
         ),
         "bench.message_bytes": Removed(None, f"{_STUDY} takes --bytes"),
         "bench.repeats": Removed(None, f"{_STUDY} takes --repeats"),

@@ -18,7 +18,6 @@ from gpipe_hpc.trainer.ending import end_soon
 from gpipe_hpc.trainer.joining import join_world
 
 UNFIT_EXIT_CODE: Final = 3
-_WAITS: Final = ("timeout_s", "reach_s")  # of a run; a preflight has a limit of its own
 
 
 def main() -> None:
@@ -59,8 +58,8 @@ def _task(job: Job) -> int:
 
 def _soon(config: Config) -> Config:
     """Return settings with which nobody waits for a rank as long as a run would."""
-    comm, limit_s = config.comm, config.preflight.limit_s
-    comm = replace(comm, timeout_s=min(comm.timeout_s, limit_s), reach_s=min(comm.reach_s, limit_s))
+    comm, limit_s = config.comm, config.comm.reach_s
+    comm = replace(comm, timeout_s=min(comm.timeout_s, limit_s))
     return replace(config, comm=comm)
 
 
@@ -68,9 +67,8 @@ def _name_own_limit(error: GpipeError, config: Config) -> None:
     """Let a message name the setting that ended a wait: that of a run is not in force here."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         text = error.args[0]
-        for name in _WAITS:
-            if getattr(config.comm, name) >= config.preflight.limit_s:
-                text = text.replace(f"comm.{name}", "preflight.limit_s")
+        if config.comm.timeout_s >= config.comm.reach_s:
+            text = text.replace("comm.timeout_s", "comm.reach_s")
         error.args = (text,)
 
 

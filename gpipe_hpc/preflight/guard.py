@@ -37,7 +37,7 @@ def _end(launch: Launch, limit_s: float) -> None:
         f"gpipe_hpc: launch: rank {launch.rank} on {socket.gethostname()} expected to meet the "
         f"other {launch.world_size - 1} ranks, by way of {launch.master_addr}:"
         f"{launch.master_port}, within {limit_s:g} s, got an answer at first and then none; look "
-        f"whether the link to it is cut or a firewall drops packets, or raise preflight.limit_s"
+        f"whether the link to it is cut or a firewall drops packets, or raise comm.reach_s"
     )
     say(text)
     tell_torchrun(text, is_cause=True)

@@ -203,9 +203,6 @@ class PreflightConfig:
     bytes: Annotated[Any, Range(1, 2**30), BYTES] = "4MB"
     """Size of the largest measured message; slow links get less."""
 
-    limit_s: Annotated[float, Range(0, excludes_least=True), Level.CLUSTER] = 20.0
-    """Seconds in which other ranks must answer, or they are named."""
-
 
 @dataclass
 class VerifyConfig:
@@ -264,9 +261,7 @@ class BenchConfig:
     Each combination of these lists is one point; an empty list means the run's own setting.
     """
 
-    workloads: Annotated[list[str], Choices("steps"), Level.EVERYDAY] = field(
-        default_factory=lambda: ["steps"]
-    )
+    workloads: Annotated[list[str], Level.EVERYDAY] = field(default_factory=lambda: ["steps"])
     """steps: training steps of your model."""
 
     ranks: Annotated[list[int], Level.EVERYDAY] = field(default_factory=list)
@@ -292,3 +287,15 @@ class BenchConfig:
 
     out: Annotated[str | None, Level.EVERYDAY] = None
     """Folder for bench.json, bench.md and bench.svg. null: print the table only."""
+
+    def check(self) -> None:
+        """Refuse workloads that there are not; raises ConfigError."""
+        for name in self.workloads or [""]:
+            remedy = "leave it out"
+            if name == "collectives":
+                remedy = (
+                    "algorithms of collectives are timed by python -m "
+                    "experiments.outer.collectives measure, in a checkout of the repository"
+                )
+            if name != "steps":
+                raise refuse("bench.workloads", "[steps]", f"[{name}]", remedy)

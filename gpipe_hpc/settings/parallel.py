@@ -405,7 +405,7 @@ class CommConfig:
 
     reach_s: Annotated[float, _Timeout, Level.CLUSTER] = 20.0
     """Seconds in which a host (that of MASTER_ADDR, and those of other ranks) must answer at the
-    start."""
+    start; in preflight also each other rank."""
 
     interface: Annotated[str | None, Level.CLUSTER] = None
     """Network interface between machines, by name or as a subnet, as 10.0.0.0/8. null: the one that

@@ -22,6 +22,7 @@ CASES = {
     "optimizer.momentum=1": r"optimizer\.momentum is no setting of the chosen.*optimizer=sgd, rms",
     "outer.algorithm=ring": r"outer\.algorithm was removed, .*got outer\.algorithm=ring",
     "data.tokenizer=gpt2": r"unknown setting data\.tokenizer.*got data\.tokenizer; data=text takes",
+    "preflight.limit_s=3": r"preflight\.limit_s was removed.*leave it out: comm\.reach_s",
     "outer.every=x": r"bad outer\.every: Value 'x'",
     "model=gtp": r"no preset model=gtp.*did you mean gpt\?",
     "data.paths=README.md": r"data\.paths is no setting of the chosen data.*text, tokens: choose",
