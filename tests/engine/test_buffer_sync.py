@@ -566,7 +566,7 @@ def test_an_evaluation_that_changes_buffers_is_settled_with_the_next_step():
 
 
 def test_another_policy_is_refused():
-    with pytest.raises(ConfigError, match=r"pipeline\.buffers: expected one of average, first, e"):
+    with pytest.raises(ConfigError, match=r"bad buffers, expected one of average, first, each"):
         make(None, buffers="sum")
 
 

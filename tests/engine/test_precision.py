@@ -78,6 +78,6 @@ def test_it_is_not_float32():
 
 def test_unknown_precision_is_refused():
     with pytest.raises(
-        ConfigError, match="precision: unknown, expected one of float32, bfloat16, float16"
+        ConfigError, match="bad precision, expected one of float32, bfloat16, float16"
     ):
         trained(1, "gpipe", "never", "float8")

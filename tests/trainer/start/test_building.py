@@ -38,6 +38,7 @@ GIVEN = {
     "pipeline.paces=[1,2,1]": ("paces", [1, 2, 1]),
     "pipeline.pins={0: 0, 11: 1}": ("pins", {0: 0, 11: 1}),
     "train.seed=11": ("seed", 11),
+    "train.build_on=device": ("build_on", "device"),
     "train.precision=bfloat16": ("precision", "bfloat16"),
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
     "pipeline.buffers=first": ("buffers", "first"),
