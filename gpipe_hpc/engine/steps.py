@@ -122,7 +122,7 @@ class Steps:
         self.compression = Compression(
             outer, seed, may_skip=loss_scale is not None and not uses_local_sgd
         )
-        self._sent_bytes = 0  # by sums of whole gradients
+        self._sent_bytes = [0]  # by sums of whole gradients
         self.loss_scale = loss_scale
         self._part_of = part_of
         self._site = site
@@ -228,8 +228,10 @@ class Steps:
         If the optimizer is sharded, half of it is sent later, by gathering the parameters.
         """
 
+        sent_bytes = self._sent_bytes  # not self: a cycle would outlive the pipeline
+
         def start(flat: torch.Tensor, items: Sequence[BucketItem]) -> Pending:
-            self._sent_bytes += 2 * (size - 1) * flat.nbytes // size
+            sent_bytes[0] += 2 * (size - 1) * flat.nbytes // size
             return strategy(flat, items)
 
         return start
@@ -489,7 +491,7 @@ class Steps:
     def outer_sent_bytes(self) -> int:
         """Return how much this rank has sent so far to combine copies of stages."""
         local_sgd = 0 if self.local_sgd is None else self.local_sgd.steps.sent_bytes
-        return self._sent_bytes + self.compression.sent_bytes + local_sgd
+        return self._sent_bytes[0] + self.compression.sent_bytes + local_sgd
 
     def evaluate(self, run: Run) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
