@@ -171,10 +171,10 @@ def test_the_log_names_the_loss_in_use(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_labels_are_not_shifted_twice(tmp_path: Path):
     named = "loss._target_=gpipe_hpc.models.huggingface.causal_lm"
-    with pytest.raises(ConfigError, match=r"loss\._target_.*shifted already"):
+    with pytest.raises(ConfigError, match=r"loss\._target_.*already shifted"):
         trained(tmp_path, named, "data.shifted=true")
     synthetic = ("data=synthetic", "data.seq_len=6", "data.vocab_size=13")
-    with pytest.raises(ConfigError, match=r"loss\._target_.*shifted already"):
+    with pytest.raises(ConfigError, match=r"loss\._target_.*already shifted"):
         path = f"model.path={tmp_path / 'config.json'}"
         train_here(1, *words_of(tmp_path, *synthetic, named, path))
 

@@ -51,9 +51,9 @@ REFUSED = [
     (
         {"flat"},
         WAYS - {"order"},
-        r"outer\.shard=flat: .* got outer\.(hierarchy|compress)",
+        r"outer\.shard=flat .*got outer\.(hierarchy|compress)",
     ),
-    ({"flat", "oss"}, APART, r"outer\.shard: replicas that train apart \(outer\.every=2\)"),
+    ({"flat", "oss"}, APART, r"bad outer\.shard, expected none with outer\.every=2"),
     (APART, {"normalise"}, r"outer\.every: .*normalise_over_replicas=False"),
     (APART, NOISE, r"outer\.every: .* noise_over"),
     ({"weights"}, {"normalise"}, r"outer\.weights: .*BatchNorm"),
@@ -184,15 +184,15 @@ def test_whole_tensors_divided_go_with_all_but_replicas_apart(processes, tmp_pat
     for pair in pairs:
         if words := told(pair):
             with pytest.raises(ConfigError, match=words):
-                Outer(shard="oss", **OUTER[pair[1]])
+                Outer(shard="oss", **OUTER[pair[1]]).checked()
         else:
             assert_exact_where_it_should([first[pair], second[pair]], reference(pair), pair)
 
 
 SETTINGS = [
-    ({"mix": 0.1}, r"outer\.mix: is for replicas that train apart"),
-    ({"nesterov": True}, r"outer\.nesterov: is for replicas that train apart"),
-    ({"parts": 2}, r"outer\.parts: is for replicas that train apart"),
+    ({"mix": 0.1}, r"bad outer\.mix, .*set outer\.every=64"),
+    ({"nesterov": True}, r"bad outer\.nesterov, .*set outer\.every=64"),
+    ({"parts": 2}, r"bad outer\.parts, .*set outer\.every=64"),
 ]
 
 

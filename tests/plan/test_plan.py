@@ -587,14 +587,14 @@ def live_bytes(layers, loss_fn, counts, ranks, schedule, microbatches, recompute
         pipe.step(*batch)  # the first one copies, to see whether layers write in place
         live = Live(pipe.parameters())
         for stage in pipe.stages.values():
-            protect = stage.whole.protect
+            guard = stage.whole._guard
 
-            def noted(state, modes, protect=protect):
+            def noted(state, protect=guard.protect, **modes):
                 for tensor in tensors_of(state):
                     live.give(tensor)
-                return protect(state, modes)
+                return protect(state, **modes)
 
-            stage.whole.protect = noted
+            guard.protect = noted
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: Saved(tensor, live), lambda saved: saved.tensor
         )

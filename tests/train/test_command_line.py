@@ -251,7 +251,7 @@ def test_a_second_run_in_the_same_folder_is_refused_before_it_writes(start, tiny
     first = start(*tiny, "train.steps=5000", "run.dir=run")
     until(lambda: has_begun(run, 2), 30, "it trains")
     second = start(*tiny, "train.steps=9", "run.dir=run").wait()
-    assert second.code == 1 and f"got one of process {first.pid} on " in second.output
+    assert second.code == 1 and f"used by another run: process {first.pid} on " in second.output
     assert "Traceback" not in second.output
     assert "steps: 5000" in (run / "config.yaml").read_text()
     first.signal(signal.SIGTERM)

@@ -60,7 +60,7 @@ def test_a_run_that_needs_more_than_it_may_use_is_warned_once(tiny, tmp_path):
     text = said(tmp_path, 2, *tiny, "train.steps=2", "pipeline.memory_bytes=20kB")
     (warning,) = (line for line in text.splitlines() if "pipeline.memory_bytes allows" in line)
     assert "WARNING" in warning and "allows 20.0 kB" in warning
-    assert re.search(r"ranks 0-1|ranks 0, 1", warning) and "the run goes on" in warning
+    assert re.search(r"ranks 0-1|ranks 0, 1", warning) and "the run continues" in warning
     ample = said(tmp_path / "ample", 2, *tiny, "train.steps=1", "pipeline.memory_bytes=1GB")
     assert "pipeline.memory_bytes allows" not in ample
 

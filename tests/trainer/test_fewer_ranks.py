@@ -141,7 +141,7 @@ def test_a_batch_that_is_cut_otherwise_is_told_of(seen, tmp_path, caplog):
     layout = ("pipeline.stages=2", "pipeline.microbatches=2", "run.dir=run")
     train_here(4, *SETTINGS, *layout, "pipeline.replicas=2", "train.stop_at=2")
     train_here(2, *SETTINGS, *layout, "pipeline.replicas=1", "train.stop_at=4")
-    assert "cut into 4 micro-batches, and is into 2 now" in caplog.text
+    assert "cut into 4 micro-batches and is now cut into 2" in caplog.text
 
 
 def test_a_measured_cut_is_made_anew_for_other_ranks_and_not_measured_again(seen, tmp_path, caplog):

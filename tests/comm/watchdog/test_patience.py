@@ -112,7 +112,10 @@ def test_work_here_that_does_nothing_ends_the_others():
 
     with pytest.raises(StalledError, match=r"did not read, write or compute for 0\.5 s"):
         run_on_threads(2, body)
-    assert "rank 0: measuring: expected work" in told[0] and "is_heard.wait(20)" in told[0]
+    assert (
+        "rank 0: measuring: did not read, write or compute" in told[0]
+        and "is_heard.wait(20)" in told[0]
+    )
 
 
 def test_what_a_rank_does_is_shown_anew_at_each_meeting():

@@ -376,7 +376,7 @@ def test_a_second_process_of_a_rank_that_comes_late_is_turned_away():
     texts = run_all(doubled(0, 1, 1), delayed({0: 0, 1: 0.1, 2: 1.2}))
     assert texts[:2] == ["met", "met"]
     assert "two processes are rank 1: process" in texts[2]
-    assert "the first one goes on" in texts[2]
+    assert "the first one continues" in texts[2]
 
 
 def test_under_an_agent_too_two_processes_of_one_rank_are_named():

@@ -278,7 +278,7 @@ def test_what_cannot_work_is_refused():
         Pipeline(layers(), mean_square, noise_over="microbatches")
     with pytest.raises(ConfigError, match="got one; use noise_over=microbatches"):
         Pipeline(layers(), mean_square, noise_over="replicas", microbatches=4)
-    with pytest.raises(ConfigError, match="expected microbatches or replicas, got 'all'"):
+    with pytest.raises(ConfigError, match="expected one of microbatches, replicas, got 'all'"):
         Pipeline(layers(), mean_square, noise_over="all", microbatches=4)
 
 
@@ -340,7 +340,7 @@ def test_a_checkpoint_without_its_state_says_so(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["lr.base_batch_size=null"], "lr.base_batch_size, expected the samples of the batch"),
+        (["lr.base_batch_size=null"], "lr.base_batch_size, expected the batch size for which"),
         (["lr.smoothing=1.0"], "lr.smoothing, expected less than 1"),
         (["lr.noise_over=all"], "lr.noise_over, expected one of microbatches, replicas"),
         (["lr.scaling=cubic"], "lr.scaling, expected one of linear, sqrt, adascale"),
