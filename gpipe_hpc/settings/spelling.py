@@ -60,12 +60,12 @@ def named_schedule(name: Any, setting: str) -> Any:
     return canonical_schedule(name) if isinstance(name, str) else name
 
 
-def num_bytes(value: Any, setting: str) -> float | None:
+def num_bytes(value: Any, setting: str) -> float:
     """Return a number of bytes, given as a number or as text such as 24GB or 16GiB.
 
     kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024. Raises ConfigError.
     """
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
@@ -77,14 +77,15 @@ def num_bytes(value: Any, setting: str) -> float | None:
 
 
 def bytes_of_ranks(value: Any, setting: str) -> float | list[float] | None:
-    """Return a number of bytes for all ranks, or a list with that of each. Raises ConfigError."""
+    """Return a number of bytes for all ranks, or a list with that of each; None as it is.
+
+    Raises ConfigError.
+    """
     if not isinstance(value, list | tuple):
-        return num_bytes(value, setting)
-    found = [num_bytes(each, setting) for each in value]
-    known = [each for each in found if each is not None]
-    if not known or len(known) < len(found):
+        return None if value is None else num_bytes(value, setting)
+    if not value or None in value:
         raise refuse(setting, "bytes, or those of each rank", value, "write them as [24GB,80GB]")
-    return known
+    return [num_bytes(each, setting) for each in value]
 
 
 def lowered(value: Any, setting: str) -> Any:

@@ -47,7 +47,7 @@ APART = {"local_sgd", "diloco", "streaming", "late"}
 WAYS = {"hierarchy", "host", "order"} | COMPRESS
 NOISE = {"noise_of_microbatches", "noise_of_replicas"}
 REFUSED = [
-    (WAYS, WAYS, "outer: expected one way to sum"),
+    (WAYS, WAYS, "cannot be combined, expected one way to sum"),
     (
         {"flat"},
         WAYS - {"order"},

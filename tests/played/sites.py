@@ -13,7 +13,7 @@ _PACKAGE = Path(gpipe_hpc.__file__).parent
 ORDERING = frozenset(
     {"wait_event", "wait_stream", "record_event", "record", "lend", "synchronize", "query", "use"}
 )
-_DEVICES = _PACKAGE / "comm" / "device.py"
+_DEVICES = _PACKAGE / "device" / "device.py"
 
 
 class Call(NamedTuple):

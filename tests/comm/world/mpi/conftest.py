@@ -15,7 +15,7 @@ def parts_done(mpiexec: Mpiexec, repository: Path) -> Callable[..., list[dict[st
     """Return a function that has ranks do parts of `program.py`; it returns what each has left."""
 
     def do(size: int, folder: Path, *parts: str) -> list[dict[str, Any]]:
-        program = repository / "tests" / "comm" / "mpi" / "program.py"
+        program = repository / "tests" / "comm" / "world" / "mpi" / "program.py"
         ended = mpiexec(size, program, folder, *parts)
         assert ended.code == 0, ended.output
         paths = [folder / f"rank{rank}.pt" for rank in range(size)]
