@@ -373,7 +373,7 @@ class LocalSgd:
             named = {tie.name: tie.parameter}
             fragments.append(Fragment(named, strategy, outer, 0, tie.copies, is_tied=True))
         self.steps = OuterSteps(outer, fragments, mesh.replica_of(rank), mesh.replicas, device)
-        self._drifts = {
+        self._buffer_syncs = {
             index: BufferSynchronizer(
                 stage.layers, wiring.copies[index], rank, buffers, stage.device, pooled=True
             )
@@ -383,18 +383,18 @@ class LocalSgd:
 
     def begin(self) -> None:
         """Begin a run of the table: note the values of buffers."""
-        for drift in self._drifts.values():
-            drift.begin()
+        for sync in self._buffer_syncs.values():
+            sync.begin()
 
     def end(self, samples: Mapping[int, int]) -> None:
         """End it; `samples`: how many each stage has seen."""
-        for index, drift in self._drifts.items():
-            drift.end(samples.get(index, 0))
+        for index, sync in self._buffer_syncs.items():
+            sync.end(samples.get(index, 0))
 
     def report_buffers(self) -> None:
         """Log what is left to report of buffers; waits for the device."""
-        for drift in self._drifts.values():
-            drift.say_all()
+        for sync in self._buffer_syncs.values():
+            sync.say_all()
 
     def note(self, weights: Tensor) -> None:
         """Note a training step: the loss weights of all replicas, float64[replicas]."""
@@ -420,11 +420,11 @@ class LocalSgd:
         return has_averaged
 
     def _combine_buffers(self, weight: float | None) -> None:
-        for index, drift in self._drifts.items():
-            flags, copies = drift.flags(), self._copies[index]
+        for index, sync in self._buffer_syncs.items():
+            flags, copies = sync.flags(), self._copies[index]
             if flags:
                 self._compression.wait_until_idle(copies)
-            drift.settle(unite_flags(flags, copies), weight)
+            sync.settle(unite_flags(flags, copies), weight)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps, the same on all replicas."""
@@ -437,8 +437,8 @@ class LocalSgd:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue with what a checkpoint kept; the parameters are loaded."""
         self.steps.restore(tensors)
-        for drift in self._drifts.values():
-            drift.suspect_all()
+        for sync in self._buffer_syncs.values():
+            sync.suspect_all()
 
 
 def _strategies(

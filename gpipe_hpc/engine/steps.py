@@ -153,22 +153,14 @@ class Steps:
             wiring.reductions,
             tables.buckets,
         )
-        self._drifts = {
-            index: BufferSynchronizer(
-                stage.layers, wiring.reductions[index], site.world.rank, buffers, stage.device
-            )
-            for index, stage in stages.items()
-        }
+        self._buffer_syncs = self._synchronizers(buffers)
         self._has_warned_of_outputs = False
         self.same_data = SameData(self._placement, site.stage_rank)
-        for index, stage in stages.items():
-            is_alone = wiring.reductions[index].size == 1
-            shared = [tie.name for tie in tied if tie.group.size > 1]
-            stage.parameters.watch_copied(shared if is_alone else stage.named_parameters())
+        self._watch_copied_parameters()
         self._portions = portions
         self._first = portions.of(site.replica).start
         num_global = portions.total
-        widths = {index: drift.num_flags for index, drift in self._drifts.items()}
+        widths = {index: sync.num_flags for index, sync in self._buffer_syncs.items()}
         self._flags = StepFlags.gathered(names, widths, site.everybody)
         self._reduction = StepReduction(
             num_global,
@@ -186,24 +178,42 @@ class Steps:
         self._owned: dict[str, OwnedParameter] | None = None
         self._was_sharded = False  # when these were found
         self._unjudged: StepLoss | None = None  # of the last step, on a device
-        self.local_sgd = None
+        self.local_sgd: LocalSgd | None = None
         self._shares: torch.Tensor | None = None
         if uses_local_sgd:
             self._shares = site.world.device.bring(share_places(portions.counts))
-            self.local_sgd = LocalSgd(
-                outer,
-                site.world.rank,
-                site.mesh,
-                tables,
-                stages,
-                wiring,
-                tied,
-                self.compression,
-                buffers,
-            )
+            self.local_sgd = self._make_local_sgd(outer, tables, buffers)
         # The loss weight of the last step; backward is seeded near its inverse.
         on = site.world.device.torch
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=on)
+
+    def _synchronizers(self, buffers: str) -> dict[int, BufferSynchronizer]:
+        """Return what combines the buffers of the copies of each stage."""
+        copies, rank = self._wiring.reductions, self._site.world.rank
+        return {
+            index: BufferSynchronizer(stage.layers, copies[index], rank, buffers, stage.device)
+            for index, stage in self._stages.items()
+        }
+
+    def _make_local_sgd(self, outer: Outer, tables: Tables, buffers: str) -> LocalSgd:
+        return LocalSgd(
+            outer,
+            self._site.world.rank,
+            self._site.mesh,
+            tables,
+            self._stages,
+            self._wiring,
+            self._tied,
+            self.compression,
+            buffers,
+        )
+
+    def _watch_copied_parameters(self) -> None:
+        """Compare between ranks what forwards write into parameters that several ranks hold."""
+        tied = [tie.name for tie in self._tied if tie.group.size > 1]
+        for index, stage in self._stages.items():
+            is_alone = self._wiring.reductions[index].size == 1
+            stage.parameters.watch_copied(tied if is_alone else stage.named_parameters())
 
     def _choose_strategies(self, outer: Outer, tables: Tables) -> None:
         """Choose how the gradients of each stage are summed over its copies."""
@@ -299,7 +309,7 @@ class Steps:
             self._finish_gradients(divisor, known.flags)
         for index, stage in self._stages.items():
             stage.statistics.finish(is_kept=not is_skipped)
-            self._drifts[index].settle(self._flags.buffers(index, known.flags))
+            self._buffer_syncs[index].settle(self._flags.buffers(index, known.flags))
         if self.local_sgd is None:
             self.compression.end(is_kept=not is_skipped)
         else:
@@ -373,7 +383,7 @@ class Steps:
         for gradients in self._gradients:
             flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
         for index, stage in self._stages.items():
-            flags |= self._flags.of_buffers(index, self._drifts[index].flags())
+            flags |= self._flags.of_buffers(index, self._buffer_syncs[index].flags())
             if stage.parameters.written:
                 flags.add(StepFlags.HAS_WRITTEN)
         if self._trained.has_changed:
@@ -558,8 +568,8 @@ class Steps:
 
     def say_all(self) -> None:
         """Say what is left to be said of the steps so far; waits for the device."""
-        for drift in self._drifts.values():
-            drift.say_all()
+        for sync in self._buffer_syncs.values():
+            sync.say_all()
         if self.local_sgd is not None:
             self.local_sgd.report_buffers()
 
@@ -568,8 +578,8 @@ class Steps:
         may_arrive = self.sharding is not None and self.sharding.is_gathering
         for stage in self._stages.values():
             stage.parameters.begin(may_arrive=may_arrive)
-        for drift in self._drifts.values():
-            drift.begin()
+        for sync in self._buffer_syncs.values():
+            sync.begin()
         if self.local_sgd is not None:
             self.local_sgd.begin()
 
@@ -579,8 +589,8 @@ class Steps:
 
     def _note(self, outcome: Outcome) -> None:
         """Note which buffers a run has changed."""
-        for index, drift in self._drifts.items():
-            drift.end(outcome.samples.get(index, 0))
+        for index, sync in self._buffer_syncs.items():
+            sync.end(outcome.samples.get(index, 0))
 
     def _end(
         self,
