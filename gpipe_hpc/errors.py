@@ -98,9 +98,9 @@ _FRAMES_OF_CPP: Final = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedT
 _REMEDIES: Final = {
     errno.ENOSPC: "its file system is full: make room there, or use another",
     errno.EDQUOT: "the quota of its file system is used up: remove files, or ask for more",
-    errno.EROFS: "its file system is mounted read-only: use another folder, or mount it anew",
+    errno.EROFS: "its file system is mounted read-only: use another folder, or mount it again",
     errno.ESTALE: "its handle is stale, as the file was replaced or its network file system was "
-    "mounted anew: look which, and start again",
+    "mounted again: look which, and start again",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
     errno.ENFILE: "this machine has too many files open: close some, or ask who runs it",
     errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
@@ -116,7 +116,7 @@ _REMEDIES: Final = {
     errno.ENOMEM: "memory is used up: use less of it, or more machines",
     errno.ETIMEDOUT: "its file server does not answer: look at it and the network",
     errno.EHOSTDOWN: "its file server does not answer: look at it and the network",
-    errno.ENOTCONN: "its file system is not connected any more: mount it anew",
+    errno.ENOTCONN: "its file system is not connected any more: mount it again",
     errno.EBUSY: "something else uses it: wait, or look who does",
 }
 

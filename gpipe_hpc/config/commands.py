@@ -180,7 +180,7 @@ def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = Fals
     """Print an error to standard error, below the user's own frames; return its exit code.
 
     `says_kind`: the message begins with the error's kind. `is_echo`: another rank has failed
-    before, and says where. torchrun is told the same.
+    before, and says where. torchrun gets the same.
     """
     kinds = (each.__name__ for each in type(error).__mro__)
     kind = f"{next(each for each in kinds if each[0] != '_')}: " if says_kind else ""
@@ -350,7 +350,7 @@ def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
             with _environment(job.environment):
                 code = task(job)
         except Exception:
-            # The jobs behind it run all the same.
+            # The jobs after it run nevertheless.
             traceback.print_exc()
             code = ExitCode.FAILED
         sys.stdout.flush()

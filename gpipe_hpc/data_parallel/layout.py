@@ -157,7 +157,7 @@ class OwnedParameter(NamedTuple):
     def spans(self) -> list[ShardSpan]:
         """Return what each copy of the stage owns of a parameter in a sharded bucket.
 
-        Made anew each time: a parameter may lie on thousands of ranks.
+        Not stored: a parameter may lie on thousands of ranks.
         """
         assert self.layout is not None, "only parameters in a sharded bucket have spans"
         return self.layout.spans_of(self.name)

@@ -83,7 +83,7 @@ def _cut_anew_text(before: object, now: Partition) -> str:
     layers, are_now = (", ".join(map(str, each.counts)) for each in (before, now))
     return (
         f"partition: the cut into {layers} layers was made for {made_for}; for {ranks} the same "
-        f"costs of layers are cut anew, into {are_now}; nothing is measured again"
+        f"costs of layers are cut again, into {are_now}; nothing is measured again"
     )
 
 
@@ -121,7 +121,7 @@ def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
         return before.rank_paces
     log.warning(
         "paces: ranks are not as fast, one compared with another, as when the cut was made (%s); "
-        "the model is cut anew",
+        "the model is cut again",
         paces_text(before.rank_paces),
     )
     return measured

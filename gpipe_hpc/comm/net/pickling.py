@@ -73,9 +73,9 @@ def register_boundary_type(cls: type[T]) -> type[T]:
 
     A layer may then return them as values within its output. A tensor inside would lose its
     gradient and stays refused; register containers of tensors with torch.utils._pytree. Named
-    tuples, plain dataclasses and enums need no registration. Whoever can send to a rank can create
-    such an object with any content, so its ``__init__``, ``__setstate__`` and similar must be
-    harmless.
+    tuples, plain dataclasses and enums need no registration. A host that can send to a rank can
+    create such an object with any content, so its ``__init__``, ``__setstate__`` and similar must
+    be harmless.
 
     Raises ConfigError for a class that is written in C, or is not at the top level of its module.
     """

@@ -17,7 +17,7 @@ for by the way, in a hook or in the forward (deep-equilibrium layers, forces, gr
 must not: autograd would not run the parameters' nodes for it. Those are no part of the outer graph,
 so each joining node is tied to one more leaf, which the engine runs whenever it would run them.
 The gradient of a parameter itself cannot be asked for in that way. In a forward `check_asked`
-refuses it. In a hook torch does, unless it is told `allow_unused`: then it returns None.
+refuses it. In a hook torch refuses it, or returns None with `allow_unused=True`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ from gpipe_hpc.yaml_files import read_yaml
 
 _FORMAT: Final = "prices of gpipe_hpc, 3"
 _OLDER: Final = "prices of gpipe_hpc, 2"
-_REMEDY: Final = "measure anew: python -m gpipe_hpc.preflight preflight.steps=true"
+_REMEDY: Final = "measure again: python -m gpipe_hpc.preflight preflight.steps=true"
 _OTHER: Final = f"give another file, leave it out, or {_REMEDY}"
 
 

@@ -31,7 +31,7 @@ def cut_table(
     if sum(counts) != len(layers):
         raise PartitionError(
             f"partition: does not hold the whole model, expected {len(layers)} layers, got "
-            f"{sum(counts)} in {list(counts)}; cut the model anew"
+            f"{sum(counts)} in {list(counts)}; cut the model again"
         )
     sizes = layer_parameters(layers)
     weights = list(sizes if costs is None else costs)

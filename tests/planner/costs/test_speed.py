@@ -141,6 +141,6 @@ def test_a_resumed_run_keeps_its_paces_unless_ranks_have_changed(
     first = run([0.01, 0.02], 1)
     assert first[0] == [1.0, 2.0] and first[1][0] > first[1][1]
     assert run([0.01, 0.0215], 2) == first
-    assert "cut anew" not in (tmp_path / "logs" / "rank0.log").read_text()
+    assert "cut again" not in (tmp_path / "logs" / "rank0.log").read_text()
     assert run([0.01, 0.01], 3)[0] == [1.0, 1.0]
-    assert "the model is cut anew" in (tmp_path / "logs" / "rank0.log").read_text()
+    assert "the model is cut again" in (tmp_path / "logs" / "rank0.log").read_text()
