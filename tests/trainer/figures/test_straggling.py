@@ -8,7 +8,7 @@ from gpipe_hpc.report.markdown import render_markdown
 from gpipe_hpc.report.record import read_record
 from gpipe_hpc.report.sections import report_of
 from gpipe_hpc.trainer.figures.straggling import Watched
-from tests.support import metrics, train_here
+from tests.support import losses, metrics, train_here
 
 
 def events(busy, others):
@@ -59,6 +59,7 @@ def test_a_run_of_one_rank_has_no_straggler(tiny, tmp_path, monkeypatch):
     """Longer sequences were told as a slow host that "the other ranks" did not share."""
     monkeypatch.setattr(Watched, "add", lambda *_: pytest.fail("there is no other rank"))
     train_here(1, *tiny, "train.steps=4", f"run.dir={tmp_path}")
+    assert len(losses(tmp_path)) == 4
 
 
 def test_a_run_tells_a_straggler_in_its_log_and_in_its_metrics(tiny, tmp_path, monkeypatch, caplog):

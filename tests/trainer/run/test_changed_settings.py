@@ -27,6 +27,7 @@ def test_nothing_differs_from_itself(differences):
 def test_settings_that_change_no_step_are_passed_over(differences):
     settings = [
         "train.stop_at=7",
+        "train.build_on=device",
         "train.log_every=3",
         "train.validate_every=9",
         "checkpoint.every=3",
