@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpipe_hpc.batches import whole
     from gpipe_hpc.checkpoint import latest
     from gpipe_hpc.comm.net.pickling import register_boundary_type
     from gpipe_hpc.comm.world.threads import run_on_threads
-    from gpipe_hpc.engine.batch.cutting import whole
     from gpipe_hpc.engine.sums.results import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.optim.large_batch.adascale import AdaScale
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         "latest": "gpipe_hpc.checkpoint",
         "register_boundary_type": "gpipe_hpc.comm.net.pickling",
         "run_on_threads": "gpipe_hpc.comm.world.threads",
-        "whole": "gpipe_hpc.engine.batch.cutting",
+        "whole": "gpipe_hpc.batches",
     }
     if name not in homes:
         raise AttributeError(f"module 'gpipe_hpc' has no attribute {name!r}")

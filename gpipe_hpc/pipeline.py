@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
+from gpipe_hpc.batches import BatchSplitter, Pieces, share_of, unwrapped, with_tensors
 from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.world.groups import MeshGroups, check_agreement, warm_up_groups
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.threads import within_step
 from gpipe_hpc.comm.world.world import together
@@ -28,8 +30,6 @@ from gpipe_hpc.data_parallel import (
 from gpipe_hpc.device.cores.bind import bind
 from gpipe_hpc.device.host.clock import clock_identity
 from gpipe_hpc.engine.backward.outsiders import Outsiders
-from gpipe_hpc.engine.batch.arrays import with_tensors
-from gpipe_hpc.engine.batch.cutting import BatchSplitter, Pieces, share_of, unwrapped
 from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
 from gpipe_hpc.engine.memory_snapshot import MemorySnapshot, OutOfMemoryError
 from gpipe_hpc.engine.precision import scaling
@@ -38,14 +38,12 @@ from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.stages.assembly import (
     build_stages,
     by_stage,
-    check_agreement,
     equalise_copies,
     gather_parameters,
 )
 from gpipe_hpc.engine.stages.whole_model import WholeModel
-from gpipe_hpc.engine.stages.wiring import Wiring, make_first_calls, wire
-from gpipe_hpc.engine.steps import Site, Steps, Tell
-from gpipe_hpc.engine.sums.loss import LossFunction
+from gpipe_hpc.engine.stages.wiring import Wiring, wire
+from gpipe_hpc.engine.steps import Steps, Tell
 from gpipe_hpc.engine.sums.loss_scale import LossScale
 from gpipe_hpc.engine.sums.norms import Norms, clip_by_norm, gather_norms
 from gpipe_hpc.engine.sums.results import StepResult
@@ -55,6 +53,7 @@ from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
 from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError
 from gpipe_hpc.models import (
     Layer,
+    LossFunction,
     find_ties,
     layer_name,
     layer_stages,
@@ -122,7 +121,7 @@ class Pipeline:
             self._planned: RankForecast | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
             assert request.portions, "each replica has micro-batches"
-            self._site = Site.of(self.world, self.mesh)
+            self._site = MeshGroups.of(self.world, self.mesh)
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
         self._splitter = BatchSplitter()
@@ -305,7 +304,7 @@ class Pipeline:
             uses_local_sgd=self.uses_local_sgd,
         )
         groups = [self.everybody, self._site.pipeline, *wiring.groups(), *(t.group for t in tied)]
-        make_first_calls(groups, world.device)
+        warm_up_groups(groups, world.device)
         return wiring, tied
 
     def _measure_parts(self, parts: str) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ from typing import Any, Final
 import torch
 
 from gpipe_hpc.bench.running import say_failure
+from gpipe_hpc.comm.collectives.rank_summary import summarise_ranks
 from gpipe_hpc.comm.world.launcher import detect_launch
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs
 from gpipe_hpc.device.cores.bind import bound
-from gpipe_hpc.engine.sums.rank_summary import summarise_ranks
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.figures.throughput import tokens_per_sample

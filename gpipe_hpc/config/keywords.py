@@ -12,9 +12,8 @@ from gpipe_hpc.comm.watchdog.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.config.removed import refusal_of_removed
-from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, KeywordError
-from gpipe_hpc.models import Layer, torch_loss
+from gpipe_hpc.models import Layer, LossFunction, torch_loss
 from gpipe_hpc.planner import Partition
 from gpipe_hpc.planner.request import Request, Settings
 from gpipe_hpc.pytree import Nest

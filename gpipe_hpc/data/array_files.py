@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gpipe_hpc.batches import as_tensor
 from gpipe_hpc.data.paths import refuse_short, unreadable
-from gpipe_hpc.engine.batch.arrays import as_tensor
 from gpipe_hpc.errors import DataError, MissingDataError, UnfitDataError
 
 _NPY: Final = b"\x93NUMPY"

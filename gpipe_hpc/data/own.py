@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from gpipe_hpc.batches import with_tensors, without_samples
 from gpipe_hpc.config import build_target, locate, own_call
 from gpipe_hpc.data.dataset import Dataset
 from gpipe_hpc.data.hashing import hash_words
 from gpipe_hpc.data.pairs import PairSource, check_fraction, loss_of_samples, split
-from gpipe_hpc.engine.batch.arrays import with_tensors
-from gpipe_hpc.engine.batch.cutting import without_samples
 from gpipe_hpc.errors import DataError, UnfitDataError
 from gpipe_hpc.models import GENERATOR_LOCK
 from gpipe_hpc.pytree import Nest, flatten, with_dicts

@@ -21,8 +21,8 @@ from torch import nn
 
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.collectives.packed import bytes_of
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.step_reduction import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
 from gpipe_hpc.torch_compat import has_internal_overlap
@@ -40,7 +40,7 @@ class _Compared(NamedTuple):
     """How many holders had buffers otherwise than the first of them, on its way to the host."""
 
     names: Sequence[str]
-    counts: Fetched
+    counts: AsyncHostCopy
     first: int
 
 
@@ -66,19 +66,19 @@ class DivergenceReporter:
         with suppress(RuntimeError):  # of a device that is gone
             self.say_known()
 
-    def compare(self, names: Sequence[str], counts: Fetched, first: int) -> None:
+    def compare(self, names: Sequence[str], counts: AsyncHostCopy, first: int) -> None:
         """Take note of how many holders had each buffer otherwise than the one at `first`."""
         self._compared.append(_Compared(names, counts, first))
 
     def say_known(self) -> None:
         """Say which buffers differed, of which that is known by now: on a CPU, at once."""
-        self._say_compared(Fetched.poll)
+        self._say_compared(AsyncHostCopy.poll)
 
     def say_all(self) -> None:
         """Say which buffers differed; waits for the device that has compared them."""
-        self._say_compared(Fetched.read)
+        self._say_compared(AsyncHostCopy.read)
 
-    def _say_compared(self, values: Callable[[Fetched], torch.Tensor | None]) -> None:
+    def _say_compared(self, values: Callable[[AsyncHostCopy], torch.Tensor | None]) -> None:
         while self._compared:
             names, fetched, first = self._compared[0]
             counts = values(fetched)
@@ -317,12 +317,14 @@ class BufferSynchronizer:
     def _on_host_now(self) -> list[str]:
         return sorted(n for n, place in self._places().items() if self._is_on_host(place))
 
-    def _compared(self, buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Fetched:
+    def _compared(
+        self, buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> AsyncHostCopy:
         """Learn how many holders had each buffer otherwise than the first; no device is awaited."""
         pairs = zip(buffers, values, strict=True)
         counts = torch.stack([_num_apart(*pair) for pair in pairs])
         self._group.all_reduce(counts)
-        return Fetched.of(counts, self._device)
+        return AsyncHostCopy.of(counts, self._device)
 
     def _settle_unusual(self, first: int) -> None:
         """Make buffers equal that are new, gone, or of other shapes on some holder."""

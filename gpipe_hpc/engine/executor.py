@@ -17,18 +17,17 @@ from typing import Final
 
 import torch
 
+from gpipe_hpc.batches import Output
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.engine.backward.outsiders import Outsiders
-from gpipe_hpc.engine.batch.cutting import Output
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.memory_snapshot import MemorySnapshot, OutOfMemoryError
 from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder, Span
-from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.run import Intake, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import BATCH
@@ -36,6 +35,7 @@ from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ActionError
+from gpipe_hpc.models.remedies import remedy_of
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 

@@ -10,6 +10,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from gpipe_hpc.comm.collectives.group import Pending
+from gpipe_hpc.device.deferred import Mark, await_mark, seconds_between
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.device.device import Event as DeviceEvent
 from gpipe_hpc.schedule import Action, Event
@@ -83,16 +84,6 @@ class DeviceClock:
         mark = self._device.event(timing=True)
         mark.record()
         return mark
-
-
-def await_mark(mark: DeviceEvent) -> None:
-    """Let the host wait for a mark, unless it is done."""
-    if not mark.query():
-        mark.synchronize()
-
-
-Mark = float | DeviceEvent
-"""A moment: seconds of this host's clock, or an event on an accelerator's stream."""
 
 
 class Span(NamedTuple):
@@ -183,34 +174,6 @@ class _Beside:
     def span(self, mark: Callable[[], Mark]) -> Span:
         """Return from when to when it ran; until now if nobody has said it yet."""
         return Span(self._action, self._start, mark() if self._end is None else self._end)
-
-
-def take_mark(device: Device) -> Mark:
-    """Return the present: on a CPU `time.perf_counter()`, one clock for all processes of a host.
-
-    On an accelerator an event on the current stream: taking it does not wait for the device,
-    reading does.
-    """
-    if not device.is_accelerator:
-        return time.perf_counter()
-    mark = device.event(timing=True)
-    mark.record()
-    return mark
-
-
-def wait_for(mark: Mark) -> None:
-    """Let the host wait for a mark, unless it is done."""
-    if not isinstance(mark, float):
-        await_mark(mark)
-
-
-def seconds_between(first: Mark, second: Mark) -> float:
-    """Return the seconds from a mark to a later one of the same device."""
-    if isinstance(first, float) and isinstance(second, float):
-        return second - first
-    assert not isinstance(first, float) and not isinstance(second, float), "marks of two kinds"
-    await_mark(second)
-    return first.elapsed_ms(second) / 1e3
 
 
 class StepMarks:

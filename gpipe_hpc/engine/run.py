@@ -7,15 +7,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from gpipe_hpc.batches import Pieces, Whole
+from gpipe_hpc.comm.net.pickling import register_boundary_type
 from gpipe_hpc.comm.transport.base import Message
 from gpipe_hpc.device.device import Device, Stream
-from gpipe_hpc.engine.batch.cutting import Pieces
 from gpipe_hpc.engine.inputs import refuse_astray
 from gpipe_hpc.engine.layer_runner import LayerKey
-from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import DataError
-from gpipe_hpc.models import microbatch_keys
+from gpipe_hpc.models import LossFunction, microbatch_keys
 from gpipe_hpc.pytree import Nest, map_tensors
+
+register_boundary_type(Whole)
 
 _ASTRAY: Final = "leave a batch on the host, or bring it to that device"
 

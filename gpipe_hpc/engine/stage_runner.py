@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.transport.aliases import is_buffer, mark_buffer, storages_of
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
 from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
@@ -53,9 +54,7 @@ from gpipe_hpc.engine.precision import StageCasts, casts_keep_their_graph
 from gpipe_hpc.engine.run import Intake, Run
 from gpipe_hpc.engine.stages.routes import BATCH, State
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import (
-    LossFunction,
     LossTerm,
     LossWatch,
     Noted,
@@ -64,7 +63,14 @@ from gpipe_hpc.engine.sums.loss import (
     refuse_constant,
 )
 from gpipe_hpc.errors import GpipeError, ModelError
-from gpipe_hpc.models import Reductions, SumOver, TorchLoss, normalising_together, torch_loss
+from gpipe_hpc.models import (
+    LossFunction,
+    Reductions,
+    SumOver,
+    TorchLoss,
+    normalising_together,
+    torch_loss,
+)
 from gpipe_hpc.pytree import Nest, map_tensors, tensors_of
 from gpipe_hpc.torch_compat import can_split_backward, storage_use_count
 
@@ -182,7 +188,7 @@ class StageRunner:
         self._lasting_of_loss = PersistentBuffers()
         self._num_begun = 0
         self._num_looked = self._looked_in = 0  # in how many runs, and in which last
-        self._constants: list[Fetched] = []  # losses without a graph, in the step before
+        self._constants: list[AsyncHostCopy] = []  # losses without a graph, in the step before
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
@@ -512,7 +518,7 @@ class StageRunner:
         The host would wait for it.
         """
         if self.stage.device.is_accelerator and self.stage.device.holds(loss):
-            self._constants.append(Fetched.of(loss, self.stage.device))
+            self._constants.append(AsyncHostCopy.of(loss, self.stage.device))
         else:
             refuse_constant(float(loss))
 

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from gpipe_hpc.comm.collectives.group import Gathering, Group, Pending, SoloGroup
+from gpipe_hpc.batches import Output, join, square_output
+from gpipe_hpc.comm.collectives.group import Gathering, Group, Pending
 from gpipe_hpc.comm.transport.wire import Structure, as_bytes, assemble, disassemble, packed
-from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.groups import MeshGroups
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import (
     BucketItem,
@@ -20,19 +21,18 @@ from gpipe_hpc.data_parallel import (
     choose_sharding,
     choose_strategy,
 )
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.engine.backward.outsiders import Outsiders
-from gpipe_hpc.engine.batch.cutting import Output, join, square_output
-from gpipe_hpc.engine.batch.same_data import SameData
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.local_sgd import LocalSgd
 from gpipe_hpc.engine.parameters import refuse_different
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.same_data import SameData
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
 from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
 from gpipe_hpc.engine.sums.results import StepLoss, StepResult, share_places
@@ -52,44 +52,6 @@ from gpipe_hpc.settings import Outer
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 
-@dataclass(frozen=True)
-class Site:
-    """Where a rank stands: its world, and the groups of all ranks and of its pipeline.
-
-    `of_place`: the ranks at its place in all pipelines.
-    """
-
-    world: World
-    mesh: Mesh
-    everybody: Gathering
-    pipeline: Gathering
-    of_place: Gathering
-
-    @classmethod
-    def of(cls, world: World, mesh: Mesh) -> "Site":
-        """Form the groups; the same call on every rank.
-
-        One pipeline of all ranks needs no second set of groups: each is a thread that wakes up 100
-        times a second (Gloo), or buffers of its own (NCCL).
-        """
-        everybody = world.gathering([range(world.size)])
-        if mesh.replicas == 1:
-            return cls(world, mesh, everybody, everybody, SoloGroup(world.rank))
-        pipeline = world.gathering([mesh.pipeline_ranks(mesh.replica_of(world.rank))])
-        of_place = world.gathering([mesh.replica_ranks(k) for k in range(mesh.stages)])
-        return cls(world, mesh, everybody, pipeline, of_place)
-
-    @property
-    def replica(self) -> int:
-        """Return which replica the rank belongs to."""
-        return self.mesh.replica_of(self.world.rank)
-
-    @property
-    def stage_rank(self) -> int:
-        """Return the rank's position in its pipeline."""
-        return self.mesh.stage_rank_of(self.world.rank)
-
-
 Tell = Callable[[], Sequence[float]]
 """Returns what a rank tells all others when its part of a pipeline has run: a few numbers."""
 
@@ -103,7 +65,7 @@ class Steps:
 
     def __init__(
         self,
-        site: Site,
+        site: MeshGroups,
         tables: Tables,
         portions: MicrobatchSplit,
         stages: dict[int, Stage],
@@ -411,7 +373,7 @@ class Steps:
         for tie in self._tied:
             tie.gradients.collect_late()
 
-    def _sum_late(self, overflows: Fetched) -> Fetched:
+    def _sum_late(self, overflows: AsyncHostCopy) -> AsyncHostCopy:
         """Agree on what is trained and start the sums that waited for it, on all ranks.
 
         Returns the overflows of all gradients, of which `overflows` is what is known.
@@ -423,7 +385,7 @@ class Steps:
         if found is None:
             return overflows
         self._site.everybody.all_reduce(found)
-        return Fetched.of(found, self._site.world.device)
+        return AsyncHostCopy.of(found, self._site.world.device)
 
     def _overflows(self) -> torch.Tensor | None:
         """Return how many summed gradients of this rank are not finite, where the loss is scaled.

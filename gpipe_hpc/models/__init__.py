@@ -27,6 +27,7 @@ from gpipe_hpc.models.cut import layer_stages, long_skips, skip_routes, stage_la
 from gpipe_hpc.models.direction import looks_back, sees_ahead
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
+    LossFunction,
     Reductions,
     TorchLoss,
     bert_pretraining,
@@ -88,6 +89,7 @@ __all__ = [
     "Conversion",
     "Layer",
     "LayerSpec",
+    "LossFunction",
     "Moments",
     "PooledBatchNorm",
     "ProcessStates",

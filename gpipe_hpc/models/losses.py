@@ -21,7 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe_hpc.errors import ModelError
 
-LossFunction = Callable[..., tuple[Any, ...]]
+LossFunction = Callable[[Any, Any], Any]
+"""Takes (output, target) of a micro-batch; returns the mean over its samples, or (sum, weight).
+
+As a third value it may return metrics: a dict of name -> (sum, weight), or of name -> a mean. Of
+torch's own losses the reduction is known: whatever it is, the loss is that of the whole batch.
+"""
+
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from gpipe_hpc.comm.watchdog.patience import patiently, patiently_here
+from gpipe_hpc.comm.world.groups import MeshGroups
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World, together
-from gpipe_hpc.engine.steps import Site
 from gpipe_hpc.planner.costs.gauges import Gauge
 from gpipe_hpc.planner.costs.speed import confirms, paces_of_times, paces_text, seconds_of_work
 from gpipe_hpc.planner.cutting.partition import Partition
@@ -36,7 +36,7 @@ def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: f
     return request
 
 
-def decide_layout(request: Request, site: Site, gauge: Gauge, timeout_s: float) -> Layout:
+def decide_layout(request: Request, site: MeshGroups, gauge: Gauge, timeout_s: float) -> Layout:
     """Return the layout that rank 0 decides on, which alone measures and needs an example.
 
     Every rank calls it. Rank 0 has the tables of all ranks, the others their own rows.

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpipe_hpc.engine.remedies import is_shape_mistake
-from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
+from gpipe_hpc.models import Layer, LayerSpec, LossFunction, normalise_layers
+from gpipe_hpc.models.remedies import is_shape_mistake
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planner import Counted, Example
 from gpipe_hpc.planner.advice import Advice, Known, advise, layer_times

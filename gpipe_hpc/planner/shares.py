@@ -1,6 +1,6 @@
 """How large each micro-batch of a step is: a batch is cut once, into nearly equal pieces."""
 
-from gpipe_hpc.engine.batch.cutting import share_of
+from gpipe_hpc.batches import share_of
 
 
 def microbatch_shares(num_samples: int, num_global: int, own: range) -> tuple[float, ...]:

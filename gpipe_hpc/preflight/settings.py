@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
+from gpipe_hpc.comm.world.groups import check_agreement
 from gpipe_hpc.comm.world.world import World
-from gpipe_hpc.engine.stages.assembly import check_agreement
 from gpipe_hpc.settings import Config
 
 # All that says what is trained and when all ranks do something together; the rest is about other

@@ -16,7 +16,8 @@ from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World, telling, together
 from gpipe_hpc.config import on_ranks, written
 from gpipe_hpc.device.cores.bind import bound
-from gpipe_hpc.engine.recorder import Mark, StepTimes
+from gpipe_hpc.device.deferred import Mark
+from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import ConfigError, NonFiniteError
 from gpipe_hpc.planner.foresight import Foresight

@@ -6,15 +6,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from gpipe_hpc.batches import cut, lists_of, num_samples_of, put_together, share_of, unwrapped
 from gpipe_hpc.config import build_target
-from gpipe_hpc.engine.batch.cutting import (
-    cut,
-    lists_of,
-    num_samples_of,
-    put_together,
-    share_of,
-    unwrapped,
-)
 from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.optim.lr import set_lr
 from gpipe_hpc.optim.optimizer import build_optimizer

@@ -1,6 +1,6 @@
-"""Print where the package stands beside the aims of the rebuild (design.md, section 3).
+"""Print the package's size, imports and call counts next to the aims of design.md, section 3.
 
-python tests/house/house.py    from the root, in the environment; minutes on a busy machine
+python -m tests.house.house    from the root, in the environment; takes minutes on a busy machine
 """
 
 import ast

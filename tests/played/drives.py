@@ -32,11 +32,11 @@ from gpipe_hpc.comm.world.processes import ProcessWorld
 from gpipe_hpc.comm.world.threads import ThreadGroup
 from gpipe_hpc.data_parallel import ShardSpan
 from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
+from gpipe_hpc.device.deferred import AsyncHostCopy, seconds_between, take_mark
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
-from gpipe_hpc.engine.recorder import DeviceClock, seconds_between, take_mark
+from gpipe_hpc.engine.recorder import DeviceClock
 from gpipe_hpc.engine.run import Intake
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.preflight.lines import GroupLine
 from tests.played.backend import RANKS, OnHost, group_over
 from tests.played.device import PlayedDevice
@@ -99,21 +99,25 @@ def intake(device: PlayedDevice) -> None:
 
 
 def fetched(device: PlayedDevice) -> None:
-    assert Fetched.of(made(device), device).read().tolist() == [2.0] * 6
-    values = Fetched.of(made(device), device)
+    assert AsyncHostCopy.of(made(device), device).read().tolist() == [2.0] * 6
+    values = AsyncHostCopy.of(made(device), device)
     assert not values.event or not values.event.query()
     assert values.part(slice(2)).read().tolist() == [2.0] * 2
-    polled = Fetched.of(made(device), device)
+    polled = AsyncHostCopy.of(made(device), device)
     for _ in range(2):  # at first they may not have come
         values_there = polled.poll()
         assert values_there is None or values_there.tolist() == [2.0] * 6
 
 
-def clock(device: PlayedDevice) -> None:
+def deferred(device: PlayedDevice) -> None:
+    fetched(device)
     first = take_mark(device)
     made(device)
     last = take_mark(device)
     assert seconds_between(first, last) > 0
+
+
+def clock(device: PlayedDevice) -> None:
     moments = DeviceClock(device)
     for _ in range(4):  # steps of which nobody reads anything
         moments.begin()
@@ -444,7 +448,7 @@ DRIVES: dict[str, Drive] = {
     "data_parallel/compression.py": all_jobs,
     "engine/run.py": intake,
     "engine/offload.py": offloads,
-    "engine/sums/fetched.py": fetched,
+    "device/deferred.py": deferred,
     "checkpoint/host_copy.py": copies,
     "comm/world/threads.py": threads_and_sends,
     "comm/collectives/levels.py": gathered,

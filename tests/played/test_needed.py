@@ -40,6 +40,7 @@ NEAR = {
     "comm/world/mpi/": ["mpi blocks", "mpi pointers blocks", "mpi sums"],
     "data_parallel/compression.py": ["topk", "powersgd"],
     "engine/offload.py": ["one rank", "zb_h1", "nests offloaded"],
+    "device/deferred.py": ["one rank", "uneven", "gpipe", "float16 with an overflow"],
     "engine/recorder.py": ["one rank", "uneven", "gpipe"],
     "engine/run.py": ["one rank", "uneven"],
     "engine/sums/": ["one rank", "uneven", "float16 with an overflow"],

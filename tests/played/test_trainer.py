@@ -40,7 +40,7 @@ def assert_bits_of_a_cpu(scenario: Scenario) -> None:
             # Whether float16 overflowed is asked behind the pipeline, and nothing besides.
             is_scaled = scenario.options.get("precision") == "float16"
             assert len(in_step) == is_scaled, [str(wait) for wait in in_step]
-            assert all("engine/sums/fetched.py" in str(wait) for wait in in_step)
+            assert all("device/deferred.py" in str(wait) for wait in in_step)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_float16_waits_for_its_overflows_and_for_nothing_else(tiny, tmp_path, sp
     assert [len(spans[rank]) for rank in (0, 1)] == [6, 6]
     for steps in spans.values():
         for _, within, _ in steps[WITHIN_FIRST:]:
-            assert len(within) == 1 and "fetched" in str(within[0].where)
+            assert len(within) == 1 and "deferred" in str(within[0].where)
 
 
 def test_lines_are_those_of_a_cpu(tiny, tmp_path):

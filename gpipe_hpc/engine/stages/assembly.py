@@ -1,7 +1,6 @@
 """From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
 
 import copy
-import socket
 from collections.abc import Mapping, Sequence
 from operator import add
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.engine.buffer_sync import copy_of, plain_buffers, take_over
 from gpipe_hpc.engine.stages.routes import stage_routes
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import (
     Layer,
     Tie,
@@ -166,36 +164,6 @@ def by_stage(parameters: Sequence[ParameterInfo]) -> list[dict[str, int]]:
     for info in parameters:
         stages.setdefault(info.stage, {})[info.name] = info.num_elements
     return [stages[stage] for stage in sorted(stages)]
-
-
-def check_agreement(world: Gathering, facts: dict[str, object]) -> None:
-    """Raise ConfigError, on every rank, if ranks were started with different facts.
-
-    A rank that knows nothing of a fact leaves it out.
-    """
-    rank, host = world.ranks[world.position], socket.gethostname()
-    own = {name: (rank, host, value) for name, value in facts.items()}
-    _, difference = world.merge_object((own, ""), _compared)
-    if difference:
-        raise ConfigError(f"start: {difference}; start all ranks with one configuration")
-
-
-_Claims = dict[str, tuple[int, str, object]]
-"""What ranks know of each fact, and which of them, on which host, was the first to know it."""
-
-
-def _compared(ahead: tuple[_Claims, str], behind: tuple[_Claims, str]) -> tuple[_Claims, str]:
-    """Return what some ranks and those behind them know, and the first difference between them."""
-    known, difference = dict(ahead[0]), ahead[1]
-    for name, (rank, host, value) in behind[0].items():
-        known_by, home, first = known.setdefault(name, (rank, host, value))
-        if value != first and not difference:
-            where = f"both on {host}" if host == home else f"on {home} and {host}"
-            difference = (
-                f"expected the same {name} on every rank, got {first} on rank {known_by} and "
-                f"{value} on rank {rank}, {where}"
-            )
-    return known, difference or behind[1]
 
 
 def equalise_copies(stages: Mapping[int, Stage], copies: Mapping[int, Group]) -> None:

@@ -3,13 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World
-from gpipe_hpc.device.device import Device
 from gpipe_hpc.schedule import Channel, Placement, Schedule, digest
 
 
@@ -62,21 +59,6 @@ def wire(
         # one table, so a rank's peers are those at its position.
         peers = world.group([mesh.replica_ranks(mesh.stage_rank_of(world.rank))])
     return Wiring(transport, placed, reductions, copies, peers)
-
-
-def make_first_calls(groups: Sequence[Gathering | Group], device: Device) -> None:
-    """Let each group sum once on an accelerator; the same call on every rank, in one order.
-
-    The first sum makes what connects its ranks, which takes seconds and memory: not in a forward.
-    It also tells whether the backend sums what steps sum: losses and norms in float64, most
-    gradients in float32.
-    """
-    if not device.is_accelerator:
-        return
-    for group in {id(group): group for group in groups}.values():
-        if group.size > 1:
-            for dtype in (torch.float32, torch.float64):
-                group.all_reduce(torch.zeros(1, dtype=dtype, device=device.torch))
 
 
 def _copies(

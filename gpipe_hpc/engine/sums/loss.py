@@ -10,20 +10,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Reductions, Reports, TorchLoss, add_metric
+from gpipe_hpc.models import LossFunction, Reductions, Reports, TorchLoss, add_metric
 from gpipe_hpc.pytree import Nest, tensors_of
 
 log = logging.getLogger("gpipe_hpc.pipeline")
-
-LossFunction = Callable[[Any, Any], Any]
-"""Takes (output, target) of a micro-batch; returns the mean over its samples, or (sum, weight).
-
-As a third value it may return metrics: a dict of name -> (sum, weight), or of name -> a mean. Of
-torch's own losses the reduction is known: whatever it is, the loss is that of the whole batch.
-"""
 
 _LOW: Final = (torch.bfloat16, torch.float16)
 # Of the bits of float64: those of the exponent, and the sum of those of 2 ** n and 2 ** -(n + 1).
@@ -136,7 +129,7 @@ class LossWatch:
         self._device, self._where = device, where
         self._shares: list[tuple[float, ...]] = []
         # Of a device, in the step before: what to do, and with which numbers.
-        self._waiting: list[tuple[Callable[[Fetched], None], Fetched]] = []
+        self._waiting: list[tuple[Callable[[AsyncHostCopy], None], AsyncHostCopy]] = []
         self._has_warned = False
 
     def begin(self) -> None:
@@ -163,14 +156,14 @@ class LossWatch:
         elif is_cut and found.counted and weight == num_samples:
             self._take(self._take_in_shares, torch.stack(found.counted) / num_samples)
 
-    def _take(self, take_in: Callable[[Fetched], None], numbers: torch.Tensor) -> None:
-        fetched = Fetched.of(numbers, self._device)
+    def _take(self, take_in: Callable[[AsyncHostCopy], None], numbers: torch.Tensor) -> None:
+        fetched = AsyncHostCopy.of(numbers, self._device)
         if fetched.event is None:
             take_in(fetched)
         else:
             self._waiting.append((take_in, fetched))
 
-    def _take_in_weight(self, num_means: int, fetched: Fetched) -> None:
+    def _take_in_weight(self, num_means: int, fetched: AsyncHostCopy) -> None:
         weight = float(fetched.read())
         # As many means as the weight counts: of one sample each, so this is their sum.
         is_sum_over_samples = weight > 1 and num_means % weight == 0
@@ -182,7 +175,7 @@ class LossWatch:
                 f"(sum, weight, {{'accuracy': (num_right, num_samples)}})"
             )
 
-    def _take_in_shares(self, fetched: Fetched) -> None:
+    def _take_in_shares(self, fetched: AsyncHostCopy) -> None:
         shares = tuple(fetched.read().tolist())
         self._shares.append(shares)
         first = self._shares[0]

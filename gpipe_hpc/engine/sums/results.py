@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpipe_hpc.comm.collectives.rank_summary import RankSummary
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import Noted, refuse_negative_weight
-from gpipe_hpc.engine.sums.rank_summary import RankSummary
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.models import MAIN_LOSS
 
@@ -99,7 +99,7 @@ class StepLoss:
     """
 
     terms: Tensor
-    fetched: Fetched
+    fetched: AsyncHostCopy
     add: OrderedSum
     rows: tuple[LossRow, ...] = ()
     squares: Tensor | None = None

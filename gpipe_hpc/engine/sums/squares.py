@@ -15,8 +15,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.norms import norms_of, stacked
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Placement
@@ -164,14 +164,16 @@ class GradientParts:
     squares: Tensor
     weights: Tensor
     part_of: tuple[int, ...]
-    fetched: Fetched
+    fetched: AsyncHostCopy
 
     @classmethod
     def of(
         cls, squares: Tensor, weights: Tensor, part_of: tuple[int, ...], device: Device
     ) -> "GradientParts":
         """Return them, on their way to the host."""
-        return cls(squares, weights, part_of, Fetched.of(torch.stack([squares, weights]), device))
+        return cls(
+            squares, weights, part_of, AsyncHostCopy.of(torch.stack([squares, weights]), device)
+        )
 
     def mean_square(self) -> tuple[float, int]:
         """Return the mean squared norm of the parts' own gradients, and their number.

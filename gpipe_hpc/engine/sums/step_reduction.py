@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.collectives.rank_summary import RankSlots, RankSummary
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.batch.same_data import NUM_DIGESTS
-from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.engine.same_data import NUM_DIGESTS
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.engine.sums.norms import stacked
-from gpipe_hpc.engine.sums.rank_summary import RankSlots, RankSummary
 from gpipe_hpc.engine.sums.results import (
     LossRow,
     StepLoss,
@@ -121,10 +121,10 @@ class StepTotals(NamedTuple):
 
     loss: StepLoss
     flags: frozenset[int]
-    overflows: Fetched
+    overflows: AsyncHostCopy
     reported: RankSummary
     synced_at_s: float
-    digests: Fetched
+    digests: AsyncHostCopy
 
 
 class StepReduction:
@@ -194,7 +194,7 @@ class StepReduction:
             rows = self._group.merge_object(sorted(terms), _merged)
             self._rows = tuple(sorted({*self._rows, *rows}))
             summed, _, counts, slots, synced_at_s = reduced()
-        fetched = Fetched.of(summed, self._device)
+        fetched = AsyncHostCopy.of(summed, self._device)
         num_rows = num_terms(self._rows)
         values = summed[: -1 - NUM_DIGESTS].view(-1, self._num_global)
         found = frozenset(counts.nonzero().flatten().tolist())

@@ -13,10 +13,17 @@ from torch import Tensor, UntypedStorage, nn
 
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
-from gpipe_hpc.engine.remedies import with_remedy
-from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ModelError, words_of
-from gpipe_hpc.models import Layer, LayerSpec, build_layer, init_key, run_layer, seeded_generators
+from gpipe_hpc.models import (
+    Layer,
+    LayerSpec,
+    LossFunction,
+    build_layer,
+    init_key,
+    run_layer,
+    seeded_generators,
+)
+from gpipe_hpc.models.remedies import with_remedy
 from gpipe_hpc.planner.costs.clock import Clock
 from gpipe_hpc.planner.costs.walk import Visit, described
 from gpipe_hpc.pytree import map_tensors, tensors_of

@@ -10,9 +10,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.precision import casting
-from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, PartitionError
-from gpipe_hpc.models import Layer
+from gpipe_hpc.models import Layer, LossFunction
 from gpipe_hpc.planner.costs.counted import ModelCount, count_model
 from gpipe_hpc.planner.costs.measured import measure_layers
 from gpipe_hpc.planner.costs.work import Passes

@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from gpipe_hpc.device.device import Device, HostDevice
-from gpipe_hpc.engine.sums.loss import LossFunction
-from gpipe_hpc.models import Layer
+from gpipe_hpc.models import Layer, LossFunction
 from gpipe_hpc.planner.costs.built_layers import Bench, Loss, Seconds, usual
 from gpipe_hpc.planner.costs.clock import Clock
 from gpipe_hpc.planner.costs.stretch import Member, in_stage

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.buffers import Home, version_of
 from gpipe_hpc.engine.precision import casting, keeping_casts
-from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.errors import GpipeError, ModelError
 from gpipe_hpc.models import SkipNames, run_layer
+from gpipe_hpc.models.remedies import remedy_of
 from gpipe_hpc.planner.costs.attention import FusedKernels
 from gpipe_hpc.planner.costs.casts import WeightCasts, storage_key
 from gpipe_hpc.planner.costs.meta import META, meta_copy

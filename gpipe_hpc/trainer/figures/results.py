@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gpipe_hpc.comm.world.world import together
-from gpipe_hpc.engine.recorder import Mark, seconds_between, wait_for
+from gpipe_hpc.device.deferred import Mark, seconds_between, wait_for
 from gpipe_hpc.trainer.figures.metrics import Metrics
 from gpipe_hpc.trainer.figures.progress import Progress
 from gpipe_hpc.trainer.one_step import Trained, refuse_non_finite

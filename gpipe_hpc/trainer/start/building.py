@@ -7,9 +7,8 @@ from typing import Any, Final
 from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.config import bind_loss
 from gpipe_hpc.data import DataFacts
-from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.models import Layer, looks_back, loss_function, normalise_layers
+from gpipe_hpc.models import Layer, LossFunction, looks_back, loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planner import Partition
 from gpipe_hpc.planner.costs.gauges import MEASURED

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from gpipe_hpc.data import DataSource
 from gpipe_hpc.data.pairs import SHIFTED, UNSHIFTED, PairSource, labels_are
-from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import (
     Layer,
     LayerSpec,
+    LossFunction,
     causal_lm,
     normalise_layers,
     sees_ahead,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from gpipe_hpc.comm.watchdog.patience import patiently
+from gpipe_hpc.comm.world.groups import check_agreement
 from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.data import DataFacts, DataSource, Identity, identify, open_data
-from gpipe_hpc.engine.stages.assembly import check_agreement
 from gpipe_hpc.settings import Config
 
 log = logging.getLogger("gpipe_hpc.train")

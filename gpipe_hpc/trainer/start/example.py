@@ -1,9 +1,9 @@
 """Samples of the run's data, read before it trains: to measure layers on, or to check them."""
 
+from gpipe_hpc.batches import unwrapped
 from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.data import BatchReader, DataSource, ReadRequest, ShuffledSampler, tolerance
 from gpipe_hpc.data.dataset import samples_that_fit
-from gpipe_hpc.engine.batch.cutting import unwrapped
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planner.cutting.partition import SIMULATED
 from gpipe_hpc.pytree import Nest

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
+from gpipe_hpc.device.deferred import Mark, seconds_between, take_mark
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.recorder import Mark, seconds_between, take_mark
 
 _NUM_STEPS: Final = 3  # that are watched, behind the first, which prepares what others find ready
 

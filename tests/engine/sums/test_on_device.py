@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.data_parallel import Divisor, GradientBuckets
+from gpipe_hpc.device.deferred import AsyncHostCopy
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.sums import results
-from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import LossTerm
 from gpipe_hpc.engine.sums.loss_scale import count_overflows
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
@@ -82,7 +82,7 @@ def test_weights_of_all_replicas_are_summed_at_once(counts):
         for each in (HOST, device):
             terms = each.bring(torch.stack([weights, weights]))
             places = each.bring(share_places(counts))
-            loss = StepLoss(terms, Fetched.of(terms.flatten(), each), ordered_sum(each))
+            loss = StepLoss(terms, AsyncHostCopy.of(terms.flatten(), each), ordered_sum(each))
             with Kernels() as kernels:
                 found = loss.weights_of(places)
             assert each.fetch(found).tolist() == expected
@@ -267,7 +267,7 @@ def test_gradients_that_come_are_copied_at_once_on_a_device():
 def test_what_is_fetched_is_as_it_was_when_it_was_asked_for():
     with alone() as device:
         value = device.bring(torch.tensor([1.0, 2.0]))
-        fetched = Fetched.of(value, device)
+        fetched = AsyncHostCopy.of(value, device)
         value.add_(math.pi)
         device.host_waits.clear()
         assert fetched.part(slice(1, 2)).read().tolist() == [2.0]

@@ -8,9 +8,9 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.collectives.group import Done
+from gpipe_hpc.comm.collectives.rank_summary import NUM_REPORTED
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.sums.loss import LossTerm
-from gpipe_hpc.engine.sums.rank_summary import NUM_REPORTED
 from gpipe_hpc.engine.sums.step_reduction import StepFlags, StepReduction
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_gpt, token_cross_entropy

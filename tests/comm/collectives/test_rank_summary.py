@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.collectives.levels import Levels, own_levels
+from gpipe_hpc.comm.collectives.rank_summary import NUM_REPORTED, RankSlots, summarise_ranks
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.engine.sums.rank_summary import NUM_REPORTED, RankSlots, summarise_ranks
 from gpipe_hpc.errors import ConfigError
 
 

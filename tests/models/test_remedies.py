@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.engine.remedies import is_shape_mistake, remedy_of, with_remedy
 from gpipe_hpc.errors import ActionError, ModelError
 from gpipe_hpc.models import loss_function
+from gpipe_hpc.models.remedies import is_shape_mistake, remedy_of, with_remedy
 from gpipe_hpc.planner.costs.counted import count_model
 
 FLOATS = "data.inputs_dtype=float32"

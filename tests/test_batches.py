@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.engine.batch.cutting import Output, cut, join, num_samples_of, share_of
+from gpipe_hpc.batches import Output, cut, join, num_samples_of, share_of
 from gpipe_hpc.errors import DataError
 
 

@@ -1,0 +1,96 @@
+"""The process groups of a rank in the mesh, and what ranks check when they form them."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_hpc.comm.collectives.group import Gathering, Group, SoloGroup
+from gpipe_hpc.comm.world.mesh import Mesh
+from gpipe_hpc.comm.world.world import World
+from gpipe_hpc.device.device import Device
+from gpipe_hpc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """Where a rank stands: its world, and the groups of all ranks and of its pipeline.
+
+    `of_place`: the ranks at its place in all pipelines.
+    """
+
+    world: World
+    mesh: Mesh
+    everybody: Gathering
+    pipeline: Gathering
+    of_place: Gathering
+
+    @classmethod
+    def of(cls, world: World, mesh: Mesh) -> "MeshGroups":
+        """Form the groups; the same call on every rank.
+
+        One pipeline of all ranks needs no second set of groups: each is a thread that wakes up 100
+        times a second (Gloo), or buffers of its own (NCCL).
+        """
+        everybody = world.gathering([range(world.size)])
+        if mesh.replicas == 1:
+            return cls(world, mesh, everybody, everybody, SoloGroup(world.rank))
+        pipeline = world.gathering([mesh.pipeline_ranks(mesh.replica_of(world.rank))])
+        of_place = world.gathering([mesh.replica_ranks(k) for k in range(mesh.stages)])
+        return cls(world, mesh, everybody, pipeline, of_place)
+
+    @property
+    def replica(self) -> int:
+        """Return which replica the rank belongs to."""
+        return self.mesh.replica_of(self.world.rank)
+
+    @property
+    def stage_rank(self) -> int:
+        """Return the rank's position in its pipeline."""
+        return self.mesh.stage_rank_of(self.world.rank)
+
+
+def warm_up_groups(groups: Sequence[Gathering | Group], device: Device) -> None:
+    """Let each group sum once on an accelerator; the same call on every rank, in one order.
+
+    The first sum makes what connects its ranks, which takes seconds and memory: not in a forward.
+    It also tells whether the backend sums what steps sum: losses and norms in float64, most
+    gradients in float32.
+    """
+    if not device.is_accelerator:
+        return
+    for group in {id(group): group for group in groups}.values():
+        if group.size > 1:
+            for dtype in (torch.float32, torch.float64):
+                group.all_reduce(torch.zeros(1, dtype=dtype, device=device.torch))
+
+
+def check_agreement(world: Gathering, facts: dict[str, object]) -> None:
+    """Raise ConfigError, on every rank, if ranks were started with different facts.
+
+    A rank that knows nothing of a fact leaves it out.
+    """
+    rank, host = world.ranks[world.position], socket.gethostname()
+    own = {name: (rank, host, value) for name, value in facts.items()}
+    _, difference = world.merge_object((own, ""), _compared)
+    if difference:
+        raise ConfigError(f"start: {difference}; start all ranks with one configuration")
+
+
+_Claims = dict[str, tuple[int, str, object]]
+"""What ranks know of each fact, and which of them, on which host, was the first to know it."""
+
+
+def _compared(ahead: tuple[_Claims, str], behind: tuple[_Claims, str]) -> tuple[_Claims, str]:
+    """Return what some ranks and those behind them know, and the first difference between them."""
+    known, difference = dict(ahead[0]), ahead[1]
+    for name, (rank, host, value) in behind[0].items():
+        known_by, home, first = known.setdefault(name, (rank, host, value))
+        if value != first and not difference:
+            where = f"both on {host}" if host == home else f"on {home} and {host}"
+            difference = (
+                f"expected the same {name} on every rank, got {first} on rank {known_by} and "
+                f"{value} on rank {rank}, {where}"
+            )
+    return known, difference or behind[1]
