@@ -47,7 +47,6 @@ from gpipe_hpc.planner.costs.rates import Rates
 from gpipe_hpc.planner.cutting.distance import distance
 from gpipe_hpc.planner.forecast import Forecast, least_bytes
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planner.search.answer import compared
 from gpipe_hpc.planner.search.machine import Machine
 from gpipe_hpc.planner.search.whole_step import step_of
 from gpipe_hpc.planner.splitting import gain_of_splitting
@@ -69,6 +68,7 @@ from gpipe_hpc.trainer.machines import (
     with_process,
 )
 from gpipe_hpc.trainer.measuring.as_a_rank import measured_as_a_rank, on_threads, share_of_rank
+from gpipe_hpc.trainer.search.answer import compared
 from gpipe_hpc.units import bytes_text
 
 DEFAULT_STAGES: Final = 4

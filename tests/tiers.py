@@ -53,7 +53,7 @@ LONG: Final = (
     "tests/train/test_inexact.py",
     "tests/train/test_memory.py",
     "tests/trainer/measuring/test_companions.py",
-    "tests/planner/search/test_answer.py",
+    "tests/trainer/search/test_answer.py",
 )
 # Starts of processes, waits, and whole commands, whose tests take half a second each or more.
 SLOW: Final = (
@@ -156,7 +156,7 @@ CASES: Final = {
     "tests/data/test_running.py": 3,
     "tests/optim/test_masters.py": 5,
     "tests/preflight/test_settings.py": 4,
-    "tests/planner/search/test_answer.py": 4,
+    "tests/trainer/search/test_answer.py": 4,
     "tests/trainer/start/test_choosing.py": 4,
     "tests/checkpoint/test_in_memory.py": 5,
     "tests/verify/test_seeded_faults.py": 3,

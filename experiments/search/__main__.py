@@ -17,13 +17,13 @@ from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.config import build_target, check_config, compose_config
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planner.search.answer import compared
-from gpipe_hpc.planner.search.from_settings import Searching
 from gpipe_hpc.planner.search.text import distinct
 from gpipe_hpc.planner.search.trial import Trial
 from gpipe_hpc.planner.telling.columns import aligned
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.joining import join_world
+from gpipe_hpc.trainer.search.answer import compared
+from gpipe_hpc.trainer.search.from_settings import Searching
 from gpipe_hpc.trainer.start.building import build_pipeline
 
 NUM_EACH = 3

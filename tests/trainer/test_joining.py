@@ -9,9 +9,9 @@ import torch
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planner.search.from_settings import gauge_of_layers
 from gpipe_hpc.trainer import joining
 from gpipe_hpc.trainer.measuring import as_a_rank
+from gpipe_hpc.trainer.search.from_settings import gauge_of_layers
 
 
 @pytest.mark.parametrize(("words", "times"), [((), 1), (("train.keep_freed_memory=false",), 0)])

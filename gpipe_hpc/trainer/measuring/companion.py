@@ -12,8 +12,8 @@ from gpipe_hpc.comm.net.pickling import loads
 from gpipe_hpc.device.cores.given import given_cpus
 from gpipe_hpc.device.cores.machine import allowed_cpus
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.planner.search.from_settings import gauge_of_layers
 from gpipe_hpc.trainer.measuring.companions import READY
+from gpipe_hpc.trainer.search.from_settings import gauge_of_layers
 
 
 def main() -> None:

@@ -23,13 +23,13 @@ from gpipe_hpc.planner.costs.speed import paces_of_times
 from gpipe_hpc.planner.cutting.distance import Distance
 from gpipe_hpc.planner.cutting.partition import SIMULATED
 from gpipe_hpc.planner.memory.by_rank import FoundPaces
-from gpipe_hpc.planner.search.answer import compared_on
-from gpipe_hpc.planner.search.from_settings import PINS, Came, fixed_by, gauge_of_layers
 from gpipe_hpc.settings import Config
 from gpipe_hpc.small_files import read_json
 from gpipe_hpc.trainer.machines import rates_of
 from gpipe_hpc.trainer.run.changed_settings import settings_of
 from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.search.answer import compared_on
+from gpipe_hpc.trainer.search.from_settings import PINS, Came, fixed_by, gauge_of_layers
 
 LAYOUT_FILE: Final = "layout.json"
 _SHOWN: Final = 3  # layouts that the log tells of

@@ -22,9 +22,9 @@ from gpipe_hpc.planner.costs.calibration import (
 )
 from gpipe_hpc.planner.costs.counted import count_model
 from gpipe_hpc.planner.costs.prices import FREE, Measured, Pass, Prices, write_prices
-from gpipe_hpc.planner.search.answer import compared
-from gpipe_hpc.planner.search.from_settings import Searching
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.trainer.search.answer import compared
+from gpipe_hpc.trainer.search.from_settings import Searching
 from tests.support import train_here
 
 COUNT = count_model([LayerSpec(nn.Linear, 4, 4)] * 2, torch.empty(3, 4, device="meta"))

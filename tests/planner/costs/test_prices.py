@@ -17,8 +17,8 @@ from gpipe_hpc.planner.costs.prices import (
     read_prices,
     write_prices,
 )
-from gpipe_hpc.planner.search.answer import compared
 from gpipe_hpc.schedule import Costs, Link
+from gpipe_hpc.trainer.search.answer import compared
 
 HERE = Measured("cpu", "some processor", 2, "float32", "adamw")
 SOME = Prices(

@@ -20,10 +20,10 @@ from gpipe_hpc.device.cores.to_come import Share
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planner.costs.rates import Rates
-from gpipe_hpc.planner.search.from_settings import Searching, gauge_of_layers
 from gpipe_hpc.trainer.measuring import as_a_rank, companion
 from gpipe_hpc.trainer.measuring.as_a_rank import on_threads, share_of_rank
 from gpipe_hpc.trainer.measuring.companions import companions
+from gpipe_hpc.trainer.search.from_settings import Searching, gauge_of_layers
 
 
 def children() -> set[int]:
@@ -292,7 +292,7 @@ def test_the_rate_of_a_cpu_is_that_of_a_ranks_threads(tiny, monkeypatch):
         found.append(torch.get_num_threads())
         return Rates.alike(1e9)
 
-    for place in ("gpipe_hpc.plan", "gpipe_hpc.planner.search.from_settings"):
+    for place in ("gpipe_hpc.plan", "gpipe_hpc.trainer.search.from_settings"):
         monkeypatch.setattr(f"{place}.rates_of", rate)
     make_plan(compose_config([*tiny, "pipeline.stages=2", "plan.costs=counted"]))
     words = ["plan.search=true", "plan.ranks=2"]

@@ -11,11 +11,11 @@ from gpipe_hpc import run_on_threads
 from gpipe_hpc.config import check_config, check_drawing, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planner.costs.rates import Rates
-from gpipe_hpc.planner.search.answer import compared
-from gpipe_hpc.planner.search.from_settings import Came, Searching
 from gpipe_hpc.trainer import loop
 from gpipe_hpc.trainer.loop import run_training
 from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.search.answer import compared
+from gpipe_hpc.trainer.search.from_settings import Came, Searching
 from gpipe_hpc.trainer.signals import StopRequest
 from gpipe_hpc.trainer.start import choosing
 from gpipe_hpc.trainer.start.choosing import LAYOUT_FILE, with_layout

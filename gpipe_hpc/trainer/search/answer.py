@@ -8,7 +8,6 @@ from gpipe_hpc.config import check_planning
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planner.search.candidates import Space
 from gpipe_hpc.planner.search.fewest import Fewest
-from gpipe_hpc.planner.search.from_settings import Came, Searching
 from gpipe_hpc.planner.search.ranking import Ranking, merged, search
 from gpipe_hpc.planner.search.text import (
     counts_text,
@@ -19,6 +18,7 @@ from gpipe_hpc.planner.search.text import (
 )
 from gpipe_hpc.planner.search.trial import Choices, TooMuch, Trial
 from gpipe_hpc.settings import Config
+from gpipe_hpc.trainer.search.from_settings import Came, Searching
 from gpipe_hpc.units import bytes_text
 
 _TOLD: Final = 8  # ranks of which it is said what they lack

@@ -14,11 +14,11 @@ from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planner.costs.prices import Measured, Pass, Prices, write_prices
 from gpipe_hpc.planner.costs.rates import Rates
-from gpipe_hpc.planner.search.answer import compared
-from gpipe_hpc.planner.search.from_settings import Came, Searching, fixed_by
 from gpipe_hpc.planner.search.trial import Choices, try_out
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.trainer.measuring import as_a_rank
+from gpipe_hpc.trainer.search.answer import compared
+from gpipe_hpc.trainer.search.from_settings import Came, Searching, fixed_by
 from gpipe_hpc.units import bytes_text
 
 MLP = ["model=mlp", "data=synthetic_vectors", "plan.flops_per_s=1e10", "plan.search=true"]
