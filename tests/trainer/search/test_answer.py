@@ -186,7 +186,7 @@ def test_a_search_in_which_nothing_fits_ends_with_code_3(capsys):
         (["plan.precisions={fp7: null}"], "write it as"),
         (["plan.precisions={float32: fast}"], "write it as"),
         (["plan.precisions={float32: true}"], "write it as"),
-        (["plan.precisions={bfloat16: null}", "plan.search=false"], "where nothing is searched"),
+        (["plan.precisions={bfloat16: null}", "plan.search=false"], "without a search"),
     ],
 )
 def test_precisions_that_cannot_be_compared_are_refused(words, said):
