@@ -99,17 +99,16 @@ def pages() -> dict[str, str]:
 def library(page: str) -> str:
     """Return the page of the library with its table of keywords of `Pipeline` as the code has it.
 
-    A keyword means what the setting of the command line means, or what the docstring below it says.
+    A keyword has the meaning of the setting with its name, of which the first sentence is shown, or
+    that of the docstring below it.
     """
     cells = []
     for each in settings_of(Keywords):
         setting = setting_of(each.name)
-        meaning = each.meaning or (setting.meaning if setting else "")
         default = "Outer()" if isinstance(each.default, Outer) else repr(each.default)
-        meaning = (
-            re.sub(r"\bnull\b", "None", meaning).replace("pipeline.", "").replace("outer.", "")
-        )
-        cells.append([_code(each.name), _code(default), meaning])
+        meaning = each.meaning or (setting.meaning.partition(". ")[0] if setting else "")
+        meaning = re.sub(r"\b(pipeline|outer)\.(?=\w)", "", meaning.replace("null", "None"))
+        cells.append([_code(each.name), _code(default), meaning.removesuffix(".") + "."])
     head, _, rest = page.partition("| keyword |")
     table = "\n".join(_grid(["keyword", "default", "meaning"], cells))
     return head + table + "\n" + rest.partition("\n\n")[2]

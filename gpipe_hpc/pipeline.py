@@ -443,7 +443,7 @@ class Pipeline:
         such a step counts: its batch is consumed and the learning rate advances.
 
         Args:
-            inputs, targets: tensors, NumPy arrays, or nests of them; `docs/reference/library.md`
+            inputs, targets: tensors, NumPy arrays, or nests of them; `docs/how-to/own-loop.md`
                 says what is cut into micro-batches. Needed by ranks with `needs_inputs` and
                 `needs_targets`; None elsewhere.
             tell: called when this rank's part of the pipeline has run; returns at most 8 numbers (a
