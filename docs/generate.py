@@ -60,22 +60,18 @@ sets its options.
 
 {table}
 
-For four ranks, eight micro-batches, F = I = W = 1 for a rank's share of the model (`I` and `W` are
-the halves of a backward: for the input, and for the weights) and free transfers. Bubble: idle over
-total time. Activations: the most that a rank keeps, in micro-batches of a quarter of the model.
-Weights: quarters of the model that a rank holds. For your own numbers:
+For four ranks, eight micro-batches, [F = I = W = 1](../explanation/tables.md#words) for a rank's
+share of the model, and free transfers. Bubble: idle over total time. Activations: the most that a
+rank keeps, in micro-batches of a quarter of the model. Weights: quarters of the model that a rank
+holds. For your own numbers:
 
 ```sh
 python -m gpipe_hpc.draw draw.format=table pipeline.stages=4 pipeline.microbatches=8
 ```
 
 - `auto` searches an order for the measured costs of your layers, and `file` runs a table of your
-  own: see [draw and compare schedules](../how-to/pictures.md).
-- `gems` (Jain et al.) is for images so large that a rank holds one: see [large
-  images](../../experiments/large_images/README.md). Without `replications` each pass has one
-  micro-batch; `replications=1` is MAST, more are MASTER.
-- The paper of every schedule, with its figures next to ours: [the
-  literature](../../experiments/literature.md).
+  own: see [draw and compare schedules](../how-to/pictures.md#choose-or-write-a-schedule).
+- [The literature](../../experiments/literature.md) has the paper of every schedule.
 """
 
 
@@ -99,14 +95,16 @@ def pages() -> dict[str, str]:
 def library(page: str) -> str:
     """Return the page of the library with its table of keywords of `Pipeline` as the code has it.
 
-    A keyword has the meaning of the setting with its name, of which the first sentence is shown, or
+    A keyword has the meaning of the setting with its name, of which the first part is shown, or
     that of the docstring below it.
     """
     cells = []
     for each in settings_of(Keywords):
         setting = setting_of(each.name)
         default = "Outer()" if isinstance(each.default, Outer) else repr(each.default)
-        meaning = each.meaning or (setting.meaning.partition(". ")[0] if setting else "")
+        meaning = each.meaning or (
+            re.split(r"[.;] (?![^(]*\))", setting.meaning)[0] if setting else ""
+        )
         meaning = re.sub(r"\b(pipeline|outer)\.(?=\w)", "", meaning.replace("null", "None"))
         cells.append([_code(each.name), _code(default), meaning.removesuffix(".") + "."])
     head, _, rest = page.partition("| keyword |")
