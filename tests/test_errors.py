@@ -84,7 +84,7 @@ def test_too_many_open_files_are_told_from_permissions(tmp_path):
         (errno.ENAMETOOLONG, "choose a shorter one"),
         (errno.ENOTDIR, "a part of the path is a file"),
         (errno.ETIMEDOUT, "its file server does not answer"),
-        (errno.E2BIG, "make it anew, look at the file system, or leave it out"),
+        (errno.E2BIG, "create it again, check the file system, or remove it from data"),
     ],
 )
 def test_data_have_these_remedies_and_one_for_others(tmp_path, number, words):

@@ -1,6 +1,6 @@
-"""Data: what a run reads, and in which order.
+"""Data of a run: datasets, their order, and readers of batches.
 
-Names are loaded when they are first asked for: processes that list files need no torch.
+Names are imported lazily: processes that index files do not need torch.
 """
 
 from importlib import import_module

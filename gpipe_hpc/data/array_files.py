@@ -1,8 +1,7 @@
 """One array in a file: .npy, an array of an .npz archive, or a tensor of a .safetensors file.
 
-Rows are read through memory maps, so an array may be larger than memory. Only what NumPy has
-compressed (`np.savez_compressed`) has to be unpacked whole, when it is first read. Nothing is
-unpickled.
+Rows are read through memory maps, so an array may be larger than memory. Only compressed arrays
+(`np.savez_compressed`) are decompressed as a whole, at first use. Nothing is unpickled.
 """
 
 import math
@@ -28,13 +27,13 @@ from gpipe_hpc.errors import DataError, MissingDataError, UnfitDataError
 
 _NPY: Final = b"\x93NUMPY"
 _ZIP: Final = b"PK\x03\x04"
-_LOCAL_HEADER: Final = struct.Struct("<26x2H")  # of a zip member: the lengths of name and extra
-_SAVE_ANEW: Final = "save it anew, as np.save('x.npy', array)"
+_LOCAL_HEADER: Final = struct.Struct("<26x2H")  # of a zip member: lengths of name and extra field
+_SAVE_ANEW: Final = "save it again with np.save('x.npy', array)"
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array that lies in a file; `load` maps it, or unpacks it, at its first use."""
+    """An array in a file; `load` maps or decompresses it at first use."""
 
     path: Path
     key: str | None
@@ -45,12 +44,12 @@ class StoredArray:
 
     @cached_property
     def _mapped(self) -> tuple[Tensor, BinaryIO, int]:
-        """Return the numbers, and the open file behind them with its size."""
+        """Return the array, its open file and the file's size when it was mapped."""
         file = self.path.open("rb", buffering=0)
         return self.load(), file, os.fstat(file.fileno()).st_size
 
     def rows(self, indices: Sequence[int]) -> Tensor:
-        """Return these rows, a copy; DataError if the file cannot be read any more."""
+        """Return a copy of the given rows; raise DataError if the file can no longer be read."""
         with _readable(self.path, DataError):
             numbers, file, size = self._mapped
             if self.is_mapped:
@@ -66,27 +65,34 @@ class StoredArray:
 def open_array(
     path: str, key: str | None, which: str, what: str, *, is_given: bool = True
 ) -> StoredArray:
-    """Return what `data.<which><what>` names; `key` (data.<what>_key) chooses from an archive.
+    """Open the array that `data.<which><what>` names, lazily.
 
-    Without a key an archive's only array is taken, or the one called `what`. `is_given`: whether
-    the file was named for this, or is that of the inputs. Raises DataError that says what is there
-    instead.
+    Args:
+        path: the file.
+        key: the value of data.<what>_key, which selects an array of an archive; if None, the only
+            array or the one named `what` is used.
+        which: "" for training, "validation_" for validation.
+        what: "inputs" or "targets".
+        is_given: whether the file was set for this array; if not, it is the file of the inputs.
+
+    Raises:
+        DataError: if the file or the array does not exist; the message lists the existing arrays.
     """
     setting = f"data.{which}{what}"
     file = Path(path).expanduser()
     if not file.is_file():
         raise MissingDataError(
-            f"data: {setting} names no file, expected .npy, .npz or .safetensors, got {path!r} in "
-            f"{Path.cwd()}; correct it"
+            f"data: {setting}={path!r} is not a file (working folder {Path.cwd()}); "
+            f"set it to a .npy, .npz or .safetensors file"
         )
     with _readable(file):
         found = _arrays_of(file)
     if None in found:
         if key is not None or not is_given:
-            remedy = f"leave data.{what}_key out" if is_given else f"set {setting}"
+            remedy = f"remove data.{what}_key" if is_given else f"set {setting}"
             raise UnfitDataError(
-                f"data: {setting}: {file} holds one array without a name, expected an archive "
-                f"(.npz, .safetensors) to choose the {what} from, got .npy; {remedy}"
+                f"data: {setting}: {file} is a .npy file with a single unnamed array, but choosing "
+                f"the {what} needs an archive (.npz, .safetensors); {remedy}"
             )
         chosen: str | None = None
     else:
@@ -95,7 +101,7 @@ def open_array(
         array = found[chosen]()
     if not array.shape:
         raise UnfitDataError(
-            f"data: {array} is a single number, expected a first dimension of samples; {_SAVE_ANEW}"
+            f"data: {array} is a scalar; the first dimension must be the samples; {_SAVE_ANEW}"
         )
     return array
 
@@ -109,7 +115,7 @@ def _chosen(file: Path, names: Sequence[str], key: str | None, what: str, is_giv
         return names[0]
     expected = f"one array, or one called {what!r}" if key is None else f"one called {key!r}"
     raise UnfitDataError(
-        f"data: {file} does not say which array is the {what}, expected {expected}, got "
+        f"data: cannot tell which array of {file} is the {what}: expected {expected}, got "
         f"{', '.join(names) or 'none'}; choose one with data.{what}_key=NAME"
     )
 
@@ -118,7 +124,7 @@ _Openers = Mapping[str | None, Callable[[], StoredArray]]
 
 
 def _arrays_of(path: Path) -> _Openers:
-    """Return how to open each array of a file by its name; a single one has None."""
+    """Return a function for each array of a file that opens it, keyed by name (None if unnamed)."""
     with path.open("rb") as file:
         head = file.read(len(_NPY))
     if head == _NPY:
@@ -128,13 +134,13 @@ def _arrays_of(path: Path) -> _Openers:
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
     raise UnfitDataError(
-        f"data: {path} is no file of arrays, expected .npy, .npz or .safetensors, got one that "
-        f"starts with {head!r}; {_SAVE_ANEW}"
+        f"data: {path} is not a .npy, .npz or .safetensors file (it starts with {head!r}); "
+        f"{_SAVE_ANEW}"
     )
 
 
 def _open_npy(path: Path) -> StoredArray:
-    # Copy on write: torch warns of memory that may only be read, and nobody writes here.
+    # Copy-on-write: torch warns about read-only memory, and nothing writes to this array.
     load = partial(np.load, path, mmap_mode="c", allow_pickle=False)
     array: npt.NDArray[Any] = load()
     return StoredArray(path, None, array.shape, _dtype_of(array, path), lambda: _tensor(load()))
@@ -145,8 +151,8 @@ def _open_npz(path: Path) -> _Openers:
         members = [each for each in archive.infolist() if each.filename.endswith(".npy")]
     if not members:
         raise UnfitDataError(
-            f"data: {path} is an archive without arrays, as torch.save writes one, expected .npy, "
-            f".npz or .safetensors; save it anew, as np.save('x.npy', tensor.numpy())"
+            f"data: {path} is an archive without NumPy arrays, such as torch.save writes, not a "
+            f".npy, .npz or .safetensors file; save it again with np.save('x.npy', tensor.numpy())"
         )
     found: dict[str | None, Callable[[], StoredArray]] = {}
     for each in members:
@@ -161,8 +167,8 @@ def _open_member(path: Path, name: str, member: zipfile.ZipInfo) -> StoredArray:
         start = stream.tell()
     if member.file_size - start != math.prod(shape) * dtype.itemsize:
         raise UnfitDataError(
-            f"data: {path}:{name} is damaged, expected {math.prod(shape) * dtype.itemsize} bytes "
-            f"behind its header, got {member.file_size - start}; make it anew"
+            f"data: {path}:{name} is damaged: expected {math.prod(shape) * dtype.itemsize} bytes "
+            f"after its header, got {member.file_size - start}; create it again"
         )
     empty: npt.NDArray[Any] = np.empty(0, dtype)
     order: Literal["F", "C"] = "F" if by_columns else "C"
@@ -184,11 +190,13 @@ def _npy_header(stream: IO[bytes], path: Path) -> tuple[tuple[int, ...], bool, n
         return np.lib.format.read_array_header_1_0(stream)
     if version == (2, 0):
         return np.lib.format.read_array_header_2_0(stream)
-    raise UnfitDataError(f"data: {path} holds an array of version {version}; {_SAVE_ANEW}")
+    raise UnfitDataError(
+        f"data: {path} contains an array of unsupported .npy version {version}; {_SAVE_ANEW}"
+    )
 
 
 def _start_of(path: Path, member: zipfile.ZipInfo) -> int:
-    """Return where the bytes of a member that is not compressed begin in the archive."""
+    """Return the offset of an uncompressed member's data in the archive."""
     with path.open("rb") as file:
         file.seek(member.header_offset)
         of_name, of_extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
@@ -224,13 +232,13 @@ def _dtype_of(array: npt.NDArray[Any], path: Path) -> torch.dtype:
 
 @contextmanager
 def _readable(path: Path, kind: type[DataError] = UnfitDataError) -> Iterator[None]:
-    """Return a block whose errors of reading a file become DataError, of what it holds a `kind`."""
+    """Convert errors of opening a file to DataError, and errors of its content to `kind`."""
     try:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
         raise kind(
-            f"data: {path} is damaged or holds other things than numbers, expected arrays of "
-            f"numbers, got {type(error).__name__}: {error}; {_SAVE_ANEW}"
+            f"data: {path} is damaged or contains something other than arrays of numbers "
+            f"({type(error).__name__}: {error}); {_SAVE_ANEW}"
         ) from error

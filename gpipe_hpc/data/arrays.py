@@ -1,4 +1,4 @@
-"""Arrays in files: row i of one is the input, row i of the other the target of sample i."""
+"""Arrays in files: row i of one array is the input of sample i, row i of another its target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _DTYPES: Final = Choices(
 
 @dataclass
 class ArraysConfig(DataConfig):
-    """The user's own arrays, in files of NumPy's or safetensors."""
+    """The user's own arrays, in NumPy or safetensors files."""
 
     no_matter: ClassVar[frozenset[str]] = DataConfig.no_matter | {
         "inputs",
@@ -32,7 +32,7 @@ class ArraysConfig(DataConfig):
     }
 
     inputs: Annotated[str | None, Level.EVERYDAY] = None
-    """File of the inputs; the first dimension counts the samples."""
+    """File of the inputs; the first dimension is the samples."""
 
     targets: Annotated[str | None, Level.EVERYDAY] = None
     """File of the targets. null: an array in the file of the inputs."""
@@ -44,12 +44,12 @@ class ArraysConfig(DataConfig):
     """Name of the targets in an archive. null: its only array, or targets."""
 
     inputs_dtype: Annotated[str, _DTYPES] = "auto"
-    """Type of the inputs in training. auto: float32, whole numbers int64. stored: as in the file.
-    float32 keeps 0 to 255 of pictures."""
+    """Type of the inputs in training. auto: float32, or int64 for integers. stored: as in the file.
+    float32 keeps the range 0 to 255 of images."""
 
     targets_dtype: Annotated[str, _DTYPES] = "auto"
-    """Type of the targets, as inputs_dtype. Whole numbers are classes and get another loss than
-    other numbers."""
+    """Type of the targets, as inputs_dtype. Integers are classes and get another loss than
+    floating-point numbers."""
 
     validation_inputs: Annotated[str | None, Level.EVERYDAY] = None
     """File of inputs for validation. null: validation_fraction of the rows."""
@@ -58,10 +58,10 @@ class ArraysConfig(DataConfig):
     """File of targets for validation."""
 
     validation_fraction: Annotated[float, Level.EVERYDAY] = 0.05
-    """Fraction of the rows for validation, spread over the file, the same ones each time."""
+    """Fraction of the rows for validation, spread over the file, the same rows in every run."""
 
     def check(self) -> None:
-        """Refuse settings that cannot work; raises ConfigError that names one."""
+        """Check the settings; raise ConfigError naming the one that is wrong."""
         super().check()
         if not self.inputs:
             remedy = "as data.inputs=x.npy data.targets=y.npy"
@@ -72,17 +72,17 @@ class ArraysConfig(DataConfig):
         check_fraction(self.validation_fraction)
 
     def open(self, seed: int, spare: Path | None) -> PairSource:
-        """Return what `open_arrays` does."""
+        """Open the files with `open_arrays`."""
         return open_arrays(self)
 
     def shapes(self, num_samples: int) -> Shapes:
-        """Return the shapes of a batch, by the headers of the files."""
+        """Return the shapes of a batch of `num_samples`, from the headers of the files."""
         whole = self.training_arrays()
         loss = fitting_loss(whole.read_targets([0]))
         if loss is None:
             raise ConfigError(
-                "data: the loss is unknown, expected targets that are numbers or classes, got "
-                f"{whole.targets}; set data.targets_dtype"
+                "data: no default loss for these targets, which must be floating-point numbers or "
+                f"integer classes: got {whole.targets}; set data.targets_dtype"
             )
         inputs, targets = (
             Shape(str(each.dtype).removeprefix("torch."), (num_samples, *each.stored.shape[1:]))
@@ -91,12 +91,12 @@ class ArraysConfig(DataConfig):
         return Shapes(inputs, targets, loss)
 
     def training_arrays(self) -> "ArrayPairs":
-        """Return the arrays of `inputs` and `targets`, looked at but not read."""
+        """Open the arrays of `inputs` and `targets`, reading only their headers."""
         assert self.inputs is not None, "checked before"
         return self._pairs("", self.inputs, self.targets)
 
     def validation_arrays(self) -> "ArrayPairs | None":
-        """Return those of `validation_inputs` and `validation_targets`; None if not given."""
+        """Open `validation_inputs` and `validation_targets`; return None if they are not set."""
         if not self.validation_inputs:
             return None
         return self._pairs("validation_", self.validation_inputs, self.validation_targets)
@@ -116,14 +116,14 @@ class ArraysConfig(DataConfig):
 
 @dataclass(frozen=True)
 class Rows:
-    """An array and the type that its numbers are brought to."""
+    """A stored array and the dtype that its rows are converted to."""
 
     stored: StoredArray
     wanted: str = "auto"
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the type of what is read: with `auto` float32, or int64 for whole numbers."""
+        """Return the dtype of rows; "auto" means float32, int64 for integers, or bool."""
         own = self.stored.dtype
         if self.wanted == "stored":
             return own
@@ -135,7 +135,7 @@ class Rows:
         return torch.float32 if own.is_floating_point else torch.int64
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Return these rows."""
+        """Return the given rows, converted."""
         return self.stored.rows(indices).to(self.dtype)
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class ArrayPairs:
-    """Sample i: row i of the inputs and row i of the targets; each is read by who needs it."""
+    """Pairs of rows: sample i is row i of the inputs and row i of the targets."""
 
     inputs: Rows
     targets: Rows
@@ -154,35 +154,38 @@ class ArrayPairs:
         length, other = (each.stored.shape[0] for each in (self.inputs, self.targets))
         if length != other:
             raise UnfitDataError(
-                f"data: inputs and targets differ in length, expected as many rows (the first "
-                f"dimension) in both, got {self.inputs.stored} and {self.targets.stored}; give "
+                f"data: inputs and targets differ in the number of rows (the first dimension): "
+                f"{self.inputs.stored} and {self.targets.stored}; set data.targets to "
                 f"the targets of these inputs"
             )
         if not length:
             raise UnfitDataError(
-                f"data: {self.inputs.stored} has no rows, expected samples; fill it"
+                f"data: {self.inputs.stored} has no rows; at least one sample is needed"
             )
         object.__setattr__(self, "num_samples", length)
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return rows of the inputs, [len(indices), ...]."""
+        """Return rows of the inputs, of shape [len(indices), ...]."""
         return self.inputs.read(indices)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return rows of the targets, [len(indices), ...]."""
+        """Return rows of the targets, of shape [len(indices), ...]."""
         return self.targets.read(indices)
 
     def digest(self) -> str:
-        """Return a short text that is equal where names, sizes and types are."""
+        """Return a digest of file names, shapes and dtypes."""
         return f"{self.inputs}/{self.targets}"
 
 
 def open_arrays(config: ArraysConfig) -> PairSource:
-    """Return the rows of the given files, some of them held back for validation.
+    """Open arrays in files as training and validation data, reading only headers.
 
-    Validation is `validation_inputs` and `validation_targets`, or else a share of the rows, from
-    all over. Looks at headers alone. Raises DataError for a file that is not there, is none of the
-    known kinds or holds several arrays, and for arrays that do not go together.
+    Validation data is `validation_inputs` and `validation_targets`, or else a fraction of the rows,
+    spread over the file.
+
+    Raises:
+        DataError: if a file does not exist, has an unsupported format or contains several arrays to
+            choose from, or if inputs and targets do not match.
     """
     whole = config.training_arrays()
     held = config.validation_arrays()
@@ -194,21 +197,21 @@ def open_arrays(config: ArraysConfig) -> PairSource:
             _refuse_unlike(ours, theirs)
     loss = loss_of_samples(whole, whole.read_targets([0]))
     about = (
-        f"inputs {whole.inputs}, targets {whole.targets}; {train.num_samples} samples to train on, "
-        f"{validation.num_samples} held back"
+        f"inputs {whole.inputs}, targets {whole.targets}; {train.num_samples} training samples, "
+        f"{validation.num_samples} validation samples"
     )
     return PairSource(train, validation, loss, about)
 
 
 def _refuse_complex(stored: StoredArray, setting: str, wanted: str) -> None:
-    """Raise ConfigError for complex numbers that would lose a half, or end in a layer of floats."""
+    """Raise ConfigError if complex numbers would be converted to a real dtype."""
     if stored.dtype.is_complex and wanted != "stored":
         raise refuse(
             f"data.{setting}",
-            f"stored for complex numbers, as {stored} holds",
+            f"stored for complex numbers ({stored})",
             wanted,
-            "set that where the model takes complex numbers, else save real and imaginary parts as "
-            "numbers of their own, as np.stack([x.real, x.imag], 1)",
+            "set it if the model accepts complex inputs; otherwise save real and imaginary parts "
+            "as separate numbers with np.stack([x.real, x.imag], 1)",
         )
 
 
@@ -217,6 +220,6 @@ def _refuse_unlike(train: Rows, validation: Rows) -> None:
     theirs = (validation.dtype, validation.stored.shape[1:])
     if ours != theirs:
         raise UnfitDataError(
-            f"data: validation samples are unlike those to train on, expected rows as in "
-            f"{train.stored}, got {validation.stored}; give both alike"
+            f"data: validation samples differ from training samples in shape or dtype: expected "
+            f"rows as in {train.stored}, got {validation.stored}; make them equal"
         )

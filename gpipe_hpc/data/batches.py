@@ -1,4 +1,4 @@
-"""From the order of samples to what a rank gives its pipeline, batch after batch."""
+"""Batches that a rank passes to its pipeline, read in the planned order of samples."""
 
 from collections.abc import Iterable, Iterator
 from itertools import tee
@@ -24,7 +24,7 @@ from gpipe_hpc.settings import DataConfig
 
 
 class Batch(NamedTuple):
-    """This rank's part of a global batch of `num_samples`; `position` is the one after it."""
+    """This rank's part of a global batch of `num_samples`; `position` is the position after it."""
 
     num_samples: int
     position: int
@@ -33,11 +33,20 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Global batches in a planned order, read by those ranks that use them.
+    """Iterator over global batches in a planned order; each rank reads only its part.
 
-    Every rank takes each batch; one whose stages need neither inputs nor targets reads nothing
-    and gives no `dataset`. What is read ahead of the batch last taken belongs to no position: it
-    is neither lost nor repeated when a run goes on from there.
+    Every rank takes each batch; a rank whose stages need neither inputs nor targets passes no
+    dataset and reads nothing. Positions count batches taken, not batches read ahead, so a resumed
+    run neither loses nor repeats samples.
+
+    Args:
+        pipe: the pipeline, which determines the rank's part.
+        dataset: the samples; None if the rank needs none.
+        plan: the global batches, in order.
+        settings: number of workers and depth of prefetching.
+        tally: counts corrupt samples.
+        timeout_s: maximum seconds to wait for a batch.
+        what: name of the data in error messages.
     """
 
     def __init__(
@@ -55,7 +64,7 @@ class Batches:
         ahead, self._plan = tee(plan)
         self._readers: Readers | ProcessReaders | None = None
         if pipe.needs_inputs or pipe.needs_targets:
-            assert dataset is not None, "a rank that needs samples has opened no data"
+            assert dataset is not None, "a rank that needs samples must open the data"
             reader = BatchReader(dataset, pipe.needs_inputs, pipe.needs_targets, tally.limit)
             self._readers = open_readers(
                 reader,
@@ -69,7 +78,7 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch; raises DataError on every rank where one cannot read its part."""
+        """Return the next batch; raise DataError on every rank if one rank cannot read its part."""
         planned, world = next(self._plan), self._pipe.world
         where = f"reading {self._what} of step {self._pipe.steps_done}"
         with together(world, where):
@@ -85,7 +94,7 @@ class Batches:
         return Batch(len(planned.indices), planned.position, inputs, targets)
 
     def close(self) -> None:
-        """End the threads that read ahead."""
+        """Stop workers that read ahead."""
         if self._readers is not None:
             self._readers.close()
 
@@ -93,9 +102,10 @@ class Batches:
         return self._pipe.share(len(planned.indices))
 
     def _used(self, planned: PlannedBatch, reading: Reading | None) -> list[int]:
-        """Return the samples of the global batch after replacing those that ranks found corrupt.
+        """Return the global batch's samples after all ranks have replaced corrupt samples.
 
-        Only who reads inputs finds out; whoever reads their targets must know, and all count.
+        Only ranks that read inputs detect corrupt samples; ranks that read targets need the
+        replaced indices, and all ranks count corrupt samples.
         """
         pipe = self._pipe
         corrupt = {} if reading is None else dict(reading.corrupt)
@@ -105,7 +115,7 @@ class Batches:
         if not found.item():
             return used
         own = list(enumerate(reading.used, self._share(planned).start)) if reading else []
-        # Of all samples those alone travel that another takes the place of.
+        # Exchange only the indices of replaced samples.
         other = {place: index for place, index in own if index != planned.indices[place]}
         others, merged = pipe.everybody.merge_object(
             (other, corrupt), lambda ahead, behind: (ahead[0] | behind[0], ahead[1] | behind[1])

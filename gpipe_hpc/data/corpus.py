@@ -1,4 +1,4 @@
-"""Files of tokens as one long memory-mapped text, and the samples cut from it."""
+"""Files of tokens as one long memory-mapped text, and training samples cut from it."""
 
 import hashlib
 from bisect import bisect_right
@@ -21,19 +21,19 @@ Counts = npt.NDArray[np.int64]
 
 
 class TokenText(Protocol):
-    """A long text of tokens, of which any part can be read."""
+    """A long text of tokens with random access."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the length of the text."""
+        """Return the length of the text in tokens."""
         ...
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens `start` to `stop`; raise DataError where they cannot be read."""
+        """Return tokens `start` to `stop`; raise DataError if they cannot be read."""
         ...
 
     def digest(self) -> str:
-        """Return a short text that is equal where the tokens are."""
+        """Return a digest of the text; equal digests mean equal tokens."""
         ...
 
 
@@ -46,14 +46,17 @@ class Segment(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the file's name, the same on all machines."""
+        """Return the file's name, which is equal on all machines."""
         return self.file.name
 
 
 class Corpus:
-    """Segments read as one text; files are mapped when they are used and never copied whole.
+    """Segments of files read as one text through memory maps.
 
-    `vocab_size`: tokens are smaller; `maps`: shared with other corpora of the same files.
+    Args:
+        segments: the parts of files, in order; empty ones are dropped.
+        vocab_size: upper bound of the tokens; a larger token is an error when it is read.
+        maps: open memory maps, shared with other corpora of the same files.
     """
 
     def __init__(
@@ -66,13 +69,13 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Return the length of the text."""
+        """Return the length of the text in tokens."""
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> Tokens:
         """Return tokens `start` to `stop`, which may span files.
 
-        Raises DataError for a file that cannot be read, and for a token beyond the vocabulary.
+        Raises DataError if a file cannot be read, or if a token is outside the vocabulary.
         """
         assert 0 <= start <= stop <= self.num_tokens, f"[{start}, {stop}) of {self.num_tokens}"
         parts = []
@@ -85,7 +88,7 @@ class Corpus:
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def digest(self) -> str:
-        """Return a short text of names and lengths; reads no file."""
+        """Return a digest of file names and segment lengths, without reading files."""
         listing = "\n".join(f"{each.name} {each.start} {each.stop}" for each in self.segments)
         return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
@@ -97,8 +100,8 @@ class Corpus:
         if is_beyond or (info.min < 0 and int(tokens.min()) < 0):
             place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
             raise UnfitDataError(
-                f"data: {segment.file.path} has a token beyond the vocabulary at position "
-                f"{first + place}, expected 0 or more and less than data.vocab_size="
+                f"data: {segment.file.path} has a token outside the vocabulary at position "
+                f"{first + place}: expected 0 or more and less than data.vocab_size="
                 f"{self.vocab_size}, got {int(tokens[place])} ({segment.file.kind}); raise "
                 f"data.vocab_size and the model's, or correct data.dtype"
             )
@@ -106,7 +109,7 @@ class Corpus:
 
 
 class TokenWindows:
-    """Sample i: tokens from i x seq_len on; the targets are the inputs one token later."""
+    """Dataset of windows of seq_len tokens of a text; targets are the inputs shifted by one."""
 
     def __init__(self, corpus: TokenText, seq_len: int, vocab_size: int) -> None:
         self.corpus = corpus
@@ -115,19 +118,19 @@ class TokenWindows:
 
     @property
     def num_samples(self) -> int:
-        """Return the windows that fit; fewer than seq_len tokens at the very end stay unused."""
+        """Return the number of complete windows; the incomplete one at the end is unused."""
         return max(0, (self.corpus.num_tokens - 1) // self.seq_len)
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 tokens, [len(indices), seq_len]."""
+        """Return int64 tokens of shape [len(indices), seq_len]."""
         return self._read(indices, shift=0)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return the int64 token that follows each input, [len(indices), seq_len]."""
+        """Return the next token of each input, int64 of shape [len(indices), seq_len]."""
         return self._read(indices, shift=1)
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the text and the sequence length."""
         return f"{self.corpus.digest()}/{self.seq_len}"
 
     def _read(self, indices: Sequence[int], shift: int) -> Tensor:
@@ -149,9 +152,9 @@ class TextSource:
     about: str = ""
 
     def baseline(self) -> float | None:
-        """Return the cost of guessing each validation token from how often it is in training.
+        """Return the validation loss of predicting tokens by their training frequency.
 
-        In nats a token; None without validation text.
+        In nats per token; None if there is no validation text.
         """
         if not self.validation.num_samples:
             return None
@@ -159,21 +162,21 @@ class TextSource:
 
 
 def about_text(what: str, train: TokenWindows, validation: TokenWindows) -> str:
-    """Return what the log says of text: where it is from, how long it is, and its samples."""
+    """Return the log line that describes text data: origin, length and numbers of samples."""
     num_tokens = train.corpus.num_tokens + validation.corpus.num_tokens
     return (
         f"{what}: {num_tokens:,} tokens; {train.num_samples:,} samples of {train.seq_len} tokens "
-        f"to train on, {validation.num_samples:,} held back"
+        f"for training, {validation.num_samples:,} for validation"
     )
 
 
 def unigram_entropy(
     train: TokenText, validation: TokenText, vocab_size: int, limit: int = 1 << 24
 ) -> float:
-    """Return the cross-entropy, in nats, of validation tokens under training frequencies.
+    """Return the cross-entropy, in nats, of validation tokens under training token frequencies.
 
-    Each token counts once more than seen, so that none is impossible. Looks at `limit` tokens of
-    each at most, from all over it.
+    Each training count is incremented by one, so that no token has probability 0. Counts at most
+    `limit` tokens of each text, spread over it.
     """
     return frequency_cost(
         count_tokens(train, vocab_size, limit), count_tokens(validation, vocab_size, limit)
@@ -181,16 +184,16 @@ def unigram_entropy(
 
 
 def frequency_cost(seen: Counts, wanted: Counts) -> float:
-    """Return the cross-entropy, in nats, of guessing `wanted` from how often each was `seen`."""
+    """Return the cross-entropy, in nats, of counts `wanted` under the smoothed counts `seen`."""
     likely = seen + 1
     return float(-(wanted * np.log(likely / likely.sum())).sum() / wanted.sum())
 
 
 def count_tokens(text: TokenText, vocab_size: int, limit: int) -> Counts:
-    """Return how often each token occurs in a text, or in `limit` tokens from all over it."""
+    """Count each token in a text, or in `limit` tokens spread over it."""
     total = np.zeros(vocab_size, np.int64)
     wanted = min(limit, text.num_tokens)
-    # As many blocks as are wanted, each at the start of an equal part of the text.
+    # Divide the text into equal parts and count a block at the start of each.
     num_blocks = -(-wanted // _BLOCK)
     for block in range(num_blocks):
         start = text.num_tokens * block // num_blocks

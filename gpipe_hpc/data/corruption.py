@@ -1,4 +1,4 @@
-"""What is done about samples that cannot be decoded: stop, or go on and keep count."""
+"""Policy for samples that cannot be decoded: stop, or skip and count them."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 def tolerance(config: DataConfig) -> int:
-    """Return how many corrupt samples a run bears: 0 where it stops at the first."""
+    """Return the maximum number of corrupt samples; 0 if the run stops at the first."""
     if getattr(config, "corrupt", "stop") == "stop":
         return 0
     limit: int = vars(config)["max_corrupt"]
@@ -18,7 +18,7 @@ def tolerance(config: DataConfig) -> int:
 
 
 class CorruptTally:
-    """The corrupt samples of a run, each counted once; the same on every rank."""
+    """Counter of distinct corrupt samples of a run, equal on every rank."""
 
     def __init__(self, limit: int, named: Iterable[str] = ()) -> None:
         self.limit = limit
@@ -26,20 +26,20 @@ class CorruptTally:
 
     @property
     def count(self) -> int:
-        """Return how many different samples were found corrupt."""
+        """Return the number of distinct corrupt samples."""
         return len(self._names)
 
     @property
     def names(self) -> list[str]:
-        """Return their names, in the order in which they were found."""
+        """Return the names of the corrupt samples, in the order in which they were found."""
         return list(self._names)
 
     def add(
         self, found: Mapping[str, str], *, says: bool, kind: type[DataError] = DataError
     ) -> None:
-        """Count what was found: name -> what is wrong. `says`: log what is new.
+        """Count corrupt samples, given as error messages by name; `says` also logs new ones.
 
-        Raises an error of that kind, which gives the newest, where they become more than the limit.
+        Raises an error of type `kind` with the newest message if the limit is exceeded.
         """
         for name, message in found.items():
             if name in self._names:
@@ -52,10 +52,7 @@ class CorruptTally:
 
 
 def beyond(limit: int, message: str) -> str:
-    """Return the message for one corrupt sample more than the run bears."""
+    """Return the error message for a corrupt sample that exceeds the limit."""
     if not limit:
         return message
-    return (
-        f"data: more corrupt samples than data.max_corrupt, expected at most {limit}, got one "
-        f"more: {message}"
-    )
+    return f"data: more corrupt samples than data.max_corrupt={limit} allows: {message}"

@@ -1,4 +1,4 @@
-"""What the training loop asks of data: numbered samples, inputs and targets read apart."""
+"""Interfaces between data and training: map-style datasets and pairs of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from gpipe_hpc.pytree import Nest
 
 
 class CorruptSampleError(DataError):
-    """A sample whose bytes cannot be decoded; `sample` names file and sample."""
+    """A sample whose bytes cannot be decoded; `sample` names the file and the sample."""
 
     def __init__(self, sample: str, message: str) -> None:
         super().__init__(message)
@@ -17,51 +17,50 @@ class CorruptSampleError(DataError):
 
 
 class Dataset(Protocol):
-    """Samples numbered from 0.
+    """Samples with indices from 0.
 
-    Inputs and targets are read apart, since the first stage needs only the ones and the last only
-    the others. A sample depends on its number and, where it is varied in training, on the epoch:
-    not on what it is read together with, nor on who reads it. Several threads may read at once.
+    Inputs and targets are read separately, since the first stage needs only inputs and the last
+    only targets. A sample depends on its index and, with random augmentation, on the epoch, but not
+    on the rest of the batch or on the reading rank. Several threads may read at the same time.
     """
 
     @property
     def num_samples(self) -> int:
-        """Return how many samples an epoch has."""
+        """Return the number of samples per epoch."""
         ...
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Nest:
-        """Return the inputs of these samples, stacked along dimension 0, in this order.
+        """Return the inputs of the given samples, stacked along dimension 0 in the given order.
 
-        Raises CorruptSampleError for one that cannot be decoded, DataError for a file that cannot
-        be read.
+        Raises CorruptSampleError if a sample cannot be decoded, DataError if a file cannot be read.
         """
         ...
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Nest:
-        """Return the targets of these samples, stacked along dimension 0, in this order."""
+        """Return the targets of the given samples, stacked along dimension 0 in the given order."""
         ...
 
     def digest(self) -> str:
-        """Return a short text that is equal on two ranks exactly if they see the same samples."""
+        """Return a short text that is equal on two ranks exactly if they have the same samples."""
         ...
 
 
 @contextmanager
 def samples_that_fit() -> Iterator[None]:
-    """Return a block, before training, in which memory runs out only for samples too large."""
+    """Convert memory errors while reading samples before training to UnfitDataError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
         raise UnfitDataError(
-            f"data: samples do not fit into memory, expected some that do, got {words_of(error)}; "
-            f"make them smaller, as with data.seq_len or data.height, or take fewer at once"
+            f"data: samples do not fit into memory ({words_of(error)}); "
+            f"lower data.seq_len, data.height or the like, or the batch size"
         ) from error
 
 
 def read_both(dataset: Dataset, indices: Sequence[int], epoch: int) -> tuple[Nest, Nest]:
-    """Return inputs and targets, read once where a data set can only give both."""
+    """Return inputs and targets, in one pass if the dataset has a method `read_both`."""
     both = getattr(dataset, "read_both", None)
     if both is None:
         return dataset.read_inputs(indices, epoch), dataset.read_targets(indices, epoch)
@@ -70,43 +69,40 @@ def read_both(dataset: Dataset, indices: Sequence[int], epoch: int) -> tuple[Nes
 
 
 def reads_in_processes(dataset: Dataset) -> bool:
-    """Say whether threads that read would wait for one another, so that processes must read."""
+    """Return whether the dataset should be read in worker processes, as threads share the GIL."""
     return bool(getattr(dataset, "reads_in_processes", False))
 
 
 class DataSource(Protocol):
-    """A training and a validation set, and what goes with both."""
+    """A training and a validation set, with loss, description and corrupt samples."""
 
     @property
     def train(self) -> Dataset:
-        """Return the samples to learn from."""
+        """Return the training set."""
         ...
 
     @property
     def validation(self) -> Dataset:
-        """Return the samples held back; it may have none."""
+        """Return the validation set, which may be empty."""
         ...
 
     @property
     def corrupt(self) -> Mapping[str, str]:
-        """Return what was found corrupt on opening, and left out: its name, and what is wrong."""
+        """Return error messages of samples found corrupt on opening and skipped, by name."""
         ...
 
     @property
     def loss(self) -> str | None:
-        """Return the name of the loss that fits, for `gpipe_hpc.models.loss_function`.
-
-        None where only the user knows.
-        """
+        """Return the name of the default loss for `gpipe_hpc.models.loss_function`, or None."""
         ...
 
     @property
     def about(self) -> str:
-        """Return what was found, for the log; empty where the settings say it all."""
+        """Return a description of the data for the log; empty if the settings suffice."""
         ...
 
     def baseline(self) -> float | None:
-        """Return the validation loss of a guess without a model, in nats; None if unknown.
+        """Return the validation loss of a trivial prediction in nats; None if unknown.
 
         Reads the data.
         """
@@ -114,7 +110,7 @@ class DataSource(Protocol):
 
 
 class DataFacts(NamedTuple):
-    """What every rank knows of the data, also one that opens none."""
+    """Facts about the data that every rank needs, including ranks that open none."""
 
     num_samples: int
     num_validation_samples: int
@@ -124,7 +120,7 @@ class DataFacts(NamedTuple):
 
     @classmethod
     def of(cls, source: DataSource) -> "DataFacts":
-        """Return the facts of opened data."""
+        """Collect the facts about opened data."""
         train, validation = source.train, source.validation
         digests = (train.digest(), validation.digest())
         return cls(train.num_samples, validation.num_samples, digests, source.loss, source.corrupt)

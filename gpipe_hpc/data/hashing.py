@@ -1,6 +1,6 @@
-"""Random numbers by position: a pure function of a few words, over whole arrays.
+"""Counter-based random numbers: hashes of a few integers, vectorized over arrays.
 
-The mixing is `gpipe_hpc.models.mix64`, the finaliser of splitmix64, one word after the other.
+The mixing function is `gpipe_hpc.models.mix64`, the finalizer of splitmix64, applied per integer.
 """
 
 from typing import Final
@@ -17,16 +17,16 @@ _SECOND: Final = np.uint64(0x94D049BB133111EB)
 
 
 def hash_words(*words: int | Words) -> Words:
-    """Return 64 well-mixed bits for each combination of words; arrays broadcast."""
+    """Return 64 well-mixed bits for each combination of integers; arrays broadcast."""
     state = np.zeros(1, np.uint64)
     for word in words:
-        # At least one dimension: arrays wrap around in silence, scalars with a warning.
+        # At least one dimension: overflow of scalars would raise a warning.
         state = absorb(state, np.atleast_1d(np.asarray(word, np.uint64)))
     return state
 
 
 def absorb(state: Words, word: Words) -> Words:
-    """Return the bits for one word more than those that made `state`."""
+    """Mix one more integer into the hash state."""
     mixed: Words = state + _GOLDEN * (word + _ONE)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND

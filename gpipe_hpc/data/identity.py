@@ -1,8 +1,8 @@
-"""Which samples a run takes in which order: what a checkpoint says of it beside the position.
+"""Identity of the samples of a run and of their order, which a checkpoint stores with the position.
 
-A position counts samples since the start of a run. It means the same samples only while the data,
-the seed and the batch size are what they were. Files are told apart by their names, sizes and some
-of their samples, not by folders or dates: a copy on another machine is the same data.
+A position is the number of samples since the start of a run. It denotes the same samples only if
+data, seed and batch size are unchanged. Files are identified by their names, sizes and some of
+their samples, not by folders or dates: a copy on another machine is the same data.
 """
 
 import hashlib
@@ -23,26 +23,26 @@ from gpipe_hpc.pytree import flatten
 from gpipe_hpc.settings import DataConfig, TrainConfig
 
 Identity = Mapping[str, Any]
-"""What JSON can hold."""
+"""A dictionary of JSON values."""
 
-_ORDER: Final = 1  # raised where the sampler gives another order
-_RAMP: Final = "train.batch_ramp"  # its start, steps and increment
-_NUM_LOOKED_AT: Final = 16  # samples, from the first to the last
+_ORDER: Final = 1  # version of the sampler's order
+_RAMP: Final = "train.batch_ramp"  # start, steps and increment
+_NUM_LOOKED_AT: Final = 16  # samples to hash, spread over the data
 
 
 @runtime_checkable
 class Stored(Protocol):
-    """A dataset whose samples are made from stored bytes in ways that may differ by machine."""
+    """A dataset whose samples are decoded from bytes, with machine-dependent results."""
 
     def stored(self, index: int) -> bytes:
-        """Return the bytes that sample `index` is made from, inputs and target."""
+        """Return the bytes from which sample `index` is decoded, inputs and target."""
         ...
 
 
 def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identity:
-    """Return what decides about the samples of a run and their order; reads some samples.
+    """Return the properties that determine the samples of a run and their order.
 
-    Raises DataError where one cannot be read.
+    Reads some samples; raises DataError if one cannot be read.
     """
     dataset = source.train
     settings = {k: v for k, v in data.written().items() if k not in data.no_matter}
@@ -51,7 +51,7 @@ def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identi
         "order": _ORDER,
         "train.seed": train.seed,
         "train.batch_size": train.batch_size,
-        # None without one, as in checkpoints that know of none.
+        # None if there is no ramp, as in older checkpoints.
         _RAMP: None if ramp.start is None else [ramp.start, ramp.steps, ramp.increment],
         "samples": dataset.num_samples,
         "digest": hashlib.sha256(dataset.digest().encode()).hexdigest()[:16],
@@ -63,9 +63,9 @@ def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identi
 
 
 def differences(was: Identity, now: Identity) -> list[str]:
-    """Return what makes the samples of a run, or their order, other ones; empty where nothing.
+    """Describe the differences that change the samples of a run or their order; empty if none.
 
-    Settings and their two values where they explain it, else that the files are others.
+    Lists settings with both values if they explain the difference, else reports changed content.
     """
     order = ("train.seed", "train.batch_size", _RAMP)
     found = [_change(name, was, now) for name in order if was.get(name) != now.get(name)]
@@ -78,7 +78,7 @@ def differences(was: Identity, now: Identity) -> list[str]:
     settings = [_change(k, before, after) for k in after if before.get(k, after[k]) != after[k]]
     if was.get("samples") != now.get("samples"):
         settings.append(_change("samples", was, now))
-    # A seed alone may have changed the digest: images are varied by it.
+    # The digest of augmented images contains the seed.
     if not settings and (was.get("content") != now.get("content") or not found):
         settings.append("the content of the data")
     return found + settings
@@ -89,7 +89,7 @@ def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _content(dataset: Dataset) -> str:
-    """Return a hash of a few samples from all over the data."""
+    """Return a hash of a few samples spread over the data."""
     hashed = hashlib.sha256()
     places = np.linspace(0, max(0, dataset.num_samples - 1), _NUM_LOOKED_AT)
     for index in dict.fromkeys(places.round().astype(np.int64).tolist()):
@@ -108,7 +108,7 @@ def _sample(dataset: Dataset, index: int) -> Iterator[bytes]:
         for leaf in flatten(read_both(dataset, [index], epoch=0))[0]:
             if isinstance(leaf, torch.Tensor):
                 yield f"{leaf.dtype}{list(leaf.shape)}".encode()
-                # As bytes: NumPy lacks some of torch's types.
+                # View as bytes: NumPy lacks some dtypes of torch.
                 yield leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             else:
                 yield repr(leaf).encode()

@@ -1,4 +1,4 @@
-"""Where the index of data is kept, and the one way to get it: as it is kept, or made and kept."""
+"""Load the index of data from a file, or create and save it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,16 +9,13 @@ from gpipe_hpc.data.indexing.parts import Part
 
 
 class Keeping(NamedTuple):
-    """Where indices are kept.
-
-    `chosen`: by data.index_dir, or else beside the data, or in `spare`, if that is read-only.
-    """
+    """Location of index files: data.index_dir (`chosen`), else next to the data, else `spare`."""
 
     chosen: str | None = None
     spare: Path | None = None
 
     def folders(self, beside: Path) -> list[Path]:
-        """Return the folders that may hold the index of data that lie in the folder `beside`."""
+        """Return the folders that may contain the index of data in the folder `beside`."""
         if self.chosen is not None:
             return [Path(self.chosen).expanduser().absolute()]
         spare = [] if self.spare is None else [self.spare]
@@ -34,11 +31,20 @@ def indexed(
     is_sound: Callable[[Part], bool],
     is_worth_keeping: Callable[[Part], bool],
 ) -> Part:
-    """Return the index of files or folders: as it is kept, if they are unchanged, or a new one.
+    """Return the index of files or folders, loaded from a valid index file or newly created.
 
-    `is_sound` holds what a kept one says against the files; what takes no time to make
-    (`is_worth_keeping`) is kept only where data.index_dir asks for it. Raises OSError where a
-    source is not there, and what `make` raises.
+    Args:
+        kind: type of the index, part of its file name.
+        sources: the indexed files or folders.
+        settings: settings that the index depends on.
+        keeping: location of index files.
+        make: creates the index.
+        is_sound: checks a loaded index against the files.
+        is_worth_keeping: whether to save an index without data.index_dir; small ones are fast to
+            make.
+
+    Raises:
+        OSError: if a source does not exist; errors of `make` propagate.
     """
     place = kept.place_of(kind, sources, settings, keeping.folders(sources[0].parent))
     found = kept.load(place, is_sound)

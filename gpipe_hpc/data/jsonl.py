@@ -1,4 +1,4 @@
-"""JSON lines: documents, the bytes of their text as tokens, one after the other."""
+"""JSON Lines data: the UTF-8 bytes of each document are its tokens, documents are concatenated."""
 
 import threading
 from bisect import bisect_right
@@ -25,10 +25,10 @@ from gpipe_hpc.settings import Choices, Level, Range, TokenDataConfig, refuse
 
 @dataclass
 class JsonLinesConfig(TokenDataConfig):
-    """Documents, one JSON object a line, bytes as tokens."""
+    """JSON Lines files: one document per line, its bytes are the tokens."""
 
     paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
-    """Files, patterns or folders, as [corpus/*.jsonl]."""
+    """Files, patterns or folders, for example [corpus/*.jsonl]."""
 
     validation_paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
     """Files, patterns or folders for validation. []: a part of paths."""
@@ -37,7 +37,7 @@ class JsonLinesConfig(TokenDataConfig):
     """Percentage of documents for validation, chosen by a hash of their text."""
 
     key: Annotated[str, Level.EVERYDAY] = "text"
-    """Key of the text in each object."""
+    """Key of the text in each JSON object."""
 
     separator: int = 256
     """Token that ends each document; bytes are 0 to 255."""
@@ -47,18 +47,18 @@ class JsonLinesConfig(TokenDataConfig):
     """Folder of the index for later runs. null: .gpipe_hpc next to the data, or run.dir."""
 
     corrupt: Annotated[str, Choices("stop", "skip")] = "stop"
-    """What happens at a line that cannot be read: stop, or skip it."""
+    """Action at a line that cannot be read: stop the run, or skip the line."""
 
     max_corrupt: Annotated[int, Range(1)] = 100
-    """Largest number of skipped lines."""
+    """Maximum number of skipped lines."""
 
     @property
     def holds_bytes(self) -> bool:
-        """Say whether tokens are the bytes of texts."""
+        """Return whether tokens are bytes of text: always True."""
         return True
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if not self.paths:
             raise refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*]")
@@ -71,18 +71,18 @@ class JsonLinesConfig(TokenDataConfig):
             )
 
     def open(self, seed: int, spare: Path | None) -> TextSource:
-        """Return what `open_jsonl` does."""
+        """Open the files with `open_jsonl`."""
         return open_jsonl(self, spare)
 
 
-_BLOCK: Final = 2**25  # bytes of a file that one task looks through
-_WORTH_KEEPING: Final = 2**26  # bytes of files; the index of fewer is made in a second
-_KEPT_BYTES: Final = 2**24
+_BLOCK: Final = 2**25  # bytes of a file that one task scans
+_WORTH_KEEPING: Final = 2**26  # bytes; smaller data is indexed again in about a second
+_KEPT_BYTES: Final = 2**24  # of decoded documents in the cache
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Where documents lie: of each its file, the bytes of its line, and those of its text."""
+    """Locations of all documents: file, line offset and length, text length and hash percentile."""
 
     paths: tuple[Path, ...]
     files: npt.NDArray[np.int32]
@@ -90,20 +90,20 @@ class Lines:
     num_bytes: npt.NDArray[np.int64]
     text_bytes: npt.NDArray[np.int64]
     percentiles: npt.NDArray[np.uint8]
-    wrong: Mapping[str, str]  # what else is in the files: name -> complaint
+    wrong: Mapping[str, str]  # unreadable lines: location -> error message
 
 
 @dataclass
 class Documents:
-    """The text of documents, each ended by a separator; read at random through their offsets.
+    """The concatenated text of documents, each ended by a separator, with random access.
 
-    A document is decoded whole where a part of it is wanted, and kept for a while: a sample's
-    inputs and targets come from the same ones.
+    A document is decoded as a whole when a part of it is read, and cached: a sample's inputs and
+    targets come from the same documents.
     """
 
     lines: Lines
-    chosen: npt.NDArray[np.int64]  # the number of each document's line
-    ends: npt.NDArray[np.int64]  # tokens up to the end of each, its separator included
+    chosen: npt.NDArray[np.int64]  # index into `lines` of each document
+    ends: npt.NDArray[np.int64]  # cumulative number of tokens, separators included
     key: str
     separator: int
     _kept: OrderedDict[int, Tokens] = field(default_factory=OrderedDict, init=False, repr=False)
@@ -114,18 +114,18 @@ class Documents:
     def of(
         cls, lines: Lines, is_chosen: npt.NDArray[np.bool_], config: JsonLinesConfig
     ) -> "Documents":
-        """Return the documents on those lines that are marked."""
+        """Create the text of the documents selected by a boolean mask over `lines`."""
         chosen = np.flatnonzero(is_chosen)
         ends = np.cumsum(lines.text_bytes[chosen] + 1)
         return cls(lines, chosen, ends, config.key, config.separator)
 
     @property
     def num_tokens(self) -> int:
-        """Return the length of the text, separators included."""
+        """Return the length of the text in tokens, separators included."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens `start` to `stop`; raise DataError where a file has changed."""
+        """Return tokens `start` to `stop`; raise DataError if a file has changed since indexing."""
         parts = []
         document = bisect_right(self.ends, start)
         while start < stop:
@@ -136,7 +136,7 @@ class Documents:
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def digest(self) -> str:
-        """Return a short text of the files' names and the places of the documents."""
+        """Return a digest of the file names, document positions and separator."""
         names = Names(path.name for path in self.lines.paths)
         places = names.digest(self.lines.offsets[self.chosen])
         return f"{places}/{names.digest(self.ends)}/{self.separator}"
@@ -177,19 +177,25 @@ class Documents:
 
     def _changed(self, path: Path, offset: int, got: str) -> DataError:
         return DataError(
-            f"data: {path} has changed, expected the document at byte {offset} as it was, got "
-            f"{got}; keep data files as they are while a run reads them"
+            f"data: {path} has changed since it was indexed: the document at byte {offset} is now "
+            f"{got}; do not modify data files while a run reads them"
         )
 
 
 def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource:
-    """Return the documents of the given files as text for training and validation.
+    """Open JSON Lines files as text for training and validation.
 
-    Reads every line once, to find the documents and how long they are, unless an earlier run kept
-    that. Validation is `validation_paths`, or `validation_percent` of the documents, by a hash of
-    their text: equal documents are on one side. `spare`: where the index is kept if the data's
-    folder is read-only. Raises DataError for a pattern without files, where more lines are corrupt
-    than data.corrupt bears, and without text to train on.
+    Reads every line once to locate the documents, unless an index from an earlier run exists.
+    Validation data is `validation_paths`, or `validation_percent` of the documents, selected by a
+    hash of their text, so that equal documents are in the same split.
+
+    Args:
+        config: the data settings.
+        spare: folder for the index if the folder of the data is read-only.
+
+    Raises:
+        DataError: if a pattern matches no file, if more lines are corrupt than data.corrupt and
+            data.max_corrupt allow, or if there is too little text to train on.
     """
     tally = CorruptTally(tolerance(config))
     keeping = Keeping(config.index_dir, spare)
@@ -207,8 +213,8 @@ def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource
     )
     if not train.num_samples:
         raise UnfitDataError(
-            f"data: too little text in {', '.join(config.paths)}, expected more than data.seq_len="
-            f"{config.seq_len} tokens to train on, got {train.corpus.num_tokens}; give more "
+            f"data: too little text in {', '.join(config.paths)}: training needs more than "
+            f"data.seq_len={config.seq_len} tokens, got {train.corpus.num_tokens}; add "
             f"documents or lower data.seq_len"
         )
     num_documents = int(is_kept.sum() + is_held.sum())
@@ -222,7 +228,7 @@ def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource
 
 
 def _find_lines(patterns: Sequence[str], key: str, keeping: Keeping, tally: CorruptTally) -> Lines:
-    """Return the documents of files; DataError where more lines are corrupt than `tally` bears."""
+    """Index the documents of all matching files; raise DataError if `tally` exceeds its limit."""
     paths = expand(patterns, (".jsonl",))
     try:
         sizes = np.array([path.stat().st_size for path in paths], np.int64)
@@ -257,7 +263,7 @@ _COLUMNS: Final = ("offset", "num_bytes", "text_bytes", "percentile")
 def _scan(
     paths: Sequence[Path], sizes: npt.NDArray[np.int64], key: str, tally: CorruptTally
 ) -> Part:
-    """Return where the documents of files lie, and `wrong`: file, line from 1, what it is."""
+    """Scan files in parallel; return document columns and `wrong`, (file, line, error) triples."""
     files = [file for file, size in enumerate(sizes) for _ in range(0, int(size), _BLOCK)]
     tasks = [
         _task(path, start, int(size), key)
@@ -271,10 +277,10 @@ def _scan(
         new = [(file, num_lines[file] + line + 1, what) for line, what in part.facts["wrong"]]
         num_lines[file] += part.facts["lines"]
         wrong += new
-        # Where not even the first line of all is a document, the key or the file is the wrong one.
+        # If the very first line is not a document, data.key or data.paths is probably wrong.
         is_unfit = not tally.limit and any((place, line) == (0, 1) for place, line, _ in new)
         kind = UnfitDataError if is_unfit else DataError
-        # At once: who stops at the first corrupt line need not read the others.
+        # Count after each block, so that a run that stops at corrupt lines reads no further.
         tally.add(_complaints(Part({}, {"wrong": new}), paths, key), says=False, kind=kind)
         columns["file"].append(np.full(len(part.arrays["offset"]), file, np.int32))
         for name in _COLUMNS:
@@ -294,7 +300,10 @@ def _task(path: Path, start: int, size: int, key: str) -> Task:
 
 
 def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
-    """Say whether what a kept index says is within the files; raises ValueError and the like."""
+    """Return whether all positions of a stored index lie within the files.
+
+    Malformed error entries raise ValueError, TypeError or IndexError.
+    """
     file, *columns = (part.arrays[name] for name in ("file", *_COLUMNS))
     offset, num_bytes, text_bytes, _ = columns
     _complaints(part, paths, key="")
@@ -315,6 +324,6 @@ def _complaints(part: Part, paths: Sequence[Path], key: str) -> dict[str, str]:
 
 def _complaint(where: str, key: str, got: str) -> str:
     return (
-        f"data: {where} is corrupt, expected a JSON object with text under {key!r}, got {got}; "
-        f"correct it or data.key, or leave such lines out with data.corrupt=skip"
+        f"data: {where} is corrupt: expected a JSON object with text under {key!r}, got {got}; "
+        f"correct the line or data.key, or set data.corrupt=skip to skip such lines"
     )

@@ -1,4 +1,4 @@
-"""Files of tokens in memory maps, not more at a time than a process may keep open."""
+"""Cache of memory-mapped token files, limited by the number of open files."""
 
 import errno
 import resource
@@ -19,11 +19,10 @@ _SCARCE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class MappedFiles:
-    """Maps of files, made at their first use; the one unused for longest goes first.
+    """Least-recently-used cache of memory maps of token files.
 
-    A map keeps a descriptor of its file open (Python's mmap has one of its own), and a process may
-    have few: a corpus may have thousands of files. Several threads may read at once; a map that
-    one still reads stays until it is done.
+    Each map keeps a file descriptor open, and a corpus may have more files than a process may open.
+    Thread-safe; a map that is still being read stays valid after it leaves the cache.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -35,7 +34,7 @@ class MappedFiles:
         return len(self._maps)
 
     def tokens(self, file: TokenFile) -> npt.NDArray[Any]:
-        """Return all tokens of a file, unread; DataError if it is unreadable or has shrunk."""
+        """Return the mapped tokens of a file; raise DataError if it is unreadable or truncated."""
         with self._lock:
             if file in self._maps:
                 self._maps.move_to_end(file)
@@ -52,7 +51,7 @@ class MappedFiles:
         except OSError as error:
             if error.errno not in _SCARCE or not self._maps:
                 raise unreadable(file.path, error) from error
-        # Others of this process need descriptors too: do with as many maps as there are now.
+        # Leave file descriptors to the rest of the process: halve the number of maps.
         self.most = max(1, len(self._maps) // 2)
         while len(self._maps) >= self.most:
             self._maps.popitem(last=False)
@@ -67,14 +66,14 @@ def _mapped(file: TokenFile) -> npt.NDArray[Any]:
     held = (file.path.stat().st_size - file.offset) // size
     if held < file.num_tokens:
         raise DataError(
-            f"data: {file.path} has changed, expected at least {file.num_tokens} tokens, got "
-            f"{max(0, held)}; keep data files as they are while a run reads them"
+            f"data: {file.path} has changed: expected at least {file.num_tokens} tokens, got "
+            f"{max(0, held)}; do not modify data files while a run reads them"
         )
     return np.memmap(file.path, file.dtype, "r", file.offset, (file.num_tokens,))
 
 
 def _affordable() -> int:
-    """Return a quarter of the files that this process may have open."""
+    """Return the default size of the cache: a quarter of the limit of open files, within bounds."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST

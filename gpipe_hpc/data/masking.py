@@ -1,9 +1,8 @@
-"""Masked language modelling: some tokens are hidden, and the model is to tell which they were.
+"""Masked language modelling as in BERT (Devlin et al., 2019).
 
-Devlin et al., BERT: Pre-training of deep bidirectional transformers, 2019: of the chosen tokens 8
-in 10 become the mask token, 1 in 10 becomes any token, 1 in 10 stays; only chosen ones are targets.
-Which, depends on (train.seed, epoch, sample, position) alone: not on the layout, nor on what a
-sample is read together with. Validation hides the same tokens in every run.
+Of the selected tokens 80 % become the mask token, 10 % a random token, and 10 % stay unchanged;
+only selected tokens are targets. The selection depends only on (train.seed, epoch, sample,
+position), not on the layout or the batch. Validation masks the same tokens in every run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,13 @@ from gpipe_hpc.data.hashing import Words, hash_words
 from gpipe_hpc.settings import TokenDataConfig
 
 IGNORED: Final = -100
-_STREAM: Final = 6  # apart from those of the sampler, of images and of synthetic samples
+_STREAM: Final = 6  # random stream; the sampler, images and synthetic samples use others
 _TRAIN, _VALIDATION = 0, 1
 _TENTHS_MASKED, _TENTHS_ANY = 8, 1
 
 
 class _Hiding(NamedTuple):
-    """How tokens are hidden. `key`: what the choice depends on, beside epoch and sample."""
+    """Parameters of masking; `key` is the part of the random key besides epoch and sample."""
 
     mask_token: int
     fraction: float
@@ -35,18 +34,18 @@ class _Hiding(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Samples of another dataset of tokens: inputs with some hidden, and those as targets."""
+    """Dataset that masks tokens of another dataset: masked inputs, original tokens as targets."""
 
     tokens: Dataset
     hiding: _Hiding
 
     @property
     def num_samples(self) -> int:
-        """Return how many samples an epoch has."""
+        """Return the number of samples per epoch."""
         return self.tokens.num_samples
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 tokens, [len(indices), seq_len], some of them hidden."""
+        """Return int64 tokens of shape [len(indices), seq_len], some of them masked."""
         tokens: Tensor = self.tokens.read_inputs(indices, epoch)
         is_chosen = self._chosen(indices, epoch, tokens)
         lot = self._draw(indices, epoch, tokens, 1)
@@ -57,12 +56,12 @@ class MaskedTokens:
         return tokens.masked_fill(is_masked, self.hiding.mask_token).where(~is_any, anything)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return the int64 tokens that were chosen, -100 elsewhere, [len(indices), seq_len]."""
+        """Return the selected tokens, -100 elsewhere, int64 of shape [len(indices), seq_len]."""
         tokens: Tensor = self.tokens.read_inputs(indices, epoch)
         return tokens.where(self._chosen(indices, epoch, tokens), IGNORED)
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the tokens and of the parameters of masking."""
         return f"{self.tokens.digest()}/masked {tuple(self.hiding)}"
 
     def _chosen(self, indices: Sequence[int], epoch: int, tokens: Tensor) -> Tensor:
@@ -70,7 +69,7 @@ class MaskedTokens:
         return _tensor(draws >> np.uint64(11)) < self.hiding.fraction * 2**53
 
     def _draw(self, indices: Sequence[int], epoch: int, tokens: Tensor, number: int) -> Words:
-        """Return 64 bits for each token."""
+        """Return 64 random bits for each token, of shape [len(indices), seq_len]."""
         samples = np.asarray(indices, np.uint64)[:, None]
         places = np.arange(tokens.shape[1], dtype=np.uint64)
         return hash_words(_STREAM, *self.hiding.key, epoch, number, samples, places)
@@ -78,7 +77,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True)
 class MaskedSource:
-    """Training and validation samples of a source of tokens, some of them hidden."""
+    """Training and validation sets of tokens with masking."""
 
     source: DataSource
     train: MaskedTokens
@@ -86,26 +85,26 @@ class MaskedSource:
 
     @property
     def corrupt(self) -> Mapping[str, str]:
-        """Return what was found corrupt on opening."""
+        """Return messages about corrupt samples, by name."""
         return self.source.corrupt
 
     @property
     def loss(self) -> str | None:
-        """Return the name of the loss, which leaves out what was not chosen."""
+        """Return the name of the loss, which must ignore targets of -100."""
         return self.source.loss
 
     @property
     def about(self) -> str:
-        """Return what was found."""
+        """Return a description of the data for the log."""
         return self.source.about
 
     def baseline(self) -> float | None:
-        """Return the cost of guessing each hidden token from how often it is in training."""
+        """Return the loss of predicting tokens by their training frequency, in nats per token."""
         return self.source.baseline()
 
 
 def hide_tokens(source: DataSource, config: TokenDataConfig, seed: int) -> MaskedSource:
-    """Return a source of which some tokens are hidden; `seed` is that of the run."""
+    """Add masking to a source of tokens; `seed` is train.seed."""
     hiding = _Hiding(config.hidden_token, config.mask_fraction, config.vocab_size, (_TRAIN, seed))
     fixed = hiding._replace(key=(_VALIDATION, 0))
     return MaskedSource(

@@ -1,4 +1,4 @@
-"""Millions of names in little memory."""
+"""A compact sequence of strings, for millions of sample names."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,10 +12,7 @@ from gpipe_hpc.data.paths import refuse_shrunk
 
 
 class Names:
-    """Texts one after the other in one buffer.
-
-    A list of as many objects takes several times the memory.
-    """
+    """Immutable sequence of strings in one buffer, much smaller than a list of str objects."""
 
     def __init__(self, names: Iterable[str]) -> None:
         encoded = [name.encode("utf-8", "surrogateescape") for name in names]
@@ -26,7 +23,7 @@ class Names:
 
     @classmethod
     def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> "Names":
-        """Return names that lie one after the other in `text`, each up to its end."""
+        """Create the sequence from concatenated UTF-8 `text` and the end of each string."""
         names = cls(())
         names.text, names.ends = text, ends
         return names
@@ -43,12 +40,12 @@ class Names:
         return (self[index] for index in range(len(self)))
 
     def pick(self, kept: npt.NDArray[np.bool_]) -> "Names":
-        """Return those that are marked."""
+        """Return the names selected by a boolean mask."""
         lengths = np.diff(self.ends, prepend=0)
         return Names.of(self.text[np.repeat(kept, lengths)], np.cumsum(lengths[kept]))
 
     def digest(self, numbers: npt.NDArray[Any]) -> str:
-        """Return a short text of all names and of the numbers that go with them."""
+        """Return a digest of all names and of an array of numbers that belong to them."""
         hashed = hashlib.sha256()
         for part in (self.text, self.ends, numbers):
             hashed.update(np.ascontiguousarray(part).tobytes())

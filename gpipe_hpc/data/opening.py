@@ -1,4 +1,4 @@
-"""Open the data that settings describe, and read them in the order of a run."""
+"""Open the data of the settings, and read batches of it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,12 +11,18 @@ from gpipe_hpc.settings import DataConfig, TokenDataConfig
 
 
 def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> DataSource:
-    """Return the training and validation sets that the settings describe.
+    """Open the training and validation sets that the settings describe.
 
-    Looks at names, sizes, headers, and what an index needs; the first read opens the rest. `seed`
-    is that of the run: images are varied by it, and tokens hidden. `spare`: a folder for indices of
-    data whose own is read-only. Raises DataError where there is nothing to train on, or more is
-    corrupt than the settings bear.
+    Reads names, sizes, headers and what an index needs; the first read opens the rest.
+
+    Args:
+        config: the data settings.
+        seed: train.seed, for image augmentation and token masking.
+        spare: folder for indices of data in a read-only folder.
+
+    Raises:
+        DataError: if there is nothing to train on, or if more samples are corrupt than the settings
+            allow.
     """
     source: DataSource = config.open(seed, spare)
     if isinstance(config, TokenDataConfig) and config.objective == "masked":
@@ -31,10 +37,10 @@ def open_readers(
     prefetch: int,
     timeout_s: float,
 ) -> Readers | ProcessReaders:
-    """Return the readings of requests, in order: read when needed, or ahead by `num_workers`.
+    """Return an iterator over the batches of requests, optionally read ahead by `num_workers`.
 
-    Threads read what lets the interpreter go (files, decoding, arrays), processes the code of a
-    user. Where threads would read targets alone, none does: they are quickly read.
+    Threads read files and arrays, which releases the GIL; processes read user code. Threads are not
+    used for targets alone, which are read quickly.
     """
     if num_workers and reads_in_processes(reader.dataset):
         return ProcessReaders(reader, requests, num_workers, prefetch, timeout_s)

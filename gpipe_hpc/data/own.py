@@ -1,11 +1,11 @@
-"""A user's own data set: anything with ``__len__`` and ``__getitem__``, such as a torch Dataset.
+"""A user's own map-style data set: any object with ``__len__`` and ``__getitem__``.
 
-An item is a pair (input, target), which is read whole: the first rank of a pipeline drops the
-targets, the last one the inputs, and ranks between read nothing. A data set that has
-`read_inputs(indices)` and `read_targets(indices)` is asked for what a rank needs alone.
+An item is a pair (input, target), which is read as a whole: the first stage of a pipeline discards
+the targets, the last stage the inputs, and ranks between them read nothing. A data set that has
+`read_inputs(indices)` and `read_targets(indices)` is asked only for the part that a rank needs.
 
-Random numbers of Python, NumPy and torch that an item is varied by follow from (train.seed, epoch,
-item): both ranks see the same item, and so does a run that goes on in another layout.
+The random generators of Python, NumPy and torch are seeded with (train.seed, epoch, item) for each
+item. Random augmentations are therefore equal on both ranks and after a resume in another layout.
 """
 
 import random
@@ -29,16 +29,16 @@ from gpipe_hpc.models import GENERATOR_LOCK
 from gpipe_hpc.pytree import Nest, flatten, with_dicts
 from gpipe_hpc.settings import DataConfig, Level, Shape, Shapes
 
-_STREAM: Final = 7  # apart from those of the sampler, of images, of hidden tokens
+_STREAM: Final = 7  # random stream; the sampler, images and token masking use others
 _TOGETHER: Final = (
-    "let items be tensors, arrays or numbers of one shape, or put them together in data.collate"
+    "return tensors, arrays or numbers of equal shape, or collate the items with data.collate"
 )
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass
 class OwnDataConfig(DataConfig):
-    """A function or class of the user's, and its keywords."""
+    """A user's function or class that creates the data set, and its keyword arguments."""
 
     no_matter: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch", "_target_"})
 
@@ -47,10 +47,10 @@ class OwnDataConfig(DataConfig):
     (training, validation)."""
 
     keywords: dict[str, Any] = field(default_factory=dict)
-    """Keywords of it, set as data.KEYWORD=VALUE."""
+    """Keyword arguments of the function, set as data.KEYWORD=VALUE."""
 
     collate: Annotated[str | None, Level.EVERYDAY] = None
-    """MODULE.FUNCTION that makes a batch (inputs, targets) of a list of items. null: torch's
+    """MODULE.FUNCTION that collates a list of items into a batch (inputs, targets). null: torch's
     default_collate."""
 
     validation_fraction: Annotated[float, Level.EVERYDAY] = 0.05
@@ -58,25 +58,25 @@ class OwnDataConfig(DataConfig):
 
     @property
     def kind(self) -> str:
-        """Return the user's name for it."""
+        """Return the name of the user's function or class."""
         return self.target
 
     def check(self) -> None:
-        """Refuse settings that cannot work; raises ConfigError that names one."""
+        """Check the settings; raise ConfigError naming the one that is wrong."""
         super().check()
         check_fraction(self.validation_fraction)
 
     def written(self) -> Mapping[str, Any]:
-        """Return the settings as they are given on the command line."""
+        """Return the settings in the form in which they are given on the command line."""
         ours = {name: getattr(self, name) for name in _OURS}
         return {"_target_": self.target, **self.keywords, **ours}
 
     def open(self, seed: int, spare: Path | None) -> PairSource:
-        """Return what `open_own` does."""
+        """Open the data set with `open_own`."""
         return open_own(self, seed)
 
     def shapes(self, num_samples: int) -> Shapes:
-        """Return the shapes of a batch, by the first item."""
+        """Return the shapes of a batch of `num_samples`, derived from the first item."""
         source = open_own(self, 0)
         inputs, targets = (source.train.read_inputs([0]), source.train.read_targets([0]))
         if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
@@ -91,55 +91,55 @@ _OURS: Final = ("collate", "validation_fraction", "workers", "prefetch")
 
 @runtime_checkable
 class ReadsApart(Protocol):
-    """A data set of the user's that reads inputs and targets apart."""
+    """A data set that can read inputs without targets and targets without inputs."""
 
     def __len__(self) -> int:
-        """Return how many items there are."""
+        """Return the number of items."""
         ...
 
     def read_inputs(self, indices: Sequence[int]) -> Any:
-        """Return the inputs of these items, stacked along dimension 0."""
+        """Return the inputs of the given items, stacked along dimension 0."""
         ...
 
     def read_targets(self, indices: Sequence[int]) -> Any:
-        """Return the targets of these items, stacked along dimension 0."""
+        """Return the targets of the given items, stacked along dimension 0."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnDataset:
-    """Items of a user's data set, put together as he says."""
+    """A user's data set with the function that collates its items."""
 
     items: Any
     collate: Collate
     seed: int
-    name: str  # what the user calls it
+    name: str  # of the user's function or class
 
     reads_in_processes: ClassVar[bool] = True
-    """Python code of the user's holds the interpreter: threads would wait for one another."""
+    """Whether to read in worker processes: the user's Python code may hold the GIL."""
 
     @property
     def num_samples(self) -> int:
-        """Return how many items there are."""
+        """Return the number of items."""
         return len(self.items)
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Nest:
-        """Return the inputs of these items; raise DataError where the user's code fails."""
+        """Return the inputs of the given items; raise DataError if the user's code fails."""
         if isinstance(self.items, ReadsApart):
             return self._apart(self.items.read_inputs, indices, epoch)
         return self.read_both(indices, epoch)[0]
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Nest:
-        """Return the targets of these items; raise DataError where the user's code fails."""
+        """Return the targets of the given items; raise DataError if the user's code fails."""
         if isinstance(self.items, ReadsApart):
             return self._apart(self.items.read_targets, indices, epoch)
         return self.read_both(indices, epoch)[1]
 
     def read_both(self, indices: Sequence[int], epoch: int = 0) -> tuple[Nest, Nest]:
-        """Return inputs and targets of these items, each read once."""
+        """Return the inputs and targets of the given items, reading each item once."""
         if isinstance(self.items, ReadsApart):
             return self.read_inputs(indices, epoch), self.read_targets(indices, epoch)
-        # A share of no samples has the shapes of one, none of which it holds.
+        # An empty batch takes its shapes from item 0.
         wanted = list(indices) or [0]
         with _kept_generators():
             found = [self._item(index, epoch) for index in wanted]
@@ -151,7 +151,7 @@ class OwnDataset:
         return inputs, targets
 
     def digest(self) -> str:
-        """Return a short text of what it is called and how long it is."""
+        """Return a digest of the data set's name and length."""
         return f"{self.name}/{self.num_samples}"
 
     def _item(self, index: int, epoch: int) -> Any:
@@ -160,11 +160,11 @@ class OwnDataset:
             return self.items[index]
 
     def _together(self, indices: Sequence[int], items: list[Any]) -> Any:
-        """Put items together; where that fails say which one is unlike the first."""
+        """Collate items; on failure, name the first item whose types or shapes differ."""
         try:
             return self.collate(items)
         except Exception:
-            where = f"data: putting items {_numbers(indices)} of {self.name} together"
+            where = f"data: collating items {_numbers(indices)} of {self.name}"
             first, *others = map(_described, items)
             for index, other in zip(indices[1:], others, strict=True):
                 if other != first:
@@ -187,23 +187,23 @@ class OwnDataset:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             got, pair = type(batch).__name__, "(input, target)"
             if isinstance(batch, tuple | list):
-                got = f"{len(batch)} of them"
+                got = f"a {got} of length {len(batch)}"
             elif isinstance(batch, Mapping) and len(batch) > 1:
                 got = f"a {got} of {', '.join(map(str, batch))}"
                 pair = "({}, {})".format(*(f"item[{name!r}]" for name in _pair_of(batch)))
             raise DataError(
-                f"data: a batch of {self.name} is no pair, expected (inputs, targets), got {got}; "
-                f"let __getitem__ return a pair, as {pair}, or make pairs in data.collate"
+                f"data: a batch of {self.name} is not a pair (inputs, targets), but {got}; "
+                f"return a pair from __getitem__, such as {pair}, or build pairs in data.collate"
             )
         inputs, targets = (with_tensors(part, f"data: {self.name}") for part in batch)
         return with_dicts(inputs), with_dicts(targets)
 
 
 def open_own(config: OwnDataConfig, seed: int) -> PairSource:
-    """Return the user's data set, or the two that he returns, as data to train on.
+    """Open the user's data set, or pair of training and validation sets, for training.
 
-    Reads the first item, to see which loss fits. Raises ConfigError where what ``data._target_``
-    names cannot be called or fails, DataError where what it returns is no data set.
+    Reads the first item to choose a loss. Raises ConfigError if ``data._target_`` cannot be called
+    or fails, DataError if its result is not a data set.
     """
     made = build_target("data", {"_target_": config.target, **config.keywords})
     collate: Collate = default_collate
@@ -212,9 +212,9 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
     if isinstance(made, tuple) and len(made) == 2:
         if all(isinstance(each, np.ndarray | torch.Tensor) for each in made):
             raise UnfitDataError(
-                f"data: data._target_={config.target} returned two arrays, expected a data set, or "
-                f"two for training and validation; return torch.utils.data.TensorDataset(inputs, "
-                f"targets), of tensors"
+                f"data: data._target_={config.target} returned two arrays instead of a data set or "
+                f"a pair of them for training and validation; return "
+                f"torch.utils.data.TensorDataset(inputs, targets) of tensors"
             )
         train, validation = (_dataset(part, collate, seed, config) for part in made)
         whole: Dataset = train
@@ -224,21 +224,21 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
         whole, held = split(train, config.validation_fraction, config.target)
     if not whole.num_samples:
         raise UnfitDataError(
-            f"data: {config.target} is empty, expected items to train on, got none; "
-            f"let it hold some, or lower data.validation_fraction"
+            f"data: {config.target} has no items to train on; "
+            f"add items, or lower data.validation_fraction"
         )
     loss = loss_of_samples(whole, _first_targets(whole))
-    counts = f"{whole.num_samples} items to train on, {held.num_samples} held back"
+    counts = f"{whole.num_samples} training items, {held.num_samples} validation items"
     about = f"{config.target}: {counts}"
     return PairSource(whole, held, loss, about)
 
 
 def _first_targets(whole: Dataset) -> Nest:
-    """Return the targets of the first item; UnfitDataError if items are no pairs."""
+    """Return the targets of the first item; raise UnfitDataError if items are not pairs."""
     try:
         return whole.read_targets([0])
     except DataError as error:
-        if error.__cause__ is not None:  # it was the user's code that failed
+        if error.__cause__ is not None:  # the user's code failed
             raise
         raise UnfitDataError(str(error)) from None
 
@@ -246,41 +246,41 @@ def _first_targets(whole: Dataset) -> Nest:
 def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> OwnDataset:
     is_apart = isinstance(made, ReadsApart)
     if not hasattr(made, "__len__") or not (is_apart or hasattr(made, "__getitem__")):
-        remedy = "return one whose items have numbers from 0 on"
+        remedy = "return a map-style data set, indexed from 0"
         if isinstance(made, DataLoader):
-            remedy = "return its data set: batches and their order are made here"
+            remedy = "return its data set: gpipe_hpc creates batches and their order itself"
         elif isinstance(made, IterableDataset):
-            remedy = f"{remedy}, as items are drawn in an order that a run can go on in"
+            remedy = f"{remedy}: a resumed run must be able to continue the same order"
         raise UnfitDataError(
-            f"data: data._target_={config.target} returned no data set, expected something with "
-            f"__len__ and __getitem__ (or a pair of them, for training and validation), got "
+            f"data: data._target_={config.target} did not return a data set: expected an object "
+            f"with __len__ and __getitem__ (or a pair, for training and validation), got "
             f"{type(made).__name__}; {remedy}"
         )
     return OwnDataset(made, collate, seed, config.target)
 
 
-_TARGETS: Final = ("labels", "label", "targets", "target", "y")  # as data sets call them
+_TARGETS: Final = ("labels", "label", "targets", "target", "y")  # common names, by preference
 
 
 def _pair_of(batch: Mapping[Any, Any]) -> tuple[Any, Any]:
-    """Return the likely names of inputs and targets: labels by their name, else the last one."""
+    """Guess the keys of inputs and targets; the target has a common label name, or is the last."""
     names = list(batch)
     target = next((name for name in _TARGETS if name in batch), names[-1])
     return next(name for name in names if name != target), target
 
 
-_MOST_NUMBERS: Final = 6  # in a message
+_MOST_NUMBERS: Final = 6  # indices listed in a message
 
 
 def _numbers(indices: Sequence[int]) -> str:
-    """Return numbers as a list, which need not follow one another: the first few of many."""
+    """Format indices as a comma-separated list, shortened after the first few."""
     shown = ", ".join(map(str, indices[:_MOST_NUMBERS]))
     left = len(indices) - _MOST_NUMBERS
     return f"{shown} and {left} more" if left > 0 else shown
 
 
 def _described(item: Any) -> str:
-    """Return the dtypes and shapes of the arrays of an item, and the types of all else."""
+    """Return the dtypes and shapes of an item's arrays and the type names of its other leaves."""
     shown = [
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if isinstance(leaf, torch.Tensor | np.ndarray)
@@ -295,7 +295,7 @@ def _shape(batch: torch.Tensor, num_samples: int) -> Shape:
 
 
 def _key(seed: int, epoch: int, index: int) -> int:
-    """Return 64 bits for an item in an epoch."""
+    """Return a 64-bit seed for an item in an epoch."""
     return int(hash_words(_STREAM, seed, epoch, index)[0])
 
 
@@ -307,7 +307,7 @@ def _seed_generators(key: int) -> None:
 
 @contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Leave the process's generators as they were, and keep other threads from torch's."""
+    """Restore the random generators on exit and lock torch's against other threads."""
     with GENERATOR_LOCK:
         python, numpy, torchs = (
             random.getstate(),

@@ -1,4 +1,4 @@
-"""What a user's own data have in common: a share held back, and a loss by what the targets are."""
+"""Common parts of user data sets: the validation split, and the default loss for their targets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ from gpipe_hpc.errors import DataError
 from gpipe_hpc.pytree import Nest
 from gpipe_hpc.settings import refuse
 
-_SPLIT_KEY: Final = (2**64 - 1, 2**64 - 2)  # no run's (seed, epoch), nor that of validation
-# By the number of dimensions of targets that are classes, the samples' included.
+_SPLIT_KEY: Final = (2**64 - 1, 2**64 - 2)  # unlike any run's (seed, epoch) and validation's key
 UNSHIFTED: Final = "unshifted"
 SHIFTED: Final = "shifted"
 _LOOKED_AT: Final = 8  # samples
+# Losses by the number of dimensions of integer targets, including the batch dimension.
 _OF_CLASSES: Final = {1: "classification", 2: "token_cross_entropy", 3: "segmentation"}
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """Training and validation samples of a user's own, and what was found."""
+    """Training and validation sets of user data, with the default loss and a description."""
 
     train: Dataset
     validation: Dataset
@@ -33,16 +33,16 @@ class PairSource:
     corrupt: Mapping[str, str] = field(default_factory=dict)
 
     def baseline(self) -> float | None:
-        """Return None: nobody knows what a guess would be."""
+        """Return None: the loss of a trivial prediction is unknown."""
         return None
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some samples of a data set, from all over it, in the order of a fixed permutation.
+    """A subset of a data set: a range of a fixed random permutation of its samples.
 
-    The permutation depends on the number of samples alone, so every run and rank holds back the
-    same ones. Nothing is kept of it, however many there are.
+    The permutation depends only on the number of samples, so every run and rank uses the same
+    subset. It is computed per index and needs no memory.
     """
 
     whole: Dataset
@@ -50,24 +50,24 @@ class Part:
     num_samples: int
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Nest:
-        """Return the inputs of these samples."""
+        """Return the inputs of the given samples."""
         return self.whole.read_inputs(self._rows(indices), epoch)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Nest:
-        """Return the targets of these samples."""
+        """Return the targets of the given samples."""
         return self.whole.read_targets(self._rows(indices), epoch)
 
     def read_both(self, indices: Sequence[int], epoch: int = 0) -> tuple[Nest, Nest]:
-        """Return inputs and targets of these samples."""
+        """Return the inputs and targets of the given samples."""
         return read_both(self.whole, self._rows(indices), epoch)
 
     @property
     def reads_in_processes(self) -> bool:
-        """Say whether threads that read would wait for one another."""
+        """Return whether to read in worker processes instead of threads."""
         return reads_in_processes(self.whole)
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the whole data set and the range."""
         return f"{self.whole.digest()}/{self.first}+{self.num_samples}"
 
     def _rows(self, indices: Sequence[int]) -> list[int]:
@@ -76,31 +76,32 @@ class Part:
 
 
 def split(whole: Dataset, fraction: float, what: str) -> tuple[Dataset, Dataset]:
-    """Return samples to train on and the share of them that is held back.
+    """Split a data set at random into training and validation samples.
 
-    With a fraction above 0 at least one is. Raises DataError where none is left to train on.
+    With a fraction above 0 at least one sample is for validation. Raises DataError if none is left
+    for training.
     """
     total = whole.num_samples
     num_held = max(1, round(total * fraction)) if fraction else 0
     if total <= num_held:
         raise DataError(
-            f"data: too few samples in {what}, expected at least {num_held + 1}, got {total}; give "
-            f"more, or hold none back with data.validation_fraction=0"
+            f"data: too few samples in {what}: expected at least {num_held + 1}, got {total}; add "
+            f"samples, or use none for validation with data.validation_fraction=0"
         )
     return Part(whole, num_held, total - num_held), Part(whole, 0, num_held)
 
 
 def check_fraction(fraction: float) -> None:
-    """Raise ConfigError for a share that cannot be."""
+    """Raise ConfigError if data.validation_fraction is outside [0, 1)."""
     if not 0 <= fraction < 1:
         raise refuse("data.validation_fraction", "0 <= fraction < 1", fraction, "lower it")
 
 
 def fitting_loss(targets: Nest) -> str | None:
-    """Return the name of the loss for a batch of targets; None where only the user knows.
+    """Return the name of the default loss for a batch of targets; None if there is none.
 
-    Numbers are approached (mean_squared_error); whole numbers are classes: one for each sample,
-    each token of a sequence, or each pixel of an image.
+    Floating-point targets use mean_squared_error. Integers are classes: per sample, per token of a
+    sequence, or per pixel of an image.
     """
     if not isinstance(targets, Tensor):
         return None
@@ -111,7 +112,7 @@ def fitting_loss(targets: Nest) -> str | None:
 
 
 def loss_of_samples(whole: Dataset, targets: Nest) -> str | None:
-    """Return the name of the loss that fits a data set, of which these targets are the first."""
+    """Return the name of the default loss of a data set, given the targets of its first sample."""
     loss = fitting_loss(targets)
     if loss == "token_cross_entropy" and labels_are(whole) == UNSHIFTED:
         return "causal_lm"
@@ -119,16 +120,16 @@ def loss_of_samples(whole: Dataset, targets: Nest) -> str | None:
 
 
 def labels_are(whole: Dataset) -> str | None:
-    """Return how the labels of the first samples stand to their tokens; None for neither way.
+    """Detect whether labels of the first samples are UNSHIFTED or SHIFTED tokens; None if neither.
 
-    UNSHIFTED: each is its own token, as transformers takes labels; SHIFTED: each is the next one.
-    Labels of -100 tell nothing, and neither do tokens that are all the same.
+    UNSHIFTED: each label is its own token, as transformers expects; SHIFTED: each is the next
+    token. Labels of -100 and sequences of a single repeated token are ignored.
     """
     found: set[str | None] = set()
     for index in range(min(_LOOKED_AT, whole.num_samples)):
         try:
             inputs, labels = read_both(whole, [index], 0)
-        except DataError:  # who reads it to train on raises it
+        except DataError:  # training raises it
             break
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
         if not isinstance(tokens, Tensor) or not isinstance(labels, Tensor):
@@ -144,7 +145,7 @@ def labels_are(whole: Dataset) -> str | None:
 
 
 def _agree(tokens: Tensor, labels: Tensor) -> bool | None:
-    """Say whether labels that count are the tokens; None where there is nothing to tell by."""
+    """Return whether labels other than -100 equal the tokens; None if this cannot be decided."""
     counted = labels != -100
     own = tokens[counted]
     if not own.numel() or bool((own == own[0]).all()):

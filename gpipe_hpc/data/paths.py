@@ -1,4 +1,4 @@
-"""Files that settings name: paths, patterns and folders."""
+"""Expansion of paths and patterns in settings, and errors of unreadable or truncated files."""
 
 import errno
 import glob
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gpipe_hpc.errors import DataError, MissingDataError, os_remedy
 
-# What a wrong path gives, other than what a disk or a network do.
+# Errors caused by a wrong path, not by a disk or network failure.
 _MISTAKES: Final = frozenset(
     {
         *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP),
@@ -23,10 +23,15 @@ _MISTAKES: Final = frozenset(
 
 
 def expand(patterns: Sequence[str], folder_suffixes: Sequence[str] = ()) -> list[Path]:
-    """Return the files that paths and patterns name, each pattern's in order of their names.
+    """Return the files matching paths and patterns, the matches of each pattern sorted by name.
 
-    `folder_suffixes`: a folder stands for its files that end so; with none, folders are not taken.
-    Raises MissingDataError for a pattern without files.
+    Args:
+        patterns: paths or glob patterns.
+        folder_suffixes: suffixes of the files to take from a matching folder; if empty, folders are
+            ignored.
+
+    Raises:
+        MissingDataError: if a pattern matches no file.
     """
     paths: list[Path] = []
     for pattern in patterns:
@@ -39,37 +44,37 @@ def expand(patterns: Sequence[str], folder_suffixes: Sequence[str] = ()) -> list
             suffixes = " or ".join(folder_suffixes)
             inside = f" or {suffixes} files in a folder" if suffixes else ""
             raise MissingDataError(
-                f"data: no such file, expected files{inside} at {pattern!r}, got none in "
-                f"{Path.cwd()}; correct data.paths or data.validation_paths"
+                f"data: no files{inside} match {pattern!r} (working folder {Path.cwd()}); "
+                f"correct data.paths or data.validation_paths"
             )
         paths.extend(sorted(files))
     return paths
 
 
 def folder(setting: str, path: str | Path, remedy: str = "correct it") -> Path:
-    """Return a folder that is there; raise MissingDataError that names setting and remedy."""
+    """Return an existing folder; raise MissingDataError with the setting and a remedy otherwise."""
     found = Path(path).expanduser()
     if not found.is_dir():
         raise MissingDataError(
-            f"data: {setting} is no folder, expected one with the data, got {str(found)!r} in "
-            f"{Path.cwd()}; {remedy}"
+            f"data: {setting}: {str(found)!r} is not a folder (working folder {Path.cwd()}); "
+            f"{remedy}"
         )
     return found
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """Return the error for a file that the system does not let us read."""
-    remedy = os_remedy(error) or "make it anew, look at the file system, or leave it out"
+    """Return the error for a file that cannot be read because of `error`."""
+    remedy = os_remedy(error) or "create it again, check the file system, or remove it from data"
     is_mistaken = isinstance(error, OSError) and error.errno in _MISTAKES
     kind = MissingDataError if is_mistaken else DataError
-    return kind(f"data: {path} cannot be read, expected a readable file, got {error}; {remedy}")
+    return kind(f"data: {path} cannot be read: {error}; {remedy}")
 
 
 def refuse_shrunk(array: npt.NDArray[Any]) -> None:
-    """Raise DataError if an array lies in a map of a file that was cut short since.
+    """Raise DataError if a memory-mapped file has been truncated since the array was mapped.
 
-    To be called before each reading, as the system ends a process that reads behind the end of a
-    mapped file (SIGBUS). It costs about a microsecond. Other arrays are fine.
+    Call this before each read: reading beyond the end of a mapped file kills the process (SIGBUS).
+    It takes about a microsecond. Arrays that are not memory-mapped are accepted.
     """
     base: Any = array
     while isinstance(base, np.ndarray):
@@ -81,9 +86,9 @@ def refuse_shrunk(array: npt.NDArray[Any]) -> None:
 
 
 def refuse_short(path: Path, expected: int, found: int) -> None:
-    """Raise DataError for a file that has fewer bytes than when it was opened."""
+    """Raise DataError if a file has fewer bytes than when it was opened."""
     if found < expected:
         raise DataError(
-            f"data: {path} was cut short while it was read, expected {expected} bytes as before, "
-            f"got {found}; keep data files as they are while a run reads them"
+            f"data: {path} was truncated from {expected} to {found} bytes while a run reads it; "
+            f"do not modify data files during a run"
         )

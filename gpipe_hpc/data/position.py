@@ -1,4 +1,4 @@
-"""Where in its data a run goes on: at the checkpoint's position, if the data are the same."""
+"""Check, on resume, that the data of a run is the data of its checkpoint."""
 
 import logging
 from collections.abc import Mapping
@@ -11,43 +11,53 @@ from gpipe_hpc.errors import CheckpointError
 log = logging.getLogger("gpipe_hpc.train")
 
 IDENTITY: Final = "data"
-"""The key, among what a checkpoint keeps for its run, of what it knows of the data."""
+"""Key of the data's identity in a checkpoint's extra values."""
 
 
 def check_data(path: Path, extra: Mapping[str, Any], now: Identity, policy: str) -> None:
-    """Compare a checkpoint's data with those of this run, and say what differs.
+    """Compare a checkpoint's data with the data of this run and log the differences.
 
-    `policy` is checkpoint.data. Raises CheckpointError where it is `same` and they are not.
+    Args:
+        path: the checkpoint, for messages.
+        extra: the checkpoint's extra values.
+        now: identity of the data of this run.
+        policy: the setting checkpoint.data.
+
+    Raises:
+        CheckpointError: if they differ and the policy is `same`.
     """
     was = extra.get(IDENTITY)
     if was is None:
         log.warning(
-            "checkpoint %s: written by a version that kept nothing of the data, so whether they "
-            "are the same is not known; validation may hold samples that it trained on",
+            "checkpoint %s: written by a version that did not record the data, so it cannot be "
+            "compared; validation samples may have been trained on",
             path,
         )
         return
     found = differences(was, now)
     if not found and was.get("validation") != now["validation"]:
-        log.warning("checkpoint %s: was validated on other samples: losses do not compare", path)
+        log.warning(
+            "checkpoint %s: the validation samples have changed: losses are not comparable", path
+        )
     if not found:
         return
     text = "; ".join(found)
     if policy == "same":
         raise CheckpointError(
-            f"checkpoint {path}: expected the data in the order that it was trained on, got "
-            f"{text}; set them as they were, or checkpoint.data=new to begin the data anew with "
-            f"the weights kept, or any to go on after {extra['position']} samples"
+            f"checkpoint {path}: the data or its order differs from that of the checkpoint: "
+            f"{text}; restore the settings, or set checkpoint.data=new to start at the first "
+            f"sample with the checkpoint's weights, or checkpoint.data=any to continue after "
+            f"{extra['position']} samples"
         )
-    start = "at its first sample" if policy == "new" else f"after {extra['position']} samples"
-    log.warning("the data differ from the checkpoint's (%s): going on %s of them", text, start)
+    start = "its first sample" if policy == "new" else f"position {extra['position']} (samples)"
+    log.warning("the data differs from the checkpoint's (%s): continuing at %s", text, start)
 
 
 def goes_on(extra: Mapping[str, Any], now: Identity, policy: str) -> bool:
-    """Say whether the run goes on at the checkpoint's position: not where other data begin anew.
+    """Return whether the run resumes at the checkpoint's position instead of the first sample.
 
-    Where nothing differs `new` changes nothing, so a run that is started again with the same
-    command goes on with what it has begun anew.
+    If the data is unchanged, the policy `new` has no effect, so that a second start with the same
+    command resumes the run.
     """
     was = extra.get(IDENTITY)
     return policy != "new" or was is None or not differences(was, now)

@@ -1,7 +1,7 @@
-"""Reading ahead by processes: torch's DataLoader, for data sets that are code of the user's.
+"""Reading ahead in worker processes with torch's DataLoader, for data sets of user code.
 
-Each process starts anew (`spawn`), since one that is forked off from many threads may lock up. It
-loads torch and the user's module, which takes seconds and some hundred megabytes.
+Processes are spawned, since forking a multi-threaded process may deadlock. Each imports torch and
+the user's module, which takes seconds and some hundred megabytes.
 """
 
 import os
@@ -30,13 +30,13 @@ from gpipe_hpc.trainer.signals import STOP_SIGNALS
 
 
 class _Failed(NamedTuple):
-    """What went wrong in a process that reads, told as text: its traceback stays behind."""
+    """An error in a worker process, as text with the traceback of the user's code."""
 
     text: str
 
 
 class _Readings(Dataset[Any]):
-    """What the loader takes for a data set: a request is an index, a reading its item."""
+    """Adapter from BatchReader to torch's Dataset: an index is a request, an item its batch."""
 
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
@@ -50,10 +50,17 @@ class _Readings(Dataset[Any]):
 
 @dataclass
 class ProcessReaders:
-    """The readings of requests, in their order; `num_workers` processes read ahead.
+    """Iterator over the batches of requests, in order, read ahead by worker processes.
 
-    They keep up to `prefetch` batches each in work or ready. Raises DataError where one is not
-    there within `timeout_s` seconds, or a process has died. `close` ends them all.
+    Args:
+        reader: reads a batch.
+        requests: the batches to read, in order.
+        num_workers: number of processes.
+        prefetch: number of batches per process to read ahead.
+        timeout_s: maximum seconds to wait for a batch.
+
+    Raises:
+        DataError: if a batch does not arrive in time, or if a process has died.
     """
 
     reader: BatchReader
@@ -70,27 +77,26 @@ class ProcessReaders:
         try:
             if self._left is None:
                 with _signals_wait(), warnings.catch_warnings():
-                    # Of what cannot be pickled: the error below says so.
+                    # The error below reports what cannot be pickled.
                     warnings.filterwarnings("ignore", "Got pickle error")
                     self._left = iter(self._loader())
             found = next(self._left)
         except (PicklingError, AttributeError, TypeError) as error:
             raise DataError(
-                f"data: the data set cannot be handed to processes that read ahead, expected one "
-                f"that pickles, got {error}; define it at the top of a module, or set "
-                f"data.workers=0"
+                f"data: the data set cannot be pickled for worker processes: {error}; "
+                f"define it at the top level of a module, or set data.workers=0"
             ) from error
         except RuntimeError as error:
             raise DataError(
-                f"data: reading ahead failed, expected a batch within comm.timeout_s="
-                f"{self.timeout_s:g} s, got {error}; look at the data set, or set data.workers=0"
+                f"data: worker processes delivered no batch (time limit comm.timeout_s="
+                f"{self.timeout_s:g} s): {error}; check the data set, or set data.workers=0"
             ) from error
         if isinstance(found, _Failed):
             raise DataError(found.text)
         return found
 
     def close(self) -> None:
-        """End the processes; what they had read is dropped."""
+        """Stop the worker processes and discard batches read ahead."""
         self._left = None
 
     def _loader(self) -> DataLoader[Any]:
@@ -104,7 +110,7 @@ class ProcessReaders:
             timeout=self.timeout_s,
             worker_init_fn=_stay,
             multiprocessing_context=_Spawning(),
-            generator=torch.Generator(),  # it draws a seed: not from the generator of the run
+            generator=torch.Generator(),  # DataLoader draws a seed: keep torch's default generator
         )
 
 
@@ -114,14 +120,14 @@ def _as_it_is(reading: Any) -> Any:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Return a block in which the signals that stop a run wait: none is lost.
+    """Block the signals that stop a run while workers start.
 
-    Processes that start in it are born so, and a signal to the whole job does not end them before
-    they can say for themselves that they outlive it.
+    Workers inherit the signal mask, so a signal to the whole job cannot end them before they have
+    set their own handlers.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        # Where it starts Python's process that tracks resources, it lets some of them through.
+        # Starting Python's resource tracker unblocks some signals.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
@@ -130,7 +136,7 @@ def _signals_wait() -> Iterator[None]:
 
 
 class _Handle(Popen):
-    """How the run holds a process that reads: one that ignores SIGTERM has to be killed."""
+    """Process handle that kills instead of terminating, as workers ignore SIGTERM."""
 
     def terminate(self) -> None:
         self.kill()
@@ -143,31 +149,31 @@ class _Process(SpawnProcess):
 
 
 class _Spawning(SpawnContext):
-    """Starts processes anew, as `spawn` does, and kills them where it should terminate them."""
+    """Multiprocessing context that spawns processes and kills them instead of terminating."""
 
     Process = _Process
 
 
 def _stay(number: int) -> None:
-    """Let this process outlive the signals by which a cluster asks the run to stop, not the run.
+    """Initialize a worker: ignore signals that stop the run, and exit with the run.
 
-    The run needs it for the step that it finishes first, and ends it then. Nor does it end because
-    nobody reads what a data set prints.
+    The run finishes its current step, which needs the worker, and then stops it. Output of the data
+    set must not fail either after the run has closed its streams.
     """
     keep_streams()
     go_everywhere()
     for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # what waited since the start is dropped
+        signal.signal(each, signal.SIG_IGN)  # also discards signals pending since the start
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_leave_with_run, name="leaves-with-run", daemon=True).start()
 
 
 def _leave_with_run() -> None:
-    """End this process with the one that started it, also in the midst of a long read.
+    """Exit this worker when the run ends, even during a long read.
 
-    torch looks only between reads, and not for a run that ended before this process was ready.
+    DataLoader checks only between reads, and misses a run that ended before the worker was ready.
     """
     run = parent_process()
-    assert run is not None, "a process that reads was not started by a run"
+    assert run is not None, "a worker process has a parent"
     run.join()
     os._exit(1)

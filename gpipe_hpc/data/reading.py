@@ -1,9 +1,8 @@
-"""Reading batches one after the other: by the thread that trains when it asks, or ahead by others.
+"""Batch reading, in the training thread or ahead of it in worker threads.
 
-Threads, since what takes time releases the interpreter: files, decoding, scaling, arithmetic on
-arrays. An index of millions of samples is shared, nothing travels between processes, and there is
-no process to start, to signal or to leave behind. (Forking one that already computes on several
-threads can lock up the child for good.)
+Threads suffice because file access, decoding, resizing and NumPy operations release the GIL. They
+share an index of millions of samples, need no communication between processes, and leave no
+processes behind. (Forking a multi-threaded process can deadlock the child.)
 """
 
 import threading
@@ -27,14 +26,14 @@ _CLOSING_S: Final = 5.0
 
 
 class ReadRequest(NamedTuple):
-    """Samples to read, as they are in an epoch."""
+    """The samples of a batch, by index, and their epoch."""
 
     indices: list[int]
     epoch: int
 
 
 class Reading(NamedTuple):
-    """What was read: `used` are the samples themselves, `corrupt` those that could not be."""
+    """A batch: tensors, the indices actually used, and messages about corrupt samples by name."""
 
     inputs: Nest
     targets: Nest
@@ -44,10 +43,10 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Reads inputs, targets or both, and finds something for samples that are corrupt.
+    """Reader of inputs, targets or both, that replaces corrupt samples.
 
-    Where it bears corrupt samples (`tolerance` > 0), the next one by number that can be decoded
-    takes the place of each: a rule of the data alone, the same wherever it is applied.
+    If `tolerance` > 0, a corrupt sample is replaced by the next one, by index, that can be decoded.
+    The replacement depends on the data alone, so all ranks choose the same.
     """
 
     dataset: Dataset
@@ -56,7 +55,7 @@ class BatchReader:
     tolerance: int = 0
 
     def read(self, request: ReadRequest) -> Reading:
-        """Return the samples of a request; raise DataError where one cannot be had."""
+        """Read the samples of a request; raise DataError if one cannot be read or replaced."""
         used, corrupt = list(request.indices), dict[str, str]()
         inputs = targets = None
         if self.inputs and self.targets and not self.tolerance:
@@ -95,7 +94,7 @@ class _Sample:
 
 
 class Task(NamedTuple):
-    """A request on its way, and where its reading will be."""
+    """A pending request and the future of its batch."""
 
     request: ReadRequest
     reading: "Future[Reading]"
@@ -103,10 +102,14 @@ class Task(NamedTuple):
 
 @dataclass
 class Readers:
-    """The readings of requests, in their order; `num_workers` threads read ahead, or none.
+    """Iterator over the batches of requests, in order, optionally read ahead by worker threads.
 
-    They keep up to `prefetch` batches each in work or ready. Raises DataError where one is not
-    there within `timeout_s` seconds. `close` ends them all.
+    Args:
+        reader: reads a batch.
+        requests: the batches to read, in order.
+        num_workers: number of threads; 0 reads in the calling thread.
+        prefetch: number of batches per thread to read ahead.
+        timeout_s: maximum seconds to wait for a batch; then DataError is raised.
     """
 
     reader: BatchReader
@@ -138,19 +141,19 @@ class Readers:
             return reading.result(self.timeout_s)
         except TimeoutError as error:
             raise DataError(
-                f"data: reading ahead takes too long, expected a batch within comm.timeout_s="
-                f"{self.timeout_s:g} s, got none; look at the file system"
+                f"data: no batch was read within comm.timeout_s={self.timeout_s:g} s; "
+                f"check the file system"
             ) from error
 
     def close(self) -> None:
-        """End the threads that read ahead; what they had read is dropped."""
+        """Stop the worker threads and discard batches read ahead."""
         self._left = iter(())
         while self._ahead:
             self._ahead.pop().cancel()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            # Not forever: one that waits for a file system must not hold up the rest.
+            # With a timeout: a thread may be blocked by a file system.
             thread.join(_CLOSING_S)
         self._threads.clear()
 

@@ -1,7 +1,7 @@
-"""Which samples make up which global batch: a pure function of the position in the run.
+"""Assignment of samples to global batches as a pure function of the position in the run.
 
-The position is the number of samples consumed since the start. It alone goes into a checkpoint:
-no state depends on replicas or stages, so a run resumes exactly on another layout.
+The position is the number of samples consumed since the start. It is the only state in a checkpoint
+and does not depend on replicas or stages, so a run resumes exactly on another layout.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ import numpy as np
 
 from gpipe_hpc.data.hashing import Words, absorb, hash_words
 
-_NUM_ROUNDS: Final = 12  # with fewer, pairs of places are not evenly spread in small sets
-_STREAM: Final = 4  # apart from the streams of synthetic samples
-_VALIDATION_KEY: Final = (2**64 - 1, 2**64 - 1)  # no run's (seed, epoch)
+_NUM_ROUNDS: Final = 12  # with fewer rounds, pairs are not uniformly distributed in small sets
+_STREAM: Final = 4  # random stream; synthetic samples use others
+_VALIDATION_KEY: Final = (2**64 - 1, 2**64 - 1)  # unlike any run's (seed, epoch)
 
 
 class PlannedBatch(NamedTuple):
-    """The samples of a global batch, their epoch, and the position after them."""
+    """The sample indices of a global batch, their epoch, and the position after the batch."""
 
     indices: list[int]
     epoch: int
@@ -27,10 +27,16 @@ class PlannedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ShuffledSampler:
-    """Each epoch in an order of its own, keyed by (seed, epoch); every sample once an epoch.
+    """Sampler of global batches that shuffles each epoch with the key (seed, epoch).
 
-    `size_at`: the batch size of the step behind so many finished ones; None for always
-    `batch_size`, the largest.
+    Every sample is used exactly once per epoch.
+
+    Args:
+        num_samples: number of samples per epoch.
+        batch_size: the largest global batch size.
+        seed: seed of the order.
+        size_at: function from the number of finished steps to the batch size of the next step; None
+            uses `batch_size` for all steps.
     """
 
     num_samples: int
@@ -39,7 +45,7 @@ class ShuffledSampler:
     size_at: Callable[[int], int] | None = None
 
     def batches(self, position: int, step: int = 0) -> Iterator["PlannedBatch"]:
-        """Yield global batches from a position on, after `step` finished steps, without end."""
+        """Yield global batches without end, from a position and a number of finished steps on."""
         while True:
             size = self.batch_size if self.size_at is None else self.size_at(step)
             indices, after = self.batch(position, size)
@@ -47,10 +53,10 @@ class ShuffledSampler:
             position, step = after, step + 1
 
     def batch(self, position: int, size: int | None = None) -> tuple[list[int], int]:
-        """Return the global batch of a `size` at a position and the position after it.
+        """Return the global batch of `size` samples at a position, and the position after it.
 
-        A batch never spans two epochs: the last of an epoch may be smaller, nothing is dropped or
-        padded. Without a size it has `batch_size`.
+        A batch never spans two epochs: the last batch of an epoch may be smaller, nothing is
+        dropped or padded. `size` defaults to `batch_size`.
         """
         epoch, offset = divmod(position, self.num_samples)
         size = min(size or self.batch_size, self.num_samples - offset)
@@ -62,12 +68,11 @@ class ShuffledSampler:
 def validation_batches(
     num_samples: int, batch_size: int, max_batches: int | None = None
 ) -> Iterator[list[int]]:
-    """Yield batches of all samples, or of so many that `max_batches` hold; the last may be smaller.
+    """Yield batches of all validation samples, or at most `max_batches`; the last may be smaller.
 
-    Which samples: the first ones of a permutation that depends on `num_samples` alone, not on the
-    seed of a run, so that files that are sorted (by class, by source) do not bias the loss, every
-    validation of every run sees the same samples, and more batches hold those of fewer. They are
-    read in ascending order, which files and caches like best; a sum over them knows no order.
+    A subset consists of the first samples of a permutation that depends on `num_samples` only, so
+    that sorted files do not bias the loss, every run validates on the same samples, and a larger
+    subset contains a smaller one. Indices are sorted, which is fast for files and caches.
     """
     num_read = num_samples if max_batches is None else min(num_samples, batch_size * max_batches)
     if num_read < num_samples:
@@ -80,11 +85,11 @@ def validation_batches(
 
 
 def permute(places: Words, size: int, key: tuple[int, int]) -> Words:
-    """Return where a random permutation of range(size) sends each place.
+    """Map places through a pseudorandom permutation of range(size), determined by `key`.
 
-    Needs no memory of the permutation: a Feistel network permutes the next power of four, and
-    what falls outside walks on until it is inside (Black and Rogaway, Ciphers with arbitrary
-    finite domains, 2002), after at most four walks on average.
+    Computes each element without storing the permutation: a Feistel network permutes the next power
+    of four, and results outside the range are permuted again until they are inside (Black and
+    Rogaway, Ciphers with arbitrary finite domains, 2002), at most four times on average.
     """
     assert size >= 1, f"a permutation of {size} places"
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)

@@ -1,4 +1,4 @@
-"""What a micro-batch of the settings looks like: nothing is read, so data need not be there."""
+"""Shapes of a micro-batch of the settings, without reading data."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from gpipe_hpc.settings import Config, DataConfig, Shape
 
 
 class Sample(NamedTuple):
-    """A micro-batch without values, and the name of the loss that goes with it."""
+    """A micro-batch of meta tensors, and the name of its loss."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -17,7 +17,7 @@ class Sample(NamedTuple):
 
 
 def samples_per_microbatch(config: Config) -> int:
-    """Return how many samples the largest micro-batch has."""
+    """Return the number of samples of the largest micro-batch."""
     pipeline, train = config.pipeline, config.train
     return -(
         -train.batch_size // (pipeline.num_replicas * pipeline.microbatches * train.accumulation)
@@ -25,7 +25,7 @@ def samples_per_microbatch(config: Config) -> int:
 
 
 def microbatch(data: DataConfig, num_samples: int) -> Sample:
-    """Return a micro-batch of the shapes that this kind of data has."""
+    """Return a micro-batch of `num_samples` meta tensors with the shapes of the data."""
     inputs, targets, loss = data.shapes(num_samples)
     return Sample(_empty(inputs), _empty(targets), loss)
 

@@ -1,4 +1,4 @@
-"""Samples computed from their number alone: no file, the same on every machine."""
+"""Synthetic data: samples are computed from their index alone and equal on every machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from gpipe_hpc.settings import (
     TokenDataConfig,
 )
 
-# Streams of numbers that must not meet: one a split, and one for what the splits share.
+# Random streams: one per split, and one for parameters that the splits share.
 _TRAIN: Final = 1
 _VALIDATION: Final = 2
 _SHARED: Final = 3
@@ -30,7 +30,7 @@ _SHARED: Final = 3
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """Training and validation samples of one kind."""
+    """Training and validation sets of synthetic samples, with the name of the loss."""
 
     train: Dataset
     validation: Dataset
@@ -39,40 +39,40 @@ class SyntheticSource:
     about: str = ""
 
     def baseline(self) -> float | None:
-        """Return None: what a guess costs says nothing about made-up data."""
+        """Return None: synthetic data has no meaningful baseline loss."""
         return None
 
 
 @dataclass
 class SyntheticTokensConfig(TokenDataConfig):
-    """Token sequences made from the sample's number."""
+    """Token sequences computed from the sample's index."""
 
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
-    """Samples of an epoch."""
+    """Number of samples per epoch."""
 
     num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
-    """Samples of the validation set."""
+    """Number of validation samples."""
 
     seed: Annotated[int, Level.EVERYDAY] = 0
     """Seed of the samples."""
 
     def open(self, seed: int, spare: Path | None) -> SyntheticSource:
-        """Return what `open_synthetic_tokens` does."""
+        """Open the data with `open_synthetic_tokens`."""
         return open_synthetic_tokens(self)
 
 
 @dataclass
 class SyntheticVectorsConfig(DataConfig):
-    """Vectors and their classes, made from the sample's number."""
+    """Vectors and their classes, computed from the sample's index."""
 
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
-    """Samples of an epoch."""
+    """Number of samples per epoch."""
 
     num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
-    """Samples of the validation set."""
+    """Number of validation samples."""
 
     width: Annotated[int, Range(1), Level.EVERYDAY] = 64
-    """Numbers of a vector."""
+    """Length of each vector."""
 
     num_classes: Annotated[int, Range(2), Level.EVERYDAY] = 10
     """Number of classes."""
@@ -81,79 +81,79 @@ class SyntheticVectorsConfig(DataConfig):
     """Seed of the samples."""
 
     def shapes(self, num_samples: int) -> Shapes:
-        """Return the shapes of a batch."""
+        """Return the shapes of a batch of `num_samples`."""
         inputs = Shape("float32", (num_samples, self.width))
         return Shapes(inputs, Shape("int64", (num_samples,)), "classification")
 
     def open(self, seed: int, spare: Path | None) -> SyntheticSource:
-        """Return what `open_synthetic_vectors` does."""
+        """Open the data with `open_synthetic_vectors`."""
         return open_synthetic_vectors(self)
 
 
 @dataclass
 class SyntheticImagesConfig(ImageDataConfig):
-    """Images and their classes, made from the sample's number."""
+    """Images and their classes, computed from the sample's index."""
 
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
-    """Samples of an epoch."""
+    """Number of samples per epoch."""
 
     num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
-    """Samples of the validation set."""
+    """Number of validation samples."""
 
     seed: Annotated[int, Level.EVERYDAY] = 0
     """Seed of the samples."""
 
     def open(self, seed: int, spare: Path | None) -> SyntheticSource:
-        """Return what `open_synthetic_images` does."""
+        """Open the data with `open_synthetic_images`."""
         return open_synthetic_images(self)
 
 
 @dataclass
 class SyntheticMasksConfig(ImageDataConfig):
-    """Images and the class of each pixel, made from the sample's number."""
+    """Images and the class of each pixel, computed from the sample's index."""
 
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
-    """Samples of an epoch."""
+    """Number of samples per epoch."""
 
     num_validation_samples: Annotated[int, Range(0), Level.EVERYDAY] = 256
-    """Samples of the validation set."""
+    """Number of validation samples."""
 
     height: int = field(default=64, kw_only=True)
     width: int = field(default=64, kw_only=True)
     num_classes: int = field(default=2, kw_only=True)
-    """Classes of pixels; 0 is the background, the others are brighter."""
+    """Number of pixel classes; 0 is the background, the others are brighter."""
 
     seed: Annotated[int, Level.EVERYDAY] = 0
     """Seed of the samples."""
 
     def shapes(self, num_samples: int) -> Shapes:
-        """Return the shapes of a batch: each pixel has a class."""
+        """Return the shapes of a batch of `num_samples`, with one class per pixel."""
         masks = Shape("int64", (num_samples, self.height, self.width))
         return super().shapes(num_samples)._replace(targets=masks, loss="segmentation")
 
     def open(self, seed: int, spare: Path | None) -> SyntheticSource:
-        """Return what `open_synthetic_masks` does."""
+        """Open the data with `open_synthetic_masks`."""
         return open_synthetic_masks(self)
 
 
 @dataclass(frozen=True)
 class CountingTokens:
-    """Sample: first token a, then each the last plus b, modulo the vocabulary."""
+    """Arithmetic token sequences: random first token and stride, modulo the vocabulary size."""
 
     num_samples: int
     stream: int
     config: SyntheticTokensConfig
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 tokens, [len(indices), seq_len]."""
+        """Return int64 tokens of shape [len(indices), seq_len]."""
         return self._read(indices, shift=0)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return the int64 token that follows each input, [len(indices), seq_len]."""
+        """Return the next token of each input, int64 of shape [len(indices), seq_len]."""
         return self._read(indices, shift=1)
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the settings that determine the samples."""
         return f"{self.num_samples}/{self.stream}/{self.config}"
 
     def _read(self, indices: Sequence[int], shift: int) -> Tensor:
@@ -168,18 +168,18 @@ class CountingTokens:
 
 @dataclass(frozen=True)
 class ClassifiedVectors:
-    """Sample: numbers uniform in [-1, 1), and the class that a fixed linear map ranks highest."""
+    """Vectors uniform in [-1, 1), classified by the argmax of a fixed random linear map."""
 
     num_samples: int
     stream: int
     config: SyntheticVectorsConfig
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return float32 vectors, [len(indices), width]."""
+        """Return float32 vectors of shape [len(indices), width]."""
         return torch.from_numpy(self._vectors(indices).astype(np.float32))
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 classes, [len(indices)]."""
+        """Return int64 classes of shape [len(indices)]."""
         width, num_classes = self.config.width, self.config.num_classes
         cells = np.arange(width * num_classes, dtype=np.uint64)
         mapping = _uniform(hash_words(self.config.seed, _SHARED, cells, 0))
@@ -187,7 +187,7 @@ class ClassifiedVectors:
         return torch.from_numpy(scores.argmax(axis=1))
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the settings that determine the samples."""
         return f"{self.num_samples}/{self.stream}/{self.config}"
 
     def _vectors(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -198,10 +198,10 @@ class ClassifiedVectors:
 
 @dataclass(frozen=True)
 class ClassifiedImages:
-    """Sample: a class drawn at random, and its picture under as much noise, in [-1, 1).
+    """Images in [-1, 1): the mean of a fixed random image of the class and of random noise.
 
-    The class comes first, since a map from pixels to classes, as vectors have it, would be far
-    larger than the images.
+    The class is drawn first and determines the image; a linear map from pixels to classes, as
+    vectors have it, would be far larger than the images.
     """
 
     num_samples: int
@@ -209,7 +209,7 @@ class ClassifiedImages:
     config: SyntheticImagesConfig
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return float32 images, [len(indices), channels, height, width]."""
+        """Return float32 images of shape [len(indices), channels, height, width]."""
         config = self.config
         shape = (config.channels, config.height, config.width)
         classes, places = np.unique(self._classes(indices), return_inverse=True)
@@ -220,11 +220,11 @@ class ClassifiedImages:
         return torch.from_numpy(images.astype(np.float32).reshape(len(numbers), *shape))
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 classes, [len(indices)]."""
+        """Return int64 classes of shape [len(indices)]."""
         return torch.from_numpy(self._classes(indices))
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the settings that determine the samples."""
         return f"{self.num_samples}/{self.stream}/{self.config}"
 
     def _classes(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -234,17 +234,17 @@ class ClassifiedImages:
 
     def _pixels(self, stream: int, numbers: Words) -> npt.NDArray[np.float64]:
         num_pixels = self.config.channels * self.config.height * self.config.width
-        # From 1 up: 0 is the word of the class.
+        # Word 0 is used for the class.
         places = np.arange(1, num_pixels + 1, dtype=np.uint64)
         return _uniform(hash_words(self.config.seed, stream, numbers[:, None], places))
 
 
 @dataclass(frozen=True)
 class MaskedImages:
-    """Sample: a rectangle of one class on a ground of class 0, under as much noise, in [-1, 1).
+    """Images in [-1, 1) of a rectangle of one class on a background of class 0, with random noise.
 
-    The higher the class, the brighter its pixels; sides are a quarter to three quarters of the
-    image's.
+    Higher classes have brighter pixels. The sides of the rectangle are a quarter to three quarters
+    of the sides of the image.
     """
 
     num_samples: int
@@ -252,21 +252,21 @@ class MaskedImages:
     config: SyntheticMasksConfig
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return float32 images, [len(indices), channels, height, width]."""
+        """Return float32 images of shape [len(indices), channels, height, width]."""
         config = self.config
         shape = (len(indices), config.channels, config.height, config.width)
-        # From 5 up: the words below are those of the rectangle.
+        # Words 0 to 4 are used for the rectangle.
         places = np.arange(5, 5 + config.channels * config.height * config.width, dtype=np.uint64)
         noise = _uniform(self._words(indices, places)).reshape(shape)
         level = 2.0 * self._masks(indices) / (config.num_classes - 1) - 1.0
         return torch.from_numpy((0.5 * (noise + level[:, None])).astype(np.float32))
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 classes of the pixels, [len(indices), height, width]."""
+        """Return int64 pixel classes of shape [len(indices), height, width]."""
         return torch.from_numpy(self._masks(indices))
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the settings that determine the samples."""
         return f"{self.num_samples}/{self.stream}/{self.config}"
 
     def _masks(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -282,7 +282,7 @@ class MaskedImages:
 
 
 def open_synthetic_tokens(config: SyntheticTokensConfig) -> SyntheticSource:
-    """Return token sequences that a model learns by finding each one's stride."""
+    """Create token sequences; a model can learn the stride of each sequence."""
     return SyntheticSource(
         CountingTokens(config.num_samples, _TRAIN, config),
         CountingTokens(config.num_validation_samples, _VALIDATION, config),
@@ -291,7 +291,7 @@ def open_synthetic_tokens(config: SyntheticTokensConfig) -> SyntheticSource:
 
 
 def open_synthetic_vectors(config: SyntheticVectorsConfig) -> SyntheticSource:
-    """Return vectors with classes that one linear layer can learn."""
+    """Create vectors whose classes one linear layer can learn."""
     return SyntheticSource(
         ClassifiedVectors(config.num_samples, _TRAIN, config),
         ClassifiedVectors(config.num_validation_samples, _VALIDATION, config),
@@ -300,7 +300,7 @@ def open_synthetic_vectors(config: SyntheticVectorsConfig) -> SyntheticSource:
 
 
 def open_synthetic_images(config: SyntheticImagesConfig) -> SyntheticSource:
-    """Return images with classes that one linear layer can learn."""
+    """Create images whose classes one linear layer can learn."""
     return SyntheticSource(
         ClassifiedImages(config.num_samples, _TRAIN, config),
         ClassifiedImages(config.num_validation_samples, _VALIDATION, config),
@@ -309,7 +309,7 @@ def open_synthetic_images(config: SyntheticImagesConfig) -> SyntheticSource:
 
 
 def open_synthetic_masks(config: SyntheticMasksConfig) -> SyntheticSource:
-    """Return images and masks: a rectangle to be found in each."""
+    """Create images with a rectangle each, and its segmentation masks."""
     return SyntheticSource(
         MaskedImages(config.num_samples, _TRAIN, config),
         MaskedImages(config.num_validation_samples, _VALIDATION, config),
@@ -318,7 +318,7 @@ def open_synthetic_masks(config: SyntheticMasksConfig) -> SyntheticSource:
 
 
 def _interval(length: Words, start: Words, side: int) -> npt.NDArray[np.bool_]:
-    """Return which of `side` pixels are within an interval drawn from two words, a row each."""
+    """Return a mask [samples, side] of one random pixel interval per sample."""
     lengths = side // 4 + _remainder(length, side // 2 + 1)
     free = (side + 1 - np.maximum(lengths, 1)).astype(np.uint64)
     starts = (start % free).astype(np.int64)

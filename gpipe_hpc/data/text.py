@@ -1,4 +1,4 @@
-"""Text from files: the Python standard library of this machine, or whatever paths are given."""
+"""Text and token files, and the source files of the Python standard library."""
 
 import os
 import sysconfig
@@ -30,7 +30,7 @@ _DTYPES: Final = Choices("uint8", "uint16", "int16", "uint32", "int32", "int64")
 
 @dataclass
 class PythonSourceConfig(TokenDataConfig):
-    """The Python files of a folder, bytes as tokens."""
+    """The Python files of a folder, with bytes as tokens."""
 
     root: Annotated[str | None, Level.EVERYDAY] = None
     """Folder of *.py files. null: the standard library of this Python, without its tests."""
@@ -40,11 +40,11 @@ class PythonSourceConfig(TokenDataConfig):
 
     @property
     def holds_bytes(self) -> bool:
-        """Say whether tokens are the bytes of texts."""
+        """Return whether tokens are bytes of text: always True."""
         return True
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if self.vocab_size < 256:
             raise refuse(
@@ -52,7 +52,7 @@ class PythonSourceConfig(TokenDataConfig):
             )
 
     def open(self, seed: int, spare: Path | None) -> TextSource:
-        """Return what `open_python_source` does."""
+        """Open the files with `open_python_source`."""
         return open_python_source(self)
 
 
@@ -61,26 +61,26 @@ class TextConfig(TokenDataConfig):
     """Files of bytes or of token numbers."""
 
     paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
-    """Files or patterns, as [corpus/*.txt]; data=tokens also takes folders. They are read as one
-    text in the order of their names."""
+    """Files or patterns, for example [corpus/*.txt]; data=tokens also accepts folders. The files
+    are read as one text in the order of their names."""
 
     validation_paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
     """Files or patterns for validation. []: the ends of up to 64 equal parts of
     each file of paths."""
 
     validation_fraction: Annotated[float, Level.EVERYDAY] = 0.05
-    """Fraction of each file for validation, without validation_paths."""
+    """Fraction of each file for validation, if validation_paths is empty."""
 
     dtype: Annotated[str, _DTYPES, Level.EVERYDAY] = "uint8"
     """Type of a token in files without a header (little-endian)."""
 
     @property
     def holds_bytes(self) -> bool:
-        """Say whether tokens are the bytes of texts."""
+        """Return whether tokens are bytes of text."""
         return self.dtype == "uint8"
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if not self.paths:
             raise refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*]")
@@ -93,13 +93,13 @@ class TextConfig(TokenDataConfig):
             )
 
     def open(self, seed: int, spare: Path | None) -> TextSource:
-        """Return what `open_text` does."""
+        """Open the files with `open_text`."""
         return open_text(self)
 
 
 @dataclass
 class TokensConfig(TextConfig):
-    """Files of token numbers, as tokenizers write them."""
+    """Files of token numbers written by a tokenizer."""
 
     dtype: str = "uint16"
     seq_len: int = field(default=1024, kw_only=True)
@@ -107,25 +107,25 @@ class TokensConfig(TextConfig):
 
     @property
     def holds_bytes(self) -> bool:
-        """Say whether tokens are the bytes of texts."""
+        """Return whether tokens are bytes of text: always False."""
         return False
 
 
-# Tests would be more than half of the text; installed packages are not the same on all machines.
+# Tests would be more than half of the text; installed packages differ between machines.
 _LEFT_OUT: Final = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
 
-_NUM_OPENED: Final = 16  # files at a time
-_MOST_PARTS: Final = 64  # of a file, each of which gives its end for validation
-_WINDOWS_HELD: Final = 16  # at least, in each end: few of them span two
+_NUM_OPENED: Final = 16  # files opened at a time
+_MOST_PARTS: Final = 64  # parts of a file, the end of each of which is for validation
+_WINDOWS_HELD: Final = 16  # minimum windows in each end, so that few windows span two ends
 
 
 def open_python_source(config: PythonSourceConfig) -> TextSource:
-    """Return the Python files of a folder, in order of their paths, split by file.
+    """Open the Python files of a folder, in the order of their paths, split by file.
 
-    A file belongs to validation if a hash of its relative path says so: adding a file never moves
-    another one. Raises DataError if the folder has no Python files.
+    A hash of the relative path assigns each file to training or validation, so that adding a file
+    never moves another. Raises DataError if the folder has no Python files.
     """
     root = Path(config.root or sysconfig.get_path("stdlib"))
     files = sorted(_python_files(root))
@@ -139,11 +139,11 @@ def open_python_source(config: PythonSourceConfig) -> TextSource:
 
 
 def open_text(config: TextConfig) -> TextSource:
-    """Return the given files, in order of their names, as one text.
+    """Open the given files, in the order of their names, as one text.
 
-    Validation is `validation_paths`, or else a share of each file: the ends of equal parts of it,
-    as many as leave each end with some windows. Folders are taken where tokens were asked for.
-    Raises DataError for a pattern without files, and for a file that is no file of such tokens.
+    Validation data is `validation_paths`, or the ends of equal parts of each file, as many as leave
+    several windows in each end. Folders are accepted for data=tokens only. Raises DataError if a
+    pattern matches no file or if a file does not contain such tokens.
     """
     train = _given_files(config.paths, config)
     if config.validation_paths:
@@ -159,7 +159,7 @@ def _python_files(root: Path) -> Iterable[str]:
         folders[:] = [each for each in folders if each not in _LEFT_OUT]
         for name in names:
             path = Path(folder, name)
-            # A link may point to where the machine's owner keeps settings of his own.
+            # A link may point to a file that differs between machines, such as local settings.
             if name.endswith(".py") and not path.is_symlink():
                 yield path.relative_to(root).as_posix()
 
@@ -174,8 +174,8 @@ def _given_files(patterns: Sequence[str], config: TextConfig) -> list[Segment]:
     if isinstance(config, TokensConfig) or config.dtype != "uint8":
         read = partial(_tokens_of, config.dtype)
     else:
-        read = _bytes_of  # any file is bytes, whatever it starts with
-    # Each is opened once, to look at its header: side by side where opening one takes a while.
+        read = _bytes_of
+    # Open in parallel to read the headers: opening a file on a network file system is slow.
     with ThreadPoolExecutor(_NUM_OPENED) as pool:
         return [_all_of(file) for file in pool.map(read, paths)]
 
@@ -193,7 +193,7 @@ def _bytes_of(path: Path) -> TokenFile:
 
 
 def _data_of(pattern: str) -> str:
-    """Return the data file where a pair of Megatron-LM is given without its ending."""
+    """Append ".bin" to a path that names a Megatron-LM pair without its suffix."""
     data = Path(pattern + ".bin").expanduser()
     named = Path(pattern).expanduser()
     return str(data) if data.is_file() and not named.exists() else pattern
@@ -206,7 +206,7 @@ def _all_of(file: TokenFile) -> Segment:
 def _split_ends(
     segments: Sequence[Segment], fraction: float, seq_len: int
 ) -> tuple[list[Segment], list[Segment]]:
-    """Hold back the ends of equal parts of each file: its own end may be unlike the rest."""
+    """Split off the ends of equal parts of each file, since the file's own end may be unusual."""
     train, validation = [], []
     for each in segments:
         num_parts = round(each.stop * fraction) // (_WINDOWS_HELD * seq_len)
@@ -236,7 +236,7 @@ def _source(
     source = TextSource(windows, held, about=about_text(where, windows, held))
     if not source.train.num_samples:
         raise UnfitDataError(
-            f"data: too little text in {what}, expected more than data.seq_len={seq_len} tokens to "
-            f"train on, got {source.train.corpus.num_tokens}; give more text or lower data.seq_len"
+            f"data: too little text in {what}: training needs more than data.seq_len={seq_len} "
+            f"tokens, got {source.train.corpus.num_tokens}; add text or lower data.seq_len"
         )
     return source

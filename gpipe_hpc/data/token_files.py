@@ -1,8 +1,8 @@
-"""What a file of tokens is: bare numbers, or numbers behind a header that says of which kind.
+"""Format detection for files of tokens: raw numbers, or numbers after a header with their dtype.
 
-Known headers: NumPy's ``.npy``, the index (``.idx``) beside Megatron-LM's ``.bin``, and the 256
-numbers of llm.c's ``.bin``. Sizes that a header gives are held against the file's before anything
-is read, and nothing is unpickled.
+Known headers: NumPy's ``.npy``, the index (``.idx``) of Megatron-LM's ``.bin``, and the 256 int32
+numbers of llm.c's ``.bin``. Sizes in a header are checked against the file size before anything is
+read, and nothing is unpickled.
 """
 
 import io
@@ -24,8 +24,8 @@ from gpipe_hpc.errors import DataError, UnfitDataError
 _PEEKED_BYTES: Final = 2**14
 _KINDS: Final = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
-# Formats that hold no bare numbers, by how their files start. All of 4 bytes or more: a file of
-# tokens starts so by chance once in billions.
+# Magic bytes of formats that are not raw numbers. They have at least 4 bytes: a file of tokens
+# starts with one of them by chance once in billions.
 _OTHERS: Final[Mapping[bytes, str]] = MappingProxyType(
     {
         b"PK\x03\x04": "a zip archive (.npz, .pt)",
@@ -34,7 +34,7 @@ _OTHERS: Final[Mapping[bytes, str]] = MappingProxyType(
         b"PAR1": "a Parquet file",
         b"ARROW1": "an Arrow file",
         b"\x89HDF\r\n": "an HDF5 file",
-        b"TNTIDX\x00\x00": "an index of fairseq's old format",
+        b"TNTIDX\x00\x00": "an index in fairseq's old format",
     }
 )
 _NPY: Final = b"\x93NUMPY"
@@ -53,7 +53,10 @@ _LLMC_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class TokenFile:
-    """`num_tokens` numbers of a kind from byte `offset` on; `name` is the same on all machines."""
+    """A file of `num_tokens` integers of dtype `kind` from byte `offset` on.
+
+    `name` identifies the file on all machines.
+    """
 
     path: Path
     name: str
@@ -63,22 +66,22 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the kind of the numbers, little-endian, as all these files are."""
+        """Return the little-endian NumPy dtype of the tokens."""
         return np.dtype(self.kind).newbyteorder("<")
 
 
 class _Peek(NamedTuple):
-    """How a file starts, and how long it is."""
+    """The first bytes of a file, and its size."""
 
     head: bytes
     num_bytes: int
 
 
 def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
-    """Return what is in a file of tokens; `kind` (data.dtype) counts where no header says it.
+    """Detect the format of a file of tokens; `kind` (data.dtype) is used if it has no header.
 
-    Raises DataError for a file that is unreadable, empty or damaged, ends inside a token, is of
-    another format, or whose bare numbers can hardly be of this kind.
+    Raises DataError if the file is unreadable, empty or damaged, ends inside a token, has an
+    unsupported format, or if its raw numbers are implausible for this dtype.
     """
     peek = _peek(path)
     if not peek.num_bytes:
@@ -86,9 +89,8 @@ def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
     for start, what in _OTHERS.items():
         if peek.head.startswith(start):
             raise UnfitDataError(
-                f"data: {path} is {what}, expected bare tokens, NumPy's .npy, or .bin and .idx as "
-                f"Megatron-LM writes them, got a file that starts with {start!r}; unpack or "
-                f"convert it"
+                f"data: {path} is {what} (it starts with {start!r}), not raw tokens, NumPy's .npy, "
+                f"or Megatron-LM's .bin with .idx; unpack or convert it"
             )
     if peek.head.startswith(_NPY):
         return _open_npy(path, name, peek)
@@ -101,7 +103,7 @@ def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
     size = np.dtype(kind).itemsize
     if peek.num_bytes % size:
         raise UnfitDataError(
-            f"data: {path} ends inside a token, expected a multiple of {size} bytes, got "
+            f"data: {path} ends inside a token: expected a multiple of {size} bytes, got "
             f"{peek.num_bytes}; check data.dtype"
         )
     file = TokenFile(path, name, kind, peek.num_bytes // size)
@@ -110,21 +112,21 @@ def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
 
 
 def refuse_array(path: Path) -> None:
-    """Raise DataError for a file of NumPy's: as text its header and halves of numbers would count.
+    """Raise DataError if a file of text is a NumPy file, whose header would be read as text.
 
-    Other files are bytes, whatever they start with.
+    All other files are accepted as bytes.
     """
     head = _peek(path).head
     if head.startswith(_NPY) or (path.suffix == ".npz" and head.startswith(b"PK\x03\x04")):
         raise UnfitDataError(
-            f"data: {path} is a file of NumPy's, expected text, got one that starts with "
-            f"{head[:6]!r}; read tokens with data=tokens, and arrays with data=arrays "
+            f"data: {path} is a NumPy file (it starts with {head[:6]!r}), not text; "
+            f"read tokens with data=tokens, and arrays with data=arrays "
             f"data.inputs={path}"
         )
 
 
 def whole_file(path: Path, name: str) -> TokenFile:
-    """Return a file as bytes, whatever it is; DataError if it cannot be read."""
+    """Return a file of any format as uint8 tokens; raise DataError if it cannot be read."""
     try:
         num_bytes = path.stat().st_size
         if not os.access(path, os.R_OK):
@@ -136,11 +138,11 @@ def whole_file(path: Path, name: str) -> TokenFile:
 
 def empty(path: Path) -> DataError:
     """Return the error for a file without tokens."""
-    return UnfitDataError(f"data: {path} is empty, expected tokens, got 0 bytes; leave it out")
+    return UnfitDataError(f"data: {path} is empty (0 bytes, no tokens); remove it from data.paths")
 
 
 def without_indices(paths: Sequence[Path]) -> list[Path]:
-    """Return the paths, with the .bin of each of Megatron's .idx in its place, each once."""
+    """Replace each Megatron-LM .idx path by its .bin path and remove duplicates."""
     chosen = (path.with_suffix(".bin") if _is_index(path) else path for path in paths)
     return list(dict.fromkeys(chosen))
 
@@ -158,7 +160,7 @@ def _peek(path: Path) -> _Peek:
 
 
 def _open_npy(path: Path, name: str, peek: _Peek) -> TokenFile:
-    """Return what NumPy's header says; from the bytes at hand, whatever length it claims."""
+    """Read NumPy's header from the first bytes of the file, whatever length the header claims."""
     stream = io.BytesIO(peek.head)
     try:
         version = np.lib.format.read_magic(stream)
@@ -168,20 +170,20 @@ def _open_npy(path: Path, name: str, peek: _Peek) -> TokenFile:
         }[version]
         shape, by_columns, dtype = read(stream)
     except (ValueError, KeyError, EOFError, SyntaxError) as error:
-        raise _damaged(path, "a header of NumPy", f"{type(error).__name__}: {error}") from error
-    # NumPy's own kinds: of 64 bits without a sign only those that fit with one can be tokens.
+        raise _damaged(path, "a NumPy header", f"{type(error).__name__}: {error}") from error
+    # uint64 is read as int64, which has the same bits for all valid tokens.
     kind = "int64" if dtype == np.dtype("<u8") else dtype.name
     if kind not in _KINDS or dtype.newbyteorder("<") != dtype or (by_columns and len(shape) > 1):
         raise UnfitDataError(
-            f"data: {path} holds no tokens, expected whole numbers, little-endian, row by row, got "
-            f"{dtype.str}{list(shape)}{' by columns' * by_columns}; save it anew, as "
+            f"data: {path} does not contain tokens: expected little-endian integers in C order, "
+            f"got {dtype.str}{list(shape)}{' in Fortran order' * by_columns}; save it again with "
             f"np.save(path, tokens.astype('uint16'))"
         )
     return _within(TokenFile(path, name, kind, math.prod(shape), stream.tell()), peek.num_bytes)
 
 
 def _open_megatron(path: Path, name: str, index: Path, num_bytes: int) -> TokenFile:
-    """Return what the index says: sequences follow one another, so the file is one text."""
+    """Read Megatron-LM's index; its sequences are contiguous, so the .bin file is one text."""
     try:
         with index.open("rb") as file:
             return TokenFile(path, name, *_megatron_facts(file, index, path, num_bytes))
@@ -190,7 +192,7 @@ def _open_megatron(path: Path, name: str, index: Path, num_bytes: int) -> TokenF
 
 
 def _megatron_facts(file: BinaryIO, index: Path, path: Path, num_bytes: int) -> tuple[str, int]:
-    """Return the kind and number of tokens."""
+    """Return dtype and number of tokens from an index; raise DataError if it is inconsistent."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(_MEGATRON_HEADER.size)
     if len(head) < _MEGATRON_HEADER.size:
@@ -198,8 +200,9 @@ def _megatron_facts(file: BinaryIO, index: Path, path: Path, num_bytes: int) -> 
     _, version, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack(head)
     kind = _MEGATRON_KINDS.get(code)
     if version != 1 or kind is None:
-        raise _damaged(index, "version 1 and a kind of whole numbers", f"{version}, code {code}")
-    # Lengths, pointers, documents and, where there are pictures too, modes.
+        got = f"version {version}, dtype code {code}"
+        raise _damaged(index, "version 1 and an integer dtype", got)
+    # Lengths, pointers, documents and, for multimodal data, modes.
     wanted = len(head) + 12 * num_sequences + 8 * num_documents
     if size not in (wanted, wanted + num_sequences):
         raise _damaged(index, f"{wanted} bytes for {num_sequences} sequences", f"{size} bytes")
@@ -211,14 +214,14 @@ def _megatron_facts(file: BinaryIO, index: Path, path: Path, num_bytes: int) -> 
         pointers = _numbers(file, len(head) + 4 * num_sequences + 8 * first, count, "<i8")
         starts = itemsize * (total + np.cumsum(lengths) - lengths)
         if (lengths < 0).any() or (pointers != starts).any():
-            raise _damaged(index, "sequences one after the other", "gaps or overlaps")
+            raise _damaged(index, "contiguous sequences", "gaps or overlaps")
         total += int(lengths.sum())
     if total * itemsize != num_bytes:
-        raise _damaged(path, f"{total * itemsize} bytes, as {index.name} says", f"{num_bytes}")
+        raise _damaged(path, f"{total * itemsize} bytes according to {index.name}", f"{num_bytes}")
     return kind, total
 
 
-_BLOCK: Final = 2**20  # sequences of an index looked at at a time
+_BLOCK: Final = 2**20  # sequences of an index checked at a time
 
 
 def _numbers(file: BinaryIO, offset: int, count: int, kind: str) -> npt.NDArray[Any]:
@@ -243,25 +246,25 @@ def _open_llmc(path: Path, name: str, peek: _Peek, kind: str) -> TokenFile:
 def _within(file: TokenFile, num_bytes: int) -> TokenFile:
     wanted = file.offset + file.num_tokens * file.dtype.itemsize
     if file.num_tokens < 0 or wanted > num_bytes:
-        raise _damaged(file.path, f"{wanted} bytes, as its header says", f"{num_bytes}")
+        raise _damaged(file.path, f"{wanted} bytes according to its header", f"{num_bytes}")
     return file
 
 
 def _damaged(path: Path, expected: str, got: str) -> DataError:
-    return DataError(f"data: {path} is damaged, expected {expected}, got {got}; make it anew")
+    return DataError(f"data: {path} is damaged: expected {expected}, got {got}; create it again")
 
 
-_FEWEST: Final = 64  # numbers that a judgement takes
-_TINY: Final = 16  # tokens of 32 bits have less than this in their upper half: below 2**20
+_FEWEST: Final = 64  # pairs of numbers that the check needs
+_TINY: Final = 16  # upper halves of 32-bit tokens are below this, as tokens are below 2**20
 _TEXT: Final = np.zeros(256, np.bool_)
 _TEXT[[9, 10, 13, *range(32, 127)]] = True
 
 
 def _refuse_misfit(file: TokenFile, head: bytes) -> None:
-    """Refuse bare numbers that are plainly of another kind than data.dtype says.
+    """Raise UnfitDataError if raw numbers are clearly not of the dtype data.dtype.
 
-    Read as 16 bits, each number of 32 becomes two, the second of them 0 or nearly: a model would
-    learn that every other token is 0. And pairs of letters pass for tokens of 16 bits.
+    Read as 16 bits, each 32-bit number becomes two, the second of which is almost always 0: a model
+    would learn that every other token is 0. Pairs of letters look like valid 16-bit tokens.
     """
     size = file.dtype.itemsize
     if size == 1 or len(head) < 2 * _FEWEST * size:
@@ -273,10 +276,10 @@ def _refuse_misfit(file: TokenFile, head: bytes) -> None:
     if upper.max() < _TINY and (lower >= large).mean() > 0.25:
         looks = f"every second number is below {_TINY}, as in tokens of {16 * size} bits"
     elif _TEXT[np.frombuffer(head, np.uint8)].all():
-        looks = "all bytes are letters, as in text"
+        looks = "all bytes are printable characters, as in text"
     if looks is not None:
         raise UnfitDataError(
-            f"data: {file.path} holds hardly tokens of data.dtype={file.kind}: {looks}, expected "
-            f"numbers of {8 * size} bits, got {sample[:6].tolist()} and so on; set data.dtype to "
-            f"what the file holds, or data=text, or save it as .npy, which says what it holds"
+            f"data: {file.path} does not look like tokens of data.dtype={file.kind}: {looks}; "
+            f"read as {8 * size}-bit numbers it starts with {sample[:6].tolist()}; set data.dtype "
+            f"to the type in the file, or data=text, or save it as .npy, which states its type"
         )

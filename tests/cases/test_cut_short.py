@@ -69,7 +69,7 @@ def arrays(folder, name, save):
 
 X = np.arange(4.0 * NUMBERS, dtype=np.float32).reshape(NUMBERS, 4)
 KINDS = {
-    "bare tokens": bare,
+    "raw tokens": bare,
     "npy tokens": npy_tokens,
     "Megatron's": megatron,
     "text": text,
@@ -98,5 +98,5 @@ def test_a_file_that_is_cut_short_is_named(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
-    expected = [f"data: {path} was cut short" for path, _ in tasks for _ in range(2)]
+    expected = [f"data: {path} was truncated" for path, _ in tasks for _ in range(2)]
     assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected

@@ -180,7 +180,7 @@ METADATA = {
     "a frame": pickle.PROTO + b"\x04" + pickle.FRAME + b"\xff" * 8,
     "recursive": pickle.PROTO + b"\x02]q\0h\0a.",
     "empty": b"",
-    "cut short": pickle.dumps({"a": 1})[:-3],
+    "truncated": pickle.dumps({"a": 1})[:-3],
 }
 
 

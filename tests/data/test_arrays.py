@@ -111,7 +111,7 @@ def test_files_for_validation(tmp_path, arrays):
     assert (source.train.num_samples, source.validation.num_samples) == (ROWS, 7)
     assert torch.equal(source.train.read_inputs([5])[0], torch.from_numpy(x[5]).float())
     np.save(tmp_path / "held" / "x.npy", x[:7, :2])
-    with pytest.raises(DataError, match=r"unlike those to train on.*40, 3, 2.*7, 2, 2"):
+    with pytest.raises(DataError, match=r"differ from training samples.*40, 3, 2.*7, 2, 2"):
         open_data(ArraysConfig(**save("npy", tmp_path, x, y), **given))
 
 
@@ -130,22 +130,27 @@ def wrong(folder):
     (folder / "bad.npz").write_bytes((folder / "two.npz").read_bytes()[:200])
     (folder / "bad.safetensors").write_bytes(struct.pack("<Q", 2**40) + b"{}")
     x = "x.npy"
-    yield x, "y.npy", {}, r"differ in length.*x\.npy float64\[4, 2\].*y\.npy float64\[5\]"
-    yield x, "nowhere.npy", {}, r"data\.targets names no file.*nowhere\.npy"
-    yield "one.npy", "one.npy", {}, r"single number.*first dimension"
+    yield (
+        x,
+        "y.npy",
+        {},
+        r"differ in the number of rows.*x\.npy float64\[4, 2\].*y\.npy float64\[5\]",
+    )
+    yield x, "nowhere.npy", {}, r"data\.targets=.*nowhere\.npy.* is not a file"
+    yield "one.npy", "one.npy", {}, r"scalar.*first dimension"
     yield "none.npy", "none.npy", {}, r"no rows"
-    yield x, None, {}, r"holds one array without a name.*set data\.targets"
-    yield x, x, {"inputs_key": "a"}, r"without a name.*leave data\.inputs_key out"
+    yield x, None, {}, r"single unnamed array.*set data\.targets"
+    yield x, x, {"inputs_key": "a"}, r"single unnamed array.*remove data\.inputs_key"
     yield "two.npz", x, {}, r"expected one array, or one called 'inputs', got a, b"
     yield "two.npz", x, {"inputs_key": "c"}, r"expected one called 'c', got a, b.*data\.inputs_key"
     yield "two.npz", None, {"inputs_key": "a"}, r"one called 'targets', got a, b.*targets_key"
-    yield "things.npy", x, {}, r"other things than numbers"
+    yield "things.npy", x, {}, r"something other than arrays of numbers"
     yield "texts.npy", x, {}, r"expected an array of numbers"
     yield "cut.npy", x, {}, r"damaged"
     yield "bad.npz", x, {}, r"damaged"
     yield "bad.safetensors", x, {}, r"damaged"
-    yield "saved.pt", x, {}, r"without arrays, as torch\.save writes one.*tensor\.numpy"
-    yield "text.txt", x, {}, r"no file of arrays, expected \.npy, \.npz or \.safetensors.*b'hello'"
+    yield "saved.pt", x, {}, r"without NumPy arrays, such as torch\.save writes.*tensor\.numpy"
+    yield "text.txt", x, {}, r"not a \.npy, \.npz or \.safetensors file.*b'hello'"
 
 
 @pytest.mark.parametrize("number", range(16))

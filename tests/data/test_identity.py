@@ -134,7 +134,7 @@ def test_other_content_under_the_same_names_is_noticed(files, tmp_path, make, pa
 def test_checkpoint_of_an_older_version_is_taken_with_a_warning(tmp_path, caplog):
     now = identity(text(write(tmp_path / "x", LETTERS)))
     check_data(tmp_path, {"position": 9}, now, "same")
-    assert "kept nothing of the data" in caplog.text
+    assert "did not record the data" in caplog.text
     assert goes_on({"position": 9}, now, "new")
 
 
@@ -144,7 +144,7 @@ def test_other_validation_is_told_only(tmp_path, caplog):
     write(held, LETTERS[:-50])
     now = identity(text(path, validation_paths=[str(held)]))
     check_data(tmp_path, {"position": 9, "data": before}, now, "same")
-    assert "was validated on other samples" in caplog.text
+    assert "the validation samples have changed" in caplog.text
 
 
 def test_order_is_that_of_the_version_that_checkpoints_name():
@@ -157,8 +157,9 @@ def test_the_refusal_says_what_to_do(tmp_path):
     path = write(tmp_path / "x", LETTERS)
     before, now = identity(text(path)), identity(text(path), batch_size=8, seed=1)
     message = (
-        r"expected the data in the order .* got train\.seed: was 0, is 1; train\.batch_size: was "
-        r"32, is 8; set them as they were, or checkpoint\.data=new .* or any to go on after 9"
+        r"the data or its order differs .*: train\.seed: was 0, is 1; train\.batch_size: was "
+        r"32, is 8; restore the settings, or set checkpoint\.data=new .* "
+        r"checkpoint\.data=any to continue after 9"
     )
     with pytest.raises(CheckpointError, match=message):
         check_data(tmp_path, {"position": 9, "data": before}, now, "same")
@@ -167,7 +168,7 @@ def test_the_refusal_says_what_to_do(tmp_path):
 def test_samples_that_no_memory_holds_are_refused():
     """A data.seq_len of 2^31 ended in NumPy's own error and a traceback."""
     config = SyntheticTokensConfig(seq_len=2**55, vocab_size=16, num_samples=4)
-    with pytest.raises(ConfigError, match=r"data: samples do not fit.*Unable to allocate.*; make"):
+    with pytest.raises(ConfigError, match=r"data: samples do not fit.*Unable to allocate.*; lower"):
         identify(open_data(config), config, TrainConfig())
 
 

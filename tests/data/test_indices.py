@@ -210,7 +210,7 @@ def test_corrupt_lines_are_told_by_a_kept_index_too(files, tmp_path, made):
         path = tmp_path / "data" / "a.jsonl"
         assert list(open_data(config).corrupt) == [f"{path}, line {n}" for n in (4, 5, 6)]
     config.max_corrupt = 2
-    with pytest.raises(DataError, match="expected at most 2, got one more"):
+    with pytest.raises(DataError, match=r"data\.max_corrupt=2 allows"):
         open_data(config)
     assert made == ["jsonl"]
 
@@ -256,5 +256,5 @@ def test_file_is_not_allocated_before_it_is_known_to_be_there(files, tmp_path):
     config = make(files, "folder", tmp_path / "data")
     with (tmp_path / "data/train/n00/000.JPEG").open("wb") as file:
         file.truncate(2**34)
-    with pytest.raises(DataError, match=r"more than .* bytes: 17179869184"):
+    with pytest.raises(DataError, match=r"17179869184 bytes, more than"):
         open_data(config).train.read_inputs([0])

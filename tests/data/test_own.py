@@ -190,7 +190,7 @@ def test_no_items_have_the_shape_of_some(mine):
 
 
 def test_items_that_are_no_pairs_need_a_collate(mine):
-    with pytest.raises(DataError, match=r"no pair, expected \(inputs, targets\).*data\.collate"):
+    with pytest.raises(DataError, match=r"not a pair \(inputs, targets\).*data\.collate"):
         open_data(settings(f"{mine}.dicts"))
     words = (f"data.collate={mine}.pairs_of_dicts", "data.validation_fraction=0", "data.size=3")
     source = open_data(settings(f"{mine}.dicts", *words))
@@ -203,14 +203,18 @@ def test_items_that_are_no_pairs_need_a_collate(mine):
 @pytest.mark.parametrize(
     ("target", "kind", "message"),
     [
-        ("number", DataError, r"returned no data set, expected something with __len__.*got int"),
+        (
+            "number",
+            DataError,
+            r"did not return a data set: expected an object with __len__.*got int",
+        ),
         ("loader", DataError, r"got DataLoader; return its data set"),
-        ("Stream", DataError, r"got Stream; .* items are drawn in an order"),
-        ("arrays", DataError, r"returned two arrays, .*TensorDataset\(inputs, targets\)"),
-        ("dicts", DataError, r"got a dict of x, y; .*as \(item\['x'\], item\['y'\]\)"),
-        ("texts", DataError, r"as \(item\['input_ids'\], item\['labels'\]\)"),
-        ("triples", DataError, r"no pair, .*got 3 of them"),
-        ("pictures", DataError, r"TypeError: .*Picture.*let items be tensors"),
+        ("Stream", DataError, r"got Stream; .* must be able to continue the same order"),
+        ("arrays", DataError, r"returned two arrays .*TensorDataset\(inputs, targets\)"),
+        ("dicts", DataError, r"a dict of x, y; .*such as \(item\['x'\], item\['y'\]\)"),
+        ("texts", DataError, r"such as \(item\['input_ids'\], item\['labels'\]\)"),
+        ("triples", DataError, r"not a pair .*but a list of length 3"),
+        ("pictures", DataError, r"TypeError: .*Picture.*return tensors"),
         ("fails", ConfigError, r"data\._target_=users_items\.fails.*ValueError: no such folder"),
         ("Failing", DataError, r"reading item \d of users_items\.Failing.*KeyError: 'lost'"),
         ("missing", ConfigError, r"has no attribute 'missing'"),
@@ -318,7 +322,7 @@ def test_a_data_set_that_cannot_be_handed_over_is_said(mine):
     readings = open_readers(
         BatchReader(source.train, True, True), [ReadRequest([1], 0)], 1, 2, 60.0
     )
-    with warnings.catch_warnings(), pytest.raises(DataError, match=r"cannot be handed.*workers=0"):
+    with warnings.catch_warnings(), pytest.raises(DataError, match=r"cannot be pickled.*workers=0"):
         warnings.simplefilter("error")  # torch said the same ahead of it, in five lines
         next(readings)
     readings.close()
@@ -330,6 +334,6 @@ def test_an_item_that_does_not_fit_the_others_is_named(mine):
     with pytest.raises(DataError) as failure:
         train.read_inputs([3, 9, 7, 1, 5])
     text = str(failure.value)
-    assert "putting items 3, 9, 7, 1, 5 of " in text
+    assert "collating items 3, 9, 7, 1, 5 of " in text
     assert "(item 3 is (float32[5], int), item 7 is (float32[6], int))" in text
     assert "data.collate" in text

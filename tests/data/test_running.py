@@ -362,13 +362,13 @@ def test_count_of_corrupt_images_is_kept_over_a_resumption(damaged, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_corrupt_image_stops_the_run_and_is_named(damaged, workers):
-    with pytest.raises(DataError, match=r"data: .*/n0\d/00\d\.\w+ is corrupt, expected a JPEG or"):
+    with pytest.raises(DataError, match=r"data: .*/n0\d/00\d\.\w+ is corrupt: expected a JPEG or"):
         train(damaged("run", f"data.workers={workers}"), 2)
     assert not [each.name for each in threading.enumerate() if each.name.startswith("reader")]
 
 
 def test_more_corrupt_images_than_borne_stop_the_run(damaged):
-    with pytest.raises(DataError, match=r"expected at most 2, got one more: data: .* is corrupt"):
+    with pytest.raises(DataError, match=r"data.max_corrupt=2 allows: data: .* is corrupt"):
         train(damaged("run", "data.corrupt=skip", "data.max_corrupt=2"), 2)
 
 

@@ -77,13 +77,16 @@ def saved(array, **options) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (saved(np.zeros(9, np.float32)), "holds no tokens.*got <f4"),
-        (saved(np.asfortranarray(np.zeros((3, 4), np.int32))), "by columns"),
-        (saved(np.zeros(9, ">i4")), "holds no tokens.*got >i4"),
-        (saved(np.array([{}, None]), allow_pickle=True), r"holds no tokens.*got \|O"),
-        (saved(np.zeros(9, np.int32))[:-4], "is damaged, expected 164 bytes, as its header says"),
-        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff{", "is damaged, expected a header of NumPy"),
-        (b"\x93NUMPY\x09\x00", "is damaged, expected a header of NumPy"),
+        (saved(np.zeros(9, np.float32)), "does not contain tokens.*got <f4"),
+        (saved(np.asfortranarray(np.zeros((3, 4), np.int32))), "in Fortran order"),
+        (saved(np.zeros(9, ">i4")), "does not contain tokens.*got >i4"),
+        (saved(np.array([{}, None]), allow_pickle=True), r"does not contain tokens.*got \|O"),
+        (
+            saved(np.zeros(9, np.int32))[:-4],
+            "is damaged: expected 164 bytes according to its header",
+        ),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff{", "is damaged: expected a NumPy header"),
+        (b"\x93NUMPY\x09\x00", "is damaged: expected a NumPy header"),
         (b"PK\x03\x04" + bytes(100), "is a zip archive"),
         (b"\x1f\x8b\x08\x00" + bytes(100), "is gzip-compressed"),
         (b"PAR1" + bytes(100), "is a Parquet file"),
@@ -138,7 +141,10 @@ def test_pair_with_modes_is_read(tmp_path):
     ("damage", "message"),
     [
         (lambda index: index[:20], "a header of 34 bytes, got 20"),
-        (lambda index: index[:17] + b"\x07" + index[18:], "kind of whole numbers, got 1, code 7"),
+        (
+            lambda index: index[:17] + b"\x07" + index[18:],
+            "integer dtype, got version 1, dtype code 7",
+        ),
         (lambda index: index[:18] + b"\xff" * 7 + index[25:], r"bytes for \d+ sequences"),
         (lambda index: index + b"123", "got 85 bytes"),
         (lambda index: index[:34] + b"\x03" + index[35:], "gaps or overlaps"),
@@ -149,14 +155,14 @@ def test_damaged_index_of_megatron_is_refused(tmp_path, damage, message):
     data = megatron(tmp_path / "a", [[1, 2], [3]])
     index = data.with_suffix(".idx")
     index.write_bytes(damage(index.read_bytes()))
-    with pytest.raises(DataError, match=rf"a\.idx is damaged, expected .*{message}"):
+    with pytest.raises(DataError, match=rf"a\.idx is damaged: expected .*{message}"):
         tokens_of(data)
 
 
 def test_pair_of_unlike_lengths_is_refused(tmp_path):
     data = megatron(tmp_path / "a", [[1, 2], [3]])
     data.write_bytes(data.read_bytes() + b"\0\0")
-    with pytest.raises(DataError, match=r"a\.bin is damaged, expected 6 bytes, as a\.idx says"):
+    with pytest.raises(DataError, match=r"a\.bin is damaged: expected 6 bytes according to a\.idx"):
         tokens_of(data)
 
 
@@ -173,7 +179,9 @@ def test_header_of_llmc_is_no_text(tmp_path, magic, version, kind):
     (tmp_path / "a.bin").write_bytes(header.tobytes() + LONG.astype(kind).tobytes())
     assert tokens_of(tmp_path / "a.bin") == LONG.tolist()
     (tmp_path / "a.bin").write_bytes(header.tobytes())
-    with pytest.raises(DataError, match=r"is damaged, expected \d{4,5} bytes, as its header"):
+    with pytest.raises(
+        DataError, match=r"is damaged: expected \d{4,5} bytes according to its header"
+    ):
         tokens_of(tmp_path / "a.bin")
 
 
@@ -188,7 +196,9 @@ LARGE = np.random.default_rng(1).integers(0, 128_000, 4000)
 def test_wider_tokens_than_said_are_refused(tmp_path, tokens, kind, read):
     """Tokens of 32 bits were read as 16 in silence: every second one was 0."""
     path = bare(tmp_path / "a.bin", tokens, kind)
-    with pytest.raises(DataError, match=f"a.bin holds hardly tokens of data.dtype={read}: every"):
+    with pytest.raises(
+        DataError, match=f"a.bin does not look like tokens of data.dtype={read}: every"
+    ):
         tokens_of(path, dtype=read)
     assert tokens_of(path, dtype=kind) == tokens.tolist()
 
@@ -197,7 +207,7 @@ def test_text_is_not_taken_for_tokens(tmp_path):
     """Two letters make a number below 50,257."""
     path = tmp_path / "a.txt"
     path.write_text("It was a bright cold day in April.\n" * 40)
-    with pytest.raises(DataError, match="all bytes are letters, as in text"):
+    with pytest.raises(DataError, match="all bytes are printable characters, as in text"):
         tokens_of(path)
     assert open_data(TextConfig([str(path)])).train.num_samples > 0
 
@@ -226,7 +236,7 @@ def test_token_beyond_the_vocabulary_is_named(tmp_path):
     config = TokensConfig([str(tmp_path)], seq_len=4, vocab_size=97)
     source = open_data(config)
     message = (
-        rf"{path} has a token beyond the vocabulary at position 777, expected 0 or more and less "
+        rf"{path} has a token outside the vocabulary at position 777: expected 0 or more and less "
         r"than data\.vocab_size=97, got 97 \(uint16\); raise data\.vocab_size and the model's"
     )
     with pytest.raises(DataError, match=message):
@@ -237,7 +247,7 @@ def test_token_beyond_the_vocabulary_is_named(tmp_path):
 
 def test_negative_token_is_named(tmp_path):
     path = bare(tmp_path / "a.bin", [*range(300), -1, 5], "int32")
-    with pytest.raises(DataError, match=r"at position 300, expected 0 or more.*got -1 \(int32\)"):
+    with pytest.raises(DataError, match=r"at position 300: expected 0 or more.*got -1 \(int32\)"):
         tokens_of(path, dtype="int32")
 
 

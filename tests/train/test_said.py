@@ -50,7 +50,7 @@ def test_the_data_are_told_whatever_their_kind(tiny, tmp_path, kind):
         tmp_path / "run", 1, *model, f"data={kind}", "data.seq_len=16", *own, "train.steps=1"
     )
     line = re.search(r"data: (.*)", text)[1]
-    assert re.search(r"[\d,]+ samples .*to train on, [\d,]+ held back", line), line
+    assert re.search(r"[\d,]+ .*training.*, [\d,]+ .*validation", line), line
     if kind != "synthetic":
         assert str(tmp_path) in line and "tokens" in line
 

@@ -1,1 +1,1 @@
-"""Images and their classes: stored pixel by pixel, or as JPEG and PNG."""
+"""Images and their classes, stored as pixels or as JPEG and PNG."""

@@ -32,13 +32,13 @@ class CifarConfig(StoredImagesConfig):
     stored_size: ClassVar[tuple[int, int, int] | None] = (3, 32, 32)
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if not self.path:
             raise refuse("data.path", "a folder", self.path, "as data.path=/where/the/files/are")
 
     def open(self, seed: int, spare: Path | None) -> ImageSource:
-        """Return what `open_cifar` does."""
+        """Open the files with `open_cifar`."""
         return open_cifar(self, seed)
 
 
@@ -59,7 +59,7 @@ _TRAIN_10: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 
 @dataclass
 class CifarStore:
-    """Files of records: `num_labels` labels, of which `label` counts, then the pixels."""
+    """Files of records: `num_labels` labels, of which number `label` is used, then the pixels."""
 
     paths: tuple[Path, ...]
     num_labels: int
@@ -73,11 +73,11 @@ class CifarStore:
 
     @property
     def num_images(self) -> int:
-        """Return how many there are."""
+        """Return the number of images."""
         return self._ends[-1]
 
     def pixels(self, indices: Sequence[int]) -> Pixels:
-        """Return these images, [images, 3, 32, 32]."""
+        """Return the given images, uint8 of shape [len(indices), 3, 32, 32]."""
         images = np.empty((len(indices), _NUM_PIXELS), np.uint8)
         for image, index in zip(images, indices, strict=True):
             file = bisect_right(self._ends, index)
@@ -86,7 +86,7 @@ class CifarStore:
         return images.reshape(-1, *_SHAPE)
 
     def classes(self) -> Classes:
-        """Return the classes of all images; DataError where one is none."""
+        """Return the classes of all images; raise DataError if one is out of range."""
         parts = []
         for number, path in enumerate(self.paths):
             labels = self._file(number)[:, self.label].astype(np.int64)
@@ -94,7 +94,7 @@ class CifarStore:
         return np.concatenate(parts)
 
     def digest(self) -> str:
-        """Return a short text that is equal where the images are."""
+        """Return a digest of file names, numbers of images and the label used."""
         return f"{[path.name for path in self.paths]}/{self._ends}/{self.label}"
 
     def _num_records(self, path: Path) -> int:
@@ -105,8 +105,8 @@ class CifarStore:
         size = self.num_labels + _NUM_PIXELS
         if not num_bytes or num_bytes % size:
             raise DataError(
-                f"data: {path} has no whole number of records, expected a multiple of {size} "
-                f"bytes, got {num_bytes}; fetch it anew (the binary version, not the pickled one)"
+                f"data: {path} ends inside a record: expected a multiple of {size} bytes, got "
+                f"{num_bytes}; download it again (the binary version, not the pickled one)"
             )
         return num_bytes // size
 
@@ -125,7 +125,7 @@ class CifarStore:
 
 
 def open_cifar(config: CifarConfig, seed: int = 0) -> ImageSource:
-    """Return the files of CIFAR-10 or CIFAR-100; DataError where they are missing or cut short."""
+    """Open CIFAR-10 or CIFAR-100; raise DataError if files are missing or truncated."""
     where = folder("data.path", config.path or "")
 
     def store(*names: str) -> CifarStore:

@@ -1,4 +1,4 @@
-"""JPEG and PNG images, decoded when they are read, cut and scaled to one size."""
+"""JPEG and PNG images, decoded when they are read, cropped and resized to one size."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -37,52 +37,53 @@ from gpipe_hpc.settings import Choices, Level, Range, refuse
 
 @dataclass
 class CodedImagesConfig(PixelDataConfig):
-    """JPEG and PNG images of any size, cut and scaled to one."""
+    """JPEG and PNG images of any size, cropped and resized to one size."""
 
     resize: Annotated[int, Range(1), Level.EVERYDAY] = field(default=256, kw_only=True)
-    """Shorter side in pixels to which images are scaled for validation; the center is cut out."""
+    """Length in pixels of the shorter side to which images are resized for validation, before the
+    center is cropped."""
 
     min_area: Annotated[float, Range(0, 1, excludes_least=True)] = field(default=0.08, kw_only=True)
-    """Smallest fraction of an image that the random part of augmentation covers."""
+    """Minimum fraction of an image that a random crop covers."""
 
     max_pixels: Annotated[int, Range(1)] = field(default=2**26, kw_only=True)
-    """Largest width x height of an image; a larger one is not decoded and counts as corrupt."""
+    """Maximum width x height of an image; a larger one is not decoded and counts as corrupt."""
 
     corrupt: Annotated[str, Choices("stop", "skip")] = field(default="stop", kw_only=True)
-    """What happens at a sample that cannot be read: stop, or skip it, and
-    take the next readable one."""
+    """Action at a sample that cannot be read: stop the run, or skip the sample and use the next
+    readable one."""
 
     max_corrupt: Annotated[int, Range(1)] = field(default=100, kw_only=True)
-    """Largest number of skipped samples."""
+    """Maximum number of skipped samples."""
 
     augmentations: ClassVar[tuple[str, ...]] = ("none", "resized_crop_flip")
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if self.channels not in (1, 3):
-            raise refuse("data.channels", "3 (colour) or 1 (grey)", self.channels, "choose one")
+            raise refuse("data.channels", "3 (RGB) or 1 (grayscale)", self.channels, "choose one")
         if self.resize < max(self.height, self.width):
             raise refuse(
                 "data.resize",
                 f"at least data.height={self.height} and data.width={self.width}",
                 self.resize,
-                "raise it: the centre of the resized image is cut out for validation",
+                "raise it: validation uses the center of the resized image",
             )
 
 
-# No other: each decoder is code that strangers' bytes run through.
+# Only these: each further decoder would process untrusted bytes.
 _FORMATS: Final = ("JPEG", "PNG")
-_DEEP: Final = ("I;16", "I")  # grey of 16 bits, by a newer or older Pillow
+_DEEP: Final = ("I;16", "I")  # modes of 16-bit grayscale in newer and older versions of Pillow
 SUFFIXES: Final = IMAGE_SUFFIXES
 
 
 class CodedStore(Protocol):
-    """Where coded images and their classes are."""
+    """Storage of encoded images and their classes."""
 
     @property
     def names(self) -> Names:
-        """Return the name of each image within the store; validation is told apart by it."""
+        """Return the name of each image in the store; a hash of it selects validation images."""
         ...
 
     @property
@@ -91,11 +92,11 @@ class CodedStore(Protocol):
         ...
 
     def where(self, index: int) -> str:
-        """Return the file of an image and its name in it, for a message."""
+        """Return the file of an image and its name there, for messages."""
         ...
 
     def coded(self, index: int, max_bytes: int) -> bytes:
-        """Return the bytes of an image.
+        """Return the encoded bytes of an image.
 
         Raises CorruptSampleError if they are more than `max_bytes`, DataError if they cannot be
         read.
@@ -103,17 +104,17 @@ class CodedStore(Protocol):
         ...
 
     def pick(self, kept: npt.NDArray[np.bool_]) -> "CodedStore":
-        """Return a store of those images that are marked."""
+        """Return a store of the images selected by a boolean mask."""
         ...
 
     def digest(self) -> str:
-        """Return a short text that is equal where the images are."""
+        """Return a digest of the images; equal digests mean equal images."""
         ...
 
 
 @dataclass(frozen=True)
 class CodedImages:
-    """Sample: an image decoded, cut by `crop`, scaled and normalised; and its class."""
+    """Dataset of images, decoded, cropped by `crop`, resized and normalized, with their classes."""
 
     store: CodedStore
     size: tuple[int, int, int]  # channels, height, width
@@ -128,9 +129,9 @@ class CodedImages:
         return len(self.store.labels)
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return float32 images, [len(indices), channels, height, width].
+        """Return float32 images of shape [len(indices), channels, height, width].
 
-        Raises CorruptSampleError for one that cannot be decoded.
+        Raises CorruptSampleError if an image cannot be decoded.
         """
         pixels: Pixels = np.empty((len(indices), *self.size), np.uint8)
         draws = uniform(self.seed, epoch, as_numbers(indices), self.crop.num_draws)
@@ -139,7 +140,7 @@ class CodedImages:
         return self.normalisation.apply(pixels)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 classes, [len(indices)]."""
+        """Return int64 classes of shape [len(indices)]."""
         refuse_shrunk(self.store.labels)
         return torch.from_numpy(self.store.labels[list(indices)])
 
@@ -148,16 +149,16 @@ class CodedImages:
         return self.store.labels
 
     def stored(self, index: int) -> bytes:
-        """Return a sample as it is stored: decoders of two machines may differ."""
+        """Return a sample's encoded bytes and class; decoded pixels may differ between machines."""
         return self.store.coded(index, self._most_bytes) + b"%d" % self.store.labels[index]
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the images and of the settings that determine the samples."""
         return f"{self.store.digest()}/{self.size}/{self.crop}/{self.normalisation}/{self.seed}"
 
     @property
     def _most_bytes(self) -> int:
-        # No more than the pixels themselves would take, and room for what else a file says.
+        # The uncompressed pixels plus 1 MB for metadata.
         return 4 * self.max_pixels + 2**20
 
     def _read_one(self, index: int, draws: npt.NDArray[np.float64]) -> Pixels:
@@ -167,9 +168,10 @@ class CodedImages:
             image = decode(coded, num_channels, self.max_pixels)
         except MemoryError:
             raise
-        except UnidentifiedImageError as error:  # its text has an address
-            raise corrupt(self.store.where(index), f"{len(coded)} other bytes") from error
-        except Exception as error:  # decoders raise all kinds of errors on bytes that are wrong
+        except UnidentifiedImageError as error:  # its text contains a memory address
+            text = f"{len(coded)} bytes of another format"
+            raise corrupt(self.store.where(index), text) from error
+        except Exception as error:  # decoders raise many types of errors for invalid bytes
             raise corrupt(self.store.where(index), f"{type(error).__name__}: {error}") from error
         box = self.crop.box(image.width, image.height, draws)
         part = np.asarray(cut(image, box, height, width, self.crop.flips(draws)))
@@ -177,7 +179,7 @@ class CodedImages:
 
 
 def decode(coded: bytes, num_channels: int, max_pixels: int) -> Image.Image:
-    """Return an image in colour (3) or grey (1); raise ValueError before decoding a huge one."""
+    """Decode an image to RGB (3 channels) or grayscale (1); raise ValueError if it is too large."""
     with Image.open(io.BytesIO(coded), formats=_FORMATS) as image:
         if image.width * image.height > max_pixels:
             raise ValueError(
@@ -185,7 +187,7 @@ def decode(coded: bytes, num_channels: int, max_pixels: int) -> Image.Image:
             )
         whole: Image.Image = image
         if image.mode in _DEEP:
-            # Converted as they are, all but the darkest would be white.
+            # Pillow would clip 16-bit values to 255 instead of scaling them.
             whole = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return whole.convert("RGB" if num_channels == 3 else "L")
 
@@ -194,8 +196,8 @@ def corrupt(where: str, got: str) -> CorruptSampleError:
     """Return the error for an image that cannot be decoded."""
     return CorruptSampleError(
         where,
-        f"data: {where} is corrupt, expected a JPEG or PNG image, got {got}; replace it, or pass "
-        f"over such with data.corrupt=skip",
+        f"data: {where} is corrupt: expected a JPEG or PNG image, got {got}; replace it, or set "
+        f"data.corrupt=skip to skip such images",
     )
 
 
@@ -206,11 +208,9 @@ def coded_source(
     seed: int,
     left_out: Mapping[str, str],
 ) -> ImageSource:
-    """Return both sets as the settings want them; DataError for none, or for too many classes."""
+    """Create training and validation data sets; raise DataError if there are no training images."""
     if not len(train.labels):
-        raise MissingDataError(
-            "data: no images, expected at least one to train on, got 0; check paths"
-        )
+        raise MissingDataError("data: no training images found; check the paths of the data")
     size = (config.channels, config.height, config.width)
     centre = CentreCrop(config.height, config.width, config.resize)
     crop = centre if config.augment == "none" else RandomResizedCrop(config.min_area)
@@ -228,7 +228,7 @@ def coded_source(
 
 
 def split(store: CodedStore, percent: int) -> tuple[CodedStore, CodedStore]:
-    """Return images to train on and `percent` of them to validate on, by a hash of their names."""
+    """Split images into training and validation images (`percent`), by a hash of their names."""
     held = np.fromiter(
         (percentile(name.encode("utf-8", "surrogateescape")) < percent for name in store.names),
         np.bool_,

@@ -1,8 +1,9 @@
-"""Handwritten digits that come with scikit-learn: nothing to fetch.
+"""Handwritten digits from scikit-learn, which need no download.
 
 The 1,797 scans of 8 x 8 pixels are the test set of the Optical Recognition of Handwritten Digits
-set (Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). Every fifth (numbers 4, 9, 14,
-...) is kept for validation. Neighbours are often by one hand, so both sets know all the writers.
+set (Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). Every fifth scan (indices 4, 9,
+14, ...) is for validation. Consecutive scans often have the same writer, so both sets contain all
+writers.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from gpipe_hpc.errors import DataError
 
 @dataclass
 class DigitsConfig(StoredImagesConfig):
-    """The scans of handwritten digits that scikit-learn carries."""
+    """Scans of handwritten digits, included in scikit-learn."""
 
     channels: int = field(default=1, kw_only=True)
     height: int = field(default=8, kw_only=True)
@@ -31,12 +32,12 @@ class DigitsConfig(StoredImagesConfig):
     stored_size: ClassVar[tuple[int, int, int] | None] = (1, 8, 8)
 
     def open(self, seed: int, spare: Path | None) -> ImageSource:
-        """Return what `open_digits` does."""
+        """Open the data with `open_digits`."""
         return open_digits(self, seed)
 
 
 _EVERY: Final = 5
-_BRIGHTEST: Final = 16  # of a scan's pixels, which count dark spots of 4 x 4
+_BRIGHTEST: Final = 16  # maximum of a pixel, which counts dark spots in a 4 x 4 block
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class ArrayStore:
 
     @property
     def num_images(self) -> int:
-        """Return how many there are."""
+        """Return the number of images."""
         return len(self.images)
 
     def pixels(self, indices: Sequence[int]) -> Pixels:
-        """Return these images, [images, channels, height, width]."""
+        """Return the given images, uint8 of shape [len(indices), channels, height, width]."""
         return self.images[list(indices)]
 
     def classes(self) -> Classes:
@@ -61,14 +62,14 @@ class ArrayStore:
         return self.labels
 
     def digest(self) -> str:
-        """Return a short text that is equal where the images are."""
+        """Return a digest of the name and the number of images."""
         return f"{self.name}/{self.num_images}"
 
 
 def open_digits(config: DigitsConfig, seed: int = 0) -> ImageSource:
-    """Return scikit-learn's digits; DataError without scikit-learn."""
+    """Open scikit-learn's digits; raise DataError if scikit-learn is not installed."""
     scans = _load()
-    # 255 / 16 is no whole number: rounded, as a file of bytes would have it.
+    # Round to bytes, as 255 / 16 is not an integer.
     images = np.rint(scans.images * (255 / _BRIGHTEST)).astype(np.uint8)[:, None]
     labels = checked_classes(scans.target.astype(np.int64), config.num_classes, "digits")
     held = np.arange(len(images)) % _EVERY == _EVERY - 1
@@ -82,11 +83,11 @@ def open_digits(config: DigitsConfig, seed: int = 0) -> ImageSource:
 
 def _load() -> Any:
     try:
-        # Here, since only this kind of data needs it, and it takes a second to load.
+        # Imported here: only this data needs it, and the import takes a second.
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            f"data: data=digits needs scikit-learn, which carries the scans, expected to import "
-            f"sklearn, got {error}; pip install scikit-learn, or 'gpipe-hpc[data]'"
+            f"data: data=digits needs scikit-learn, which contains the scans ({error}); "
+            f"pip install scikit-learn, or 'gpipe-hpc[data]'"
         ) from error
     return load_digits()

@@ -1,4 +1,4 @@
-"""A folder of images for each class, as ImageNet is laid out."""
+"""A folder of images per class, laid out as ImageNet."""
 
 import os
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ from gpipe_hpc.settings import Level, Range, refuse
 
 @dataclass
 class ImageFolderConfig(CodedImagesConfig):
-    """A folder of images for each class."""
+    """A folder of images per class."""
 
     index_dir: Annotated[str | None, Level.CLUSTER] = field(default=None, kw_only=True)
     """Folder of the index for later runs. null: .gpipe_hpc next to the data, or run.dir."""
 
     path: Annotated[str | None, Level.EVERYDAY] = None
-    """Folder that holds those of training and validation."""
+    """Folder that contains the folders for training and validation."""
 
     train: str = "train"
-    """Folder within path; its folders, in order of their names, are the classes."""
+    """Folder within path; its subfolders, in order of their names, are the classes."""
 
     validation: str | None = "val"
     """The same for validation. null: validation_percent of the training images."""
@@ -47,23 +47,23 @@ class ImageFolderConfig(CodedImagesConfig):
     """Percentage of images for validation, chosen by a hash of their name."""
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if not self.path:
             raise refuse("data.path", "a folder", self.path, "as data.path=/where/the/files/are")
 
     def open(self, seed: int, spare: Path | None) -> ImageSource:
-        """Return what `open_image_folder` does."""
+        """Open the folder with `open_image_folder`."""
         return open_image_folder(self, seed, spare)
 
 
-_NUM_LISTED: Final = 16  # folders at a time
-_WORTH_KEEPING: Final = 20_000  # images; fewer are listed in a second
+_NUM_LISTED: Final = 16  # folders listed at a time
+_WORTH_KEEPING: Final = 20_000  # images; fewer are listed in about a second
 
 
 @dataclass(frozen=True)
 class FolderStore:
-    """Files by their names within a folder, and their classes."""
+    """Encoded images in files below a folder, with their classes."""
 
     root: Path
     names: Names
@@ -74,42 +74,50 @@ class FolderStore:
         return str(self.root / self.names[index])
 
     def coded(self, index: int, max_bytes: int) -> bytes:
-        """Return the bytes of an image; DataError if they cannot be read."""
+        """Return the encoded bytes of an image; raise DataError if they cannot be read."""
         path = self.root / self.names[index]
         try:
             with path.open("rb") as file:
                 num_bytes = os.fstat(file.fileno()).st_size
                 if num_bytes > max_bytes:
-                    raise corrupt(str(path), f"more than {max_bytes} bytes: {num_bytes}")
+                    raise corrupt(
+                        str(path), f"{num_bytes} bytes, more than the {max_bytes} allowed"
+                    )
                 return file.read(num_bytes)
         except OSError as error:
             raise unreadable(path, error) from error
 
     def pick(self, kept: npt.NDArray[np.bool_]) -> "FolderStore":
-        """Return a store of those images that are marked."""
+        """Return a store of the images selected by a boolean mask."""
         return FolderStore(self.root, self.names.pick(kept), self.labels[kept])
 
     def digest(self) -> str:
-        """Return a short text of names and classes; reads no file."""
+        """Return a digest of names and classes, without reading files."""
         return self.names.digest(self.labels)
 
 
 def open_image_folder(
     config: ImageFolderConfig, seed: int = 0, spare: Path | None = None
 ) -> ImageSource:
-    """Return the images under PATH/train/CLASS and PATH/val/CLASS, in order of their names.
+    """Open the images under PATH/train/CLASS and PATH/val/CLASS, in order of their names.
 
-    Lists folders, unless an earlier run kept that, and opens no image. `spare`: where the list is
-    kept if the data's folder is read-only. Raises DataError for a folder that is missing, and for
-    more classes than data.num_classes.
+    Lists the folders, unless an index from an earlier run exists, and opens no image.
+
+    Args:
+        config: the data settings.
+        seed: seed of random augmentations.
+        spare: folder for the index if the folder of the data is read-only.
+
+    Raises:
+        DataError: if a folder is missing, or if there are more classes than data.num_classes.
     """
     root = folder("data.path", config.path or "")
     training = folder("data.train", root / config.train)
     classes = _classes(training)
     if len(classes) > config.num_classes:
         raise UnfitDataError(
-            f"data: {training} has more classes than the model, expected at most data.num_classes="
-            f"{config.num_classes} folders, got {len(classes)}; set data.num_classes"
+            f"data: {training} has {len(classes)} folders of classes, more than data.num_classes="
+            f"{config.num_classes}; raise data.num_classes"
         )
     keeping = Keeping(config.index_dir, spare)
     train: CodedStore = _store(training, classes, keeping)
@@ -117,13 +125,13 @@ def open_image_folder(
         train, validation = split(train, config.validation_percent)
     else:
         held = folder(
-            "data.validation", root / config.validation, "correct it, or null for a share of train"
+            "data.validation", root / config.validation, "correct it, or null for a part of train"
         )
         unknown = sorted(set(_classes(held)) - set(classes))
         if unknown:
             raise UnfitDataError(
-                f"data: {held} has a class without training images, expected folders as in "
-                f"{training}, got {unknown[0]!r}; rename or remove it"
+                f"data: {held} has a class {unknown[0]!r} without training images in {training}; "
+                f"rename or remove it"
             )
         validation = _store(held, classes, keeping)
     return coded_source(config, train, validation, seed, left_out={})
@@ -152,15 +160,15 @@ def _store(root: Path, classes: Sequence[str], keeping: Keeping) -> FolderStore:
 
 
 class _Listing(NamedTuple):
-    """The images of a class, and the folders they are in with the times of their last change."""
+    """The images of a class, and its subfolders with their modification times in nanoseconds."""
 
     names: list[str]
     folders: list[tuple[str, int]]
 
 
 def _list(root: Path, classes: Sequence[str]) -> Part:
-    """Return names and labels of all images, and `folders`: when each folder was changed."""
-    # Side by side: a file server takes its time for each folder.
+    """List all images; return names and labels, and `folders` with their modification times."""
+    # In parallel: each folder takes a round trip to a file server.
     with ThreadPoolExecutor(_NUM_LISTED) as pool:
         listings = list(pool.map(lambda name: _images(root, name), classes))
     names = Names(name for each in listings for name in each.names)
@@ -188,15 +196,15 @@ def _images(root: Path, name: str) -> _Listing:
 
 
 def _refuse(error: OSError) -> None:
-    """Pass over a class without images of this set; raise what else the system says."""
+    """Ignore a missing class folder; raise any other error of `os.walk`."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _is_sound(part: Part, num_classes: int) -> bool:
-    """Say whether a list that was kept names files within the folder, and classes there are.
+    """Return whether a stored index contains only files within the folder, and valid classes.
 
-    Who may write beside the data must not lead a run to other files.
+    Another user who can write the index must not be able to redirect a run to other files.
     """
     ends, text, label = (part.arrays[name] for name in ("ends", "text", "label"))
     if not len(ends):
@@ -210,7 +218,7 @@ def _is_sound(part: Part, num_classes: int) -> bool:
 
 
 def _is_unchanged(part: Part, root: Path) -> bool:
-    """Say whether no folder has changed since it was listed."""
+    """Return whether no folder has been modified since it was indexed."""
     with ThreadPoolExecutor(_NUM_LISTED) as pool:
         is_same = pool.map(lambda each: _time_of(root / each[0]) == each[1], part.facts["folders"])
         return all(is_same)

@@ -1,7 +1,7 @@
-"""IDX files: what MNIST and its kin come in.
+"""IDX files, the format of MNIST and similar data sets.
 
-Two zero bytes, the type of a number (8: a byte), the number of dimensions, each dimension as a
-big-endian 32-bit number, then the numbers themselves.
+Two zero bytes, the type of a number (8: uint8), the number of dimensions, each dimension as a
+big-endian 32-bit integer, then the data.
 """
 
 import gzip
@@ -25,7 +25,7 @@ from gpipe_hpc.settings import Level, refuse
 
 @dataclass
 class IdxConfig(StoredImagesConfig):
-    """Four files in the format of MNIST."""
+    """Four files in MNIST's format."""
 
     path: Annotated[str | None, Level.EVERYDAY] = None
     """Folder of the files."""
@@ -48,23 +48,23 @@ class IdxConfig(StoredImagesConfig):
     num_classes: int = field(default=10, kw_only=True)
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if not self.path:
             raise refuse("data.path", "a folder", self.path, "as data.path=/where/the/files/are")
 
     def open(self, seed: int, spare: Path | None) -> ImageSource:
-        """Return what `open_idx` does."""
+        """Open the files with `open_idx`."""
         return open_idx(self, seed)
 
 
 @dataclass
 class FashionMnistConfig(IdxConfig):
-    """Fashion-MNIST, as Debian packs it."""
+    """Fashion-MNIST, as installed by its Debian package."""
 
 
 _UBYTE: Final = 8
-_MAX_INFLATION: Final = 1032  # deflate makes no file smaller than its 1032nd part
+_MAX_INFLATION: Final = 1032  # the maximum compression ratio of deflate
 _PIECE: Final = 2**20
 _DEBIAN: Final = (
     "install it with apt-get install dataset-fashion-mnist, or set data.path to where its four "
@@ -74,9 +74,9 @@ _DEBIAN: Final = (
 
 @dataclass
 class IdxFile:
-    """One IDX file of bytes; its header is read at once, its numbers when first wanted.
+    """An IDX file of uint8; its header is read when it is opened, its data at first use.
 
-    A plain file is mapped, a compressed one (.gz) held in memory.
+    A plain file is memory-mapped, a compressed one (.gz) is decompressed into memory.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class IdxFile:
 
     @classmethod
     def open(cls, path: Path, num_dimensions: int) -> "IdxFile":
-        """Return the file behind its header; DataError where it is not what it says it is."""
+        """Read the header of a file; raise DataError if it is invalid or contradicts the size."""
         try:
             with _stream(path) as stream:
                 header = stream.read(4 + 4 * num_dimensions)
@@ -95,22 +95,23 @@ class IdxFile:
         expected = bytes((0, 0, _UBYTE, num_dimensions))
         if header[:4] != expected or len(header) != 4 + 4 * num_dimensions:
             raise UnfitDataError(
-                f"data: {path} is no IDX file of bytes in {num_dimensions} dimensions, expected it "
-                f"to start with {expected.hex(' ')}, got {header[:4].hex(' ')!r}; check its name"
+                f"data: {path} is not an IDX file of uint8 with {num_dimensions} dimensions: its "
+                f"first bytes must be {expected.hex(' ')}, got {header[:4].hex(' ')!r}; check the "
+                f"file name"
             )
         shape = tuple(map(int, np.frombuffer(header, ">u4", offset=4)))
-        # Before anything of this size is allocated: the header may say what it likes.
+        # Check before memory of this size is allocated, as the header may be wrong.
         wanted, packed = len(header) + math.prod(shape), _is_packed(path)
         fits = wanted <= num_bytes * _MAX_INFLATION if packed else wanted == num_bytes
         if not fits:
             raise DataError(
-                f"data: {path} is not as long as its header says, expected {wanted} bytes for "
-                f"{'x'.join(map(str, shape))}, got a file of {num_bytes}; fetch it anew"
+                f"data: {path} does not match its header: expected {wanted} bytes for "
+                f"{'x'.join(map(str, shape))}, got a file of {num_bytes}; download it again"
             )
         return cls(path, shape)
 
     def read(self) -> npt.NDArray[np.uint8]:
-        """Return the numbers; DataError where they are fewer or more than the header says."""
+        """Return the data in its shape; raise DataError if its size contradicts the header."""
         if self._bytes is None:
             offset = 4 + 4 * len(self.shape)
             try:
@@ -129,13 +130,13 @@ class IdxFile:
         wanted = math.prod(self.shape)
         with _stream(self.path) as stream:
             stream.read(offset)
-            # In pieces: no more is allocated than there is, whatever the header says.
+            # In pieces, so that a wrong header cannot allocate more memory than there is data.
             content = bytearray()
             while piece := stream.read(min(_PIECE, wanted + 1 - len(content))):
                 content += piece
             if len(content) != wanted:
                 length = "fewer" if len(content) < wanted else "more"
-                raise ValueError(f"{length} than the {wanted} bytes of its header")
+                raise ValueError(f"{length} than the {wanted} bytes given in its header")
         return np.frombuffer(content, np.uint8).reshape(self.shape)
 
 
@@ -149,27 +150,27 @@ class IdxStore:
 
     @property
     def num_images(self) -> int:
-        """Return how many there are."""
+        """Return the number of images."""
         return self.images.shape[0]
 
     def pixels(self, indices: Sequence[int]) -> Pixels:
-        """Return these images, [images, 1, height, width]."""
+        """Return the given images, uint8 of shape [len(indices), 1, height, width]."""
         return self.images.read()[list(indices), None]
 
     def classes(self) -> Classes:
-        """Return the classes of all images; DataError where one is none."""
+        """Return the classes of all images; raise DataError if one is out of range."""
         labels = self.labels.read().astype(np.int64)
         return checked_classes(labels, self.num_classes, str(self.labels.path))
 
     def digest(self) -> str:
-        """Return a short text that is equal where the images are."""
+        """Return a digest of file names and shapes."""
         return f"{self.images.path.name}/{self.labels.path.name}/{self.images.shape}"
 
 
 def open_idx(config: IdxConfig, seed: int = 0) -> ImageSource:
-    """Return four IDX files as training and validation images.
+    """Open four IDX files as training and validation images.
 
-    Raises DataError for a file that is missing or damaged, or of other sizes than the settings say.
+    Raises DataError if a file is missing or damaged, or if its sizes differ from the settings.
     """
     is_debian = isinstance(config, FashionMnistConfig)
     where = folder("data.path", config.path or "", _DEBIAN if is_debian else "correct it")
@@ -187,14 +188,14 @@ def _open_pair(config: IdxConfig, where: Path, images: str, labels: str) -> IdxS
     size, expected = store.images.shape[1:], (config.height, config.width)
     if size != expected or config.channels != 1:
         raise UnfitDataError(
-            f"data: {store.images.path} has images of another size, expected channels, height and "
-            f"width {(config.channels, *expected)}, got {(1, *size)}; set data.channels, "
-            f"data.height and data.width to these"
+            f"data: {store.images.path} has images of channels, height and width {(1, *size)}, "
+            f"but the settings are {(config.channels, *expected)}; set data.channels, "
+            f"data.height and data.width to those of the file"
         )
     if store.images.shape[0] != store.labels.shape[0]:
         raise UnfitDataError(
-            f"data: {store.labels.path} is not for {store.images.path}, expected "
-            f"{store.images.shape[0]} labels, got {store.labels.shape[0]}; take the matching one"
+            f"data: {store.labels.path} does not match {store.images.path}: expected "
+            f"{store.images.shape[0]} labels, got {store.labels.shape[0]}; use the matching file"
         )
     return store
 
@@ -204,9 +205,7 @@ def _find(config: IdxConfig, where: Path, name: str) -> Path:
         if path.is_file():
             return path
     remedy = _DEBIAN if isinstance(config, FashionMnistConfig) else "correct data.path or its name"
-    raise MissingDataError(
-        f"data: no such file, expected {name} or {name}.gz in {where}, got neither; {remedy}"
-    )
+    raise MissingDataError(f"data: neither {name} nor {name}.gz exists in {where}; {remedy}")
 
 
 def _is_packed(path: Path) -> bool:

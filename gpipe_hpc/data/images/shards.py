@@ -1,8 +1,8 @@
-"""Tar files of images and labels, as WebDataset makes them, read at random by offset.
+"""Tar files of images and labels in WebDataset's format, with random access by offset.
 
-A sample is what stands side by side under one name up to its first dot: an image (.jpg, .jpeg or
-.png) and its class, a number in .cls or in an object in .json. Other members are passed over.
-Nothing is ever extracted: names in a tar file lead nowhere.
+A sample is a group of consecutive members that share their name up to its first dot: an image
+(.jpg, .jpeg or .png) and its class, an integer in .cls or in a JSON object in .json. Other members
+are ignored. Nothing is extracted, so member names never become paths.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ class ImageShardsConfig(CodedImagesConfig):
     """Tar files of images and their labels."""
 
     paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
-    """Files, patterns or folders, as [shards/train-*.tar]; files are not compressed."""
+    """Files, patterns or folders, for example [shards/train-*.tar]; compressed tar files are not
+    supported."""
 
     validation_paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
     """Files, patterns or folders for validation. []: a part of paths."""
@@ -45,22 +46,22 @@ class ImageShardsConfig(CodedImagesConfig):
     """Folder of the index for later runs. null: .gpipe_hpc next to the data, or run.dir."""
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if not self.paths:
             raise refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*]")
 
     def open(self, seed: int, spare: Path | None) -> ImageSource:
-        """Return what `open_image_shards` does."""
+        """Open the files with `open_image_shards`."""
         return open_image_shards(self, seed, spare)
 
 
-_WORTH_KEEPING: Final = 2**30  # bytes of shards; the headers of fewer are read in a second
+_WORTH_KEEPING: Final = 2**30  # bytes of shards; smaller data is indexed again in a second
 
 
 @dataclass(frozen=True)
 class ShardStore:
-    """Images by shard and offset, and their classes."""
+    """Encoded images located by shard, offset and size, with their classes."""
 
     paths: tuple[Path, ...]
     shards: npt.NDArray[np.int32]
@@ -69,16 +70,18 @@ class ShardStore:
     labels: Classes
 
     def where(self, index: int) -> str:
-        """Return the shard of an image and its name in it."""
+        """Return the shard of an image and its name there, for messages."""
         return f"{self.paths[self.shards[index]]}: {self.names[index]}"
 
     def coded(self, index: int, max_bytes: int) -> bytes:
-        """Return the bytes of an image; DataError if they cannot be read."""
+        """Return the encoded bytes of an image; raise DataError if they cannot be read."""
         refuse_shrunk(self.shards)
         path = self.paths[self.shards[index]]
         offset, num_bytes = map(int, self.spans[index])
         if num_bytes > max_bytes:
-            raise corrupt(self.where(index), f"{num_bytes} bytes, more than {max_bytes}")
+            raise corrupt(
+                self.where(index), f"{num_bytes} bytes, more than the {max_bytes} allowed"
+            )
         try:
             with path.open("rb") as file:
                 file.seek(offset)
@@ -87,13 +90,13 @@ class ShardStore:
             raise unreadable(path, error) from error
         if len(content) != num_bytes:
             raise DataError(
-                f"data: {path} has changed, expected {num_bytes} bytes from {offset} on, got "
-                f"{len(content)}; keep data files as they are while a run reads them"
+                f"data: {path} has changed: expected {num_bytes} bytes at offset {offset}, got "
+                f"{len(content)}; do not modify data files while a run reads them"
             )
         return content
 
     def pick(self, kept: npt.NDArray[np.bool_]) -> "ShardStore":
-        """Return a store of those images that are marked."""
+        """Return a store of the images selected by a boolean mask."""
         return ShardStore(
             self.paths,
             self.shards[kept],
@@ -103,7 +106,7 @@ class ShardStore:
         )
 
     def digest(self) -> str:
-        """Return a short text of shards, names, places and classes."""
+        """Return a digest of shards, names, positions and classes."""
         shards = Names(path.name for path in self.paths)
         return f"{self.names.digest(self.labels)}/{shards.digest(self.spans)}"
 
@@ -111,11 +114,18 @@ class ShardStore:
 def open_image_shards(
     config: ImageShardsConfig, seed: int = 0, spare: Path | None = None
 ) -> ImageSource:
-    """Return the images of tar files, in the order of the files and of what is in them.
+    """Open the images of tar files, in the order of the files and of their members.
 
-    Reads all headers and labels once, unless an earlier run kept them. `spare`: where the index is
-    kept if the data's folder is read-only. Raises DataError for a pattern without files, a class
-    out of range, and where more is corrupt than data.corrupt bears.
+    Reads all headers and labels once, unless an index from an earlier run exists.
+
+    Args:
+        config: the data settings.
+        seed: seed of random augmentations.
+        spare: folder for the index if the folder of the data is read-only.
+
+    Raises:
+        DataError: if a pattern matches no file, a class is out of range, or more samples are
+            corrupt than data.corrupt and data.max_corrupt allow.
     """
     tally = CorruptTally(tolerance(config))
     keeping = Keeping(config.index_dir, spare)
@@ -130,7 +140,7 @@ def open_image_shards(
 def _store(
     patterns: Sequence[str], config: ImageShardsConfig, keeping: Keeping, tally: CorruptTally
 ) -> tuple[ShardStore, dict[str, str]]:
-    """Return what is in the shards, and by name what is wrong with the rest."""
+    """Index shards; return the images, and error messages of unusable samples by location."""
     paths = expand(patterns, (".tar",))
     try:
         sizes = np.array([path.stat().st_size for path in paths], np.int64)
@@ -165,7 +175,7 @@ _COLUMNS: Final = ("offset", "num_bytes", "label", "text")
 def _scan(
     paths: Sequence[Path], sizes: npt.NDArray[np.int64], label_key: str, tally: CorruptTally
 ) -> Part:
-    """Return where the images of shards lie, and `wrong`: shard, sample (or none), what it is."""
+    """Scan shards in parallel; return image columns and `wrong`, (shard, sample, error) triples."""
     tasks = [
         Task({"scan": "tar", "path": str(path), "label_key": label_key}, path, int(size))
         for path, size in zip(paths, sizes, strict=True)
@@ -177,7 +187,7 @@ def _scan(
         **{name: [np.empty(0, np.int64)] for name in _COLUMNS[:-1]},
     }
     wrong: list[tuple[int, str, str]] = []
-    length = 0  # of the names so far
+    length = 0  # bytes of the names so far
     for shard, part in enumerate(in_order(tasks)):
         new = [(shard, name, what) for name, what in part.facts["wrong"]]
         wrong += new
@@ -192,7 +202,7 @@ def _scan(
 
 
 def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
-    """Say whether what a kept index says is within the shards, and its names in their text."""
+    """Return whether all positions and names of a stored index lie within the shards."""
     columns = [part.arrays[name] for name in ("shard", "offset", "num_bytes", "ends", "label")]
     shard, offset, num_bytes, ends, _ = columns
     text = part.arrays["text"]
@@ -218,6 +228,6 @@ def _complaints(part: Part, paths: Sequence[Path]) -> dict[str, str]:
 
 def _complaint(where: str, got: str) -> str:
     return (
-        f"data: {where} is corrupt, expected an image and its class, got {got}; repair it, or pass "
-        f"over such with data.corrupt=skip"
+        f"data: {where} is corrupt: expected an image and its class, got {got}; repair it, or set "
+        f"data.corrupt=skip to skip such samples"
     )

@@ -1,4 +1,4 @@
-"""What all image data have in common: normalisation, and what a guess costs."""
+"""Common parts of image data: settings, normalization, and the loss of a trivial prediction."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,23 +19,23 @@ from gpipe_hpc.settings import ImageDataConfig, Level, refuse
 
 @dataclass
 class PixelDataConfig(ImageDataConfig):
-    """Real images: how they are varied in training, and brought to mean 0 and deviation 1."""
+    """Augmentation and normalization of real images."""
 
     augment: Annotated[str, Level.EVERYDAY] = field(default="none", kw_only=True)
-    """Augmentation of training images: none; pad_crop (shifted by up to padding) or pad_crop_flip
-    (also mirrored) for images stored by pixel; resized_crop_flip (a random part, scaled, also
-    mirrored) for JPEG and PNG."""
+    """Augmentation of training images: none; pad_crop (shift by up to padding pixels) or
+    pad_crop_flip (also flip horizontally) for images stored as pixels; resized_crop_flip (random
+    crop, resized and flipped) for JPEG and PNG."""
 
     mean: Annotated[list[float], Level.EVERYDAY] = field(default_factory=list, kw_only=True)
     """Mean of each channel (0 to 1), which is subtracted."""
 
     std: Annotated[list[float], Level.EVERYDAY] = field(default_factory=list, kw_only=True)
-    """Standard deviation of each channel, by which the difference is divided."""
+    """Standard deviation of each channel, by which the result is divided."""
 
     augmentations: ClassVar[tuple[str, ...]] = ("none",)
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if self.augment not in self.augmentations:
             choices = ", ".join(self.augmentations)
@@ -43,9 +43,9 @@ class PixelDataConfig(ImageDataConfig):
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != self.channels or not all(math.isfinite(each) for each in values):
                 expected = f"a number for each of {self.channels} channels"
-                raise refuse(f"data.{name}", expected, values, "give it")
+                raise refuse(f"data.{name}", expected, values, "set it")
         if min(self.std) <= 0:
-            remedy = "raise them, 1 changes nothing"
+            remedy = "raise them; 1 leaves the values unscaled"
             raise refuse("data.std", "deviations above 0", self.std, remedy)
 
 
@@ -53,7 +53,7 @@ Classes = npt.NDArray[np.int64]
 
 
 class Labelled(Dataset, Protocol):
-    """Samples of which each has a class."""
+    """A dataset whose samples have one class each."""
 
     def classes(self) -> Classes:
         """Return the classes of all samples."""
@@ -62,18 +62,18 @@ class Labelled(Dataset, Protocol):
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Pixels from 0 to 255 become (pixel / 255 - mean) / std, channel by channel, in float32."""
+    """Normalization of pixels from 0 to 255: (pixel / 255 - mean) / std per channel, in float32."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
     def of(cls, config: PixelDataConfig) -> "Normalisation":
-        """Return that of the settings."""
+        """Create the normalization of the settings."""
         return cls(tuple(config.mean), tuple(config.std))
 
     def apply(self, pixels: Pixels) -> Tensor:
-        """Return float32 images, [images, channels, height, width]."""
+        """Return normalized float32 images of shape [images, channels, height, width]."""
         std = np.asarray(self.std)
         factor = (1 / (255 * std)).astype(np.float32)[:, None, None]
         offset = (np.asarray(self.mean) / std).astype(np.float32)[:, None, None]
@@ -95,9 +95,9 @@ class ImageSource:
     about: str = ""
 
     def baseline(self) -> float | None:
-        """Return the cost of guessing each validation class from how often it is in training.
+        """Return the validation loss of predicting classes by their training frequency.
 
-        In nats a sample; None without validation images.
+        In nats per sample; None if there are no validation images.
         """
         if not self.validation.num_samples:
             return None
@@ -109,16 +109,16 @@ class ImageSource:
 
 
 def checked_classes(classes: Classes, num_classes: int, where: str) -> Classes:
-    """Return the classes; DataError where one is none of `num_classes`."""
+    """Return `classes` unchanged; raise DataError if one is outside 0 to `num_classes` - 1."""
     wrong = classes[(classes < 0) | (classes >= num_classes)]
     if wrong.size:
         raise UnfitDataError(
-            f"data: {where} has a class that is none, expected 0 to {num_classes - 1}, got "
+            f"data: {where} has a class out of range: expected 0 to {num_classes - 1}, got "
             f"{int(wrong[0])}; correct data.num_classes, or the file"
         )
     return classes
 
 
 def as_numbers(indices: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Return sample numbers as words for hashing."""
+    """Convert sample indices to uint64 words for hashing."""
     return np.asarray(indices, np.uint64)

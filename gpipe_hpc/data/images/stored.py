@@ -1,4 +1,4 @@
-"""Images stored pixel by pixel, all of one size: IDX files, CIFAR, scikit-learn's digits."""
+"""Images stored as pixels of one size: IDX files, CIFAR, scikit-learn's digits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,16 +22,16 @@ from gpipe_hpc.settings import Range, refuse
 
 @dataclass
 class StoredImagesConfig(PixelDataConfig):
-    """Images stored pixel by pixel, all of one size."""
+    """Images stored as pixels, all of one size."""
 
     padding: Annotated[int, Range(0)] = field(default=4, kw_only=True)
-    """Largest shift in pixels of an augmented image."""
+    """Maximum shift in pixels of an augmented image."""
 
     augmentations: ClassVar[tuple[str, ...]] = ("none", "pad_crop", "pad_crop_flip")
-    stored_size: ClassVar[tuple[int, int, int] | None] = None  # where all files have the same
+    stored_size: ClassVar[tuple[int, int, int] | None] = None  # if the format has a fixed size
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError."""
+        """Check the settings; raise ConfigError if they are inconsistent."""
         super().check()
         if self.padding >= min(self.height, self.width):
             raise refuse("data.padding", "less than an image's side", self.padding, "lower it")
@@ -39,22 +39,22 @@ class StoredImagesConfig(PixelDataConfig):
         if self.stored_size not in (None, shape):
             raise refuse(
                 "data.channels, data.height, data.width",
-                f"{self.stored_size}, as the images are",
+                f"{self.stored_size}, the size of the images",
                 shape,
-                "leave them as they are",
+                "leave them at their defaults",
             )
 
 
 class Store(Protocol):
-    """Where pixels and classes are; opened at the first read."""
+    """Storage of pixels and classes, opened at the first read."""
 
     @property
     def num_images(self) -> int:
-        """Return how many there are."""
+        """Return the number of images."""
         ...
 
     def pixels(self, indices: Sequence[int]) -> Pixels:
-        """Return these images, [images, channels, height, width]."""
+        """Return the given images, uint8 of shape [len(indices), channels, height, width]."""
         ...
 
     def classes(self) -> Classes:
@@ -62,13 +62,13 @@ class Store(Protocol):
         ...
 
     def digest(self) -> str:
-        """Return a short text that is equal where the images are."""
+        """Return a digest of the images; equal digests mean equal images."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredImages:
-    """Sample: an image, normalised and, where there is a `shift`, varied; and its class."""
+    """Dataset of images, normalized and optionally augmented by `shift`, with their classes."""
 
     store: Store
     normalisation: Normalisation
@@ -81,7 +81,7 @@ class StoredImages:
         return self.store.num_images
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return float32 images, [len(indices), channels, height, width]."""
+        """Return float32 images of shape [len(indices), channels, height, width]."""
         pixels = self.store.pixels(indices)
         if self.shift is not None:
             draws = uniform(self.seed, epoch, as_numbers(indices), self.shift.num_draws)
@@ -89,7 +89,7 @@ class StoredImages:
         return self.normalisation.apply(pixels)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
-        """Return int64 classes, [len(indices)]."""
+        """Return int64 classes of shape [len(indices)]."""
         return torch.from_numpy(self._classes[list(indices)])
 
     def classes(self) -> Classes:
@@ -98,22 +98,20 @@ class StoredImages:
 
     @cached_property
     def _classes(self) -> Classes:
-        # Once: classes that lie among the pixels cost a pass over the files.
+        # Cached: classes stored among the pixels need a pass over the files.
         return self.store.classes()
 
     def digest(self) -> str:
-        """Return a short text that is equal where the samples are."""
+        """Return a digest of the images and of the settings that determine the samples."""
         return f"{self.store.digest()}/{self.normalisation}/{self.shift}/{self.seed}"
 
 
 def stored_source(
     config: StoredImagesConfig, train: Store, validation: Store, seed: int
 ) -> ImageSource:
-    """Return both sets as the settings want them; DataError without training images."""
+    """Create training and validation data sets; raise DataError if there are no training images."""
     if not train.num_images:
-        raise MissingDataError(
-            "data: no images, expected at least one to train on, got 0; check the path"
-        )
+        raise MissingDataError("data: no training images found; check data.path")
     shift = None
     if config.augment != "none":
         shift = PadCropFlip(config.padding, flips=config.augment == "pad_crop_flip")

@@ -1,4 +1,4 @@
-"""Finding out where samples lie in large files: in several processes, kept for the next run.
+"""Indexing of large files in worker processes, with results stored for later runs.
 
-Nothing in here loads torch, so that the processes start quickly.
+Nothing here imports torch, so that the processes start quickly.
 """

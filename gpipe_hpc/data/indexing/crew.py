@@ -1,7 +1,7 @@
-"""Tasks of indexing done by several processes, or by this one where they are small.
+"""Parallel execution of indexing tasks in worker processes, or in this process if they are small.
 
-Processes of their own, not forks: a copy of one that computes on several threads, and holds the
-connections of a rank, may lock up or keep them open.
+Workers are new processes, not forks: a fork of a multi-threaded process that has open connections
+to other ranks may deadlock or keep the connections open.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from gpipe_hpc.errors import DataError
 
 log = logging.getLogger("gpipe_hpc.train")
 
-_WORTH_PROCESSES: Final = 2**26  # bytes; less is done before a process has started
+_WORTH_PROCESSES: Final = 2**26  # bytes; less is indexed before a process has started
 _MOST_PROCESSES: Final = 32
 _SAY_EVERY_S: Final = 5.0
 
 
 class Task(NamedTuple):
-    """What a process is to do (`worker.do`), for which file, and how many bytes that is."""
+    """Arguments of an indexing task (`worker.do`), the file it reads, and the bytes it reads."""
 
     words: dict[str, Any]
     path: Path
@@ -38,9 +38,9 @@ class Task(NamedTuple):
 
 
 def in_order(tasks: Sequence[Task]) -> Iterator[Part]:
-    """Yield what each task finds, in their order; raises OSError for what cannot be read.
+    """Run tasks and yield their results in order, logging progress every few seconds.
 
-    Says every few seconds how far it is.
+    Raises OSError if a file cannot be read.
     """
     progress = Progress(sum(task.num_bytes for task in tasks))
     num_processes = min(_MOST_PROCESSES, len(given_cpus() or {0}), len(tasks))
@@ -66,7 +66,7 @@ def in_order(tasks: Sequence[Task]) -> Iterator[Part]:
 
 
 class Progress:
-    """How many bytes are done of how many, logged every few seconds."""
+    """Progress in bytes, logged every few seconds."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -75,7 +75,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
-        """Count what was done."""
+        """Add completed bytes and log the progress if it is time."""
         now_s = time.monotonic()
         with self._lock:
             self._done_bytes += num_bytes
@@ -93,10 +93,7 @@ class Progress:
 
 
 class _Crew:
-    """Processes and, for each, a thread that gives it tasks.
-
-    The threads are daemons: whoever ends this process need not wait for them.
-    """
+    """Worker processes, each with a daemon thread that sends tasks and receives results."""
 
     def __init__(self, tasks: Sequence[Task], progress: Progress) -> None:
         self._tasks, self._progress = tasks, progress
@@ -115,7 +112,7 @@ class _Crew:
                 [sys.executable, "-m", "gpipe_hpc.data.indexing.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                process_group=0,  # Ctrl-C is for this process, which ends them
+                process_group=0,  # Ctrl-C must reach only this process, which stops the workers
                 env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             )
             self._processes.append(process)
@@ -123,7 +120,7 @@ class _Crew:
             threading.Thread(target=self._serve, args=(process,), name=name, daemon=True).start()
 
     def take(self, number: int) -> Part:
-        """Return what a task found, once it is done."""
+        """Wait for a task and return its result, or raise its error."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._parts)
             part = self._parts.pop(number)
@@ -132,14 +129,14 @@ class _Crew:
         return part
 
     def stop(self) -> None:
-        """End the processes; those that were done first end by themselves."""
+        """Kill the worker processes."""
         with self._changed:
             self._stopped = True
         for process in self._processes:
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
-                # What could not be sent to a process that is gone is not missed.
+                # Closing flushes data to a process that no longer exists.
                 with contextlib.suppress(OSError):
                     assert stream is not None, "both are pipes"
                     stream.close()
@@ -160,9 +157,9 @@ class _Crew:
                 found = read_part(parts)
             except (OSError, EOFError, ValueError) as error:
                 found = DataError(
-                    f"data: a process that indexes {task.path} has ended, expected what is in it, "
-                    f"got {type(error).__name__}: {error} (exit code {process.poll()}); look at "
-                    f"its messages, and whether the machine has memory left"
+                    f"data: the process that indexes {task.path} has died "
+                    f"({type(error).__name__}: {error}; exit code {process.poll()}); read its "
+                    f"messages above, and check the free memory of the machine"
                 )
             self._progress.add(task.num_bytes)
             with self._changed:

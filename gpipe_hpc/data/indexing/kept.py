@@ -1,8 +1,8 @@
-"""An index in a file, for the next run: JSON, then arrays that are mapped. Nothing is unpickled.
+"""Index files that later runs reuse: a JSON header, then arrays that are memory-mapped.
 
-An index is written aside and appears by one rename, so two jobs may make the same at once. It says
-of which files it is, with their sizes and times, and by which settings; where these differ, or its
-own content is damaged, it is made anew.
+An index is written to a temporary file and renamed, so several jobs may write the same one. Its
+header contains the names, sizes and modification times of the indexed files and the settings; if
+these differ, or if its hash is wrong, the data is indexed again. Nothing is unpickled.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from gpipe_hpc.small_files import MOST_BYTES, open_regular, parse_json
 log = logging.getLogger("gpipe_hpc.train")
 
 FOLDER: Final = ".gpipe_hpc"
-"""The folder of indices beside data."""
+"""Name of the folder of indices next to the data."""
 _MAGIC: Final = b"gpipe_hpc index\n"
 _LENGTH: Final = struct.Struct("<Q")
 _ALIGNMENT: Final = 64
@@ -37,12 +37,12 @@ _RECENT_S: Final = 2.0
 
 
 class Place(NamedTuple):
-    """Where the index of some files belongs, and what it must be of."""
+    """Location of an index file and the key that a valid one must contain."""
 
-    folders: tuple[Path, ...]  # the first that holds it, or else can be written
+    folders: tuple[Path, ...]  # candidates, in order of preference
     name: str
-    key: str  # settings, files, sizes and times
-    is_settled: bool  # no file has changed in the last seconds, when its time could stay the same
+    key: str  # hash of settings, file names, sizes and times
+    is_settled: bool  # False if a file changed so recently that its time may not change again
 
 
 def place_of(
@@ -51,9 +51,10 @@ def place_of(
     settings: Mapping[str, Any],
     folders: Sequence[Path],
 ) -> Place:
-    """Return where the index of these files or folders belongs; OSError if one is not there.
+    """Return location and key of the index of files or folders; raise OSError if one is missing.
 
-    `sources` are named from the first one's folder: moved as a whole, they keep their index.
+    File names are relative to the folder of the first source, so that data can be moved with its
+    index.
     """
     root = sources[0].absolute().parent
     names = [os.path.relpath(path.absolute(), root) for path in sources]
@@ -70,9 +71,9 @@ def place_of(
 
 
 def load(place: Place, is_fresh: Callable[[Part], bool] = lambda _: True) -> Part | None:
-    """Return the index that is kept, if there is one, whole and of the files as they are now.
+    """Load the index if it exists, is undamaged and matches the current files; else return None.
 
-    `is_fresh` looks at what the files' own times do not tell.
+    `is_fresh` is an additional check of the loaded index.
     """
     for folder in place.folders:
         path = folder / place.name
@@ -85,13 +86,13 @@ def load(place: Place, is_fresh: Callable[[Part], bool] = lambda _: True) -> Par
         except (OSError, ValueError, LookupError, TypeError) as error:
             log.warning("data: the index %s is damaged (%s) and is made again", path, error)
             continue
-        log.info("index of the data: %s", path)
+        log.info("loaded the index of the data from %s", path)
         return part
     return None
 
 
 def save(place: Place, part: Part) -> Path | None:
-    """Keep an index; return where, or None where no folder can be written."""
+    """Write an index; return its path, or None if it was not written."""
     if not place.is_settled:
         return None
     refusals = []
@@ -107,7 +108,7 @@ def save(place: Place, part: Part) -> Path | None:
             with contextlib.suppress(OSError):
                 aside.unlink()
             continue
-        log.info("index of the data: kept as %s", path)
+        log.info("saved the index of the data as %s", path)
         return path
     log.warning(
         "data: the index cannot be saved (%s); set data.index_dir, otherwise each rank and each "
@@ -144,15 +145,15 @@ def _write(path: Path, key: str, part: Part) -> None:
 
 
 def _read(path: Path, key: str) -> Part | None:
-    """Return an index; None if it is of other files or settings, ValueError if it is damaged."""
+    """Read an index; return None if its key differs, raise ValueError if it is damaged."""
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         start = file.read(_START_BYTES)
         if len(start) < _START_BYTES or not start.startswith(_MAGIC):
-            raise ValueError("no index of ours")
+            raise ValueError("not an index file of gpipe_hpc")
         (length,) = _LENGTH.unpack_from(start, len(_MAGIC))
         if length > min(num_bytes - _START_BYTES, MOST_BYTES):
-            raise ValueError("it ends in its header")
+            raise ValueError("truncated header")
         content = file.read(length)
         head = parse_json(content)
         if head["key"] != key:
@@ -161,7 +162,7 @@ def _read(path: Path, key: str) -> Part | None:
         while block := file.read(_BLOCK):
             digest.update(block)
         if digest.digest() != start[-digest.digest_size :]:
-            raise ValueError("its content has another hash")
+            raise ValueError("wrong hash of the content")
     first = _START_BYTES + length
     mapped = np.memmap(path, np.uint8, "r") if num_bytes > first else np.empty(0, np.uint8)
     arrays = {
@@ -175,8 +176,8 @@ def _array(
     mapped: npt.NDArray[np.uint8], kind: str, shape: Sequence[int], start: int, num_bytes: int
 ) -> npt.NDArray[Any]:
     if kind not in KINDS or min(shape, default=0) < 0:
-        raise ValueError(f"an array {kind}{shape}")
+        raise ValueError(f"unsupported array {kind}{shape}")
     stop = start + math.prod(shape) * np.dtype(kind).itemsize
     if not 0 <= start <= stop <= num_bytes:
-        raise ValueError("an array outside of it")
+        raise ValueError("array outside of the file")
     return mapped[start:stop].view(kind).reshape(shape)

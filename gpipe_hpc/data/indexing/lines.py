@@ -1,4 +1,4 @@
-"""JSON lines: where each document lies in a file, and how long its text is."""
+"""Index of JSON Lines files: the position of each document and the length of its text."""
 
 import json
 import os
@@ -10,36 +10,37 @@ import numpy as np
 from gpipe_hpc.data.indexing.parts import Part, percentile
 
 MOST_LINE_BYTES: Final = 2**28
-"""A longer line is no document: a file of zeros without an end of line would fill the memory."""
+"""Maximum length of a line; a file of zeros without a newline would otherwise fill the memory."""
 _PIECE: Final = 2**20
 _COLUMNS: Final = ("offset", "num_bytes", "text_bytes", "percentile")
 
 
 def text_of(line: bytes, key: str) -> bytes:
-    """Return the text of a document as UTF-8; raise ValueError where the line is none."""
+    """Return the text of a document as UTF-8; raise ValueError if the line is not a document."""
     try:
         text = json.loads(line)[key]
     except (TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"no object with {key!r}") from error
+        raise ValueError(f"no object with key {key!r}") from error
     if not isinstance(text, str):
-        raise ValueError(f"{key!r} is {type(text).__name__}, no text")
+        raise ValueError(f"{key!r} of type {type(text).__name__} instead of a string")
     encoded: bytes = text.encode()
     return encoded
 
 
 def scan_lines(path: str, start: int, stop: int, key: str) -> Part:
-    """Return the documents on lines that begin at bytes `start` to `stop` of a file.
+    """Index the documents on lines that begin at bytes `start` to `stop` of a file.
 
-    Arrays: offset and bytes of each line, bytes of its text, its percentile. Facts: how many lines
-    begin there (`lines`), and which of them are corrupt (`wrong`: number from 0, what it is).
+    Arrays: offset and size of each line, size of its text, hash percentile. Facts: the number of
+    lines that begin in the range (`lines`), and corrupt lines (`wrong`: (line number from 0,
+    error)).
     """
     rows: list[int] = []
     wrong: list[tuple[int, str]] = []
     offset, lines = _read(Path(path), start, stop)
     for number, line in enumerate(lines):
         if line is None:
-            wrong.append((number, f"more than {MOST_LINE_BYTES} bytes without an end of line"))
-            break  # it was the last that begins here
+            wrong.append((number, f"more than {MOST_LINE_BYTES} bytes without a newline"))
+            break  # no other line begins in this range
         if not line.isspace():
             try:
                 text = text_of(line, key)
@@ -54,26 +55,26 @@ def scan_lines(path: str, start: int, stop: int, key: str) -> Part:
 
 
 def _read(path: Path, start: int, stop: int) -> tuple[int, list[bytes | None]]:
-    """Return where the first line begins, and the lines; None for a last one that is too long."""
+    """Return the offset of the first line, and the lines; the last is None if it is too long."""
     with path.open("rb", buffering=0) as file:
-        # A line begins behind the end of another: from one byte before.
+        # A line begins after a newline: start one byte earlier.
         first = max(0, start - 1)
         file.seek(first)
         content = _exactly(file, min(stop, os.fstat(file.fileno()).st_size) - first)
         begin = content.find(b"\n") + 1 if start else 0
         if (start and not begin) or begin == len(content):
             return stop, []
-        # Split keeps no ends of lines: they are put back, as their bytes count.
+        # Restore the newlines that split() removes, as offsets include them.
         lines: list[bytes | None] = [line + b"\n" for line in content[begin:].split(b"\n")]
         last = lines.pop()
         if last != b"\n":
-            assert last is not None, "only what is too long is None"
+            assert last is not None, "lines within the block are not None"
             lines.append(_completed(file, last[:-1]))
     return first + begin, lines
 
 
 def _completed(file: Any, line: bytes) -> bytes | None:
-    """Return a line that has begun, to its end; None if it is too long."""
+    """Read the rest of a line; return None if it is too long."""
     parts, num_bytes = [line], len(line)
     while num_bytes <= MOST_LINE_BYTES:
         piece = file.read(_PIECE)
@@ -94,6 +95,6 @@ def _exactly(file: Any, num_bytes: int) -> bytes:
 
 
 def read_line(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
-    """Return a line of which the index says where it is."""
+    """Return the line at an indexed position."""
     file.seek(offset)
     return file.read(num_bytes)

@@ -1,4 +1,4 @@
-"""What one task of indexing gives: arrays, and facts that JSON can hold. Never pickled."""
+"""Result of an indexing task: arrays and JSON values, transferred without pickle."""
 
 import hashlib
 import json
@@ -10,18 +10,18 @@ import numpy.typing as npt
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 KINDS: Final = ("|u1", "<i4", "<i8")
-"""The kinds of numbers that arrays of an index may have."""
+"""Dtypes that arrays of an index may have."""
 
 
 class Part(NamedTuple):
-    """What was found in a part of the data."""
+    """Index of a part of the data: arrays, and facts that JSON can represent."""
 
     arrays: Arrays
     facts: dict[str, Any]
 
 
 def write_part(stream: IO[bytes], part: Part) -> None:
-    """Write a part: a line of JSON, and the bytes of the arrays one after the other."""
+    """Write a part as a line of JSON followed by the bytes of its arrays."""
     listing = [[name, each.dtype.str, each.shape] for name, each in part.arrays.items()]
     stream.write(json.dumps([listing, part.facts]).encode() + b"\n")
     for each in part.arrays.values():
@@ -30,25 +30,25 @@ def write_part(stream: IO[bytes], part: Part) -> None:
 
 
 def read_part(stream: IO[bytes]) -> Part:
-    """Return a part; EOFError where the other end has died."""
+    """Read a part; raise EOFError if the writing process has died."""
     line = stream.readline()
     if not line.endswith(b"\n"):
-        raise EOFError("nothing came")
+        raise EOFError("no result received")
     listing, facts = json.loads(line)
     arrays = {}
     for name, kind, shape in listing:
         num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize
         content = stream.read(num_bytes)
         if len(content) < num_bytes:
-            raise EOFError("too little came")
+            raise EOFError("incomplete result received")
         arrays[name] = np.frombuffer(content, kind).reshape(shape)
     return Part(arrays, facts)
 
 
 def percentile(name: bytes) -> int:
-    """Return 0 to 99 for a name: which percent it belongs to, whatever else there is.
+    """Hash a name to an integer from 0 to 99, which assigns it to training or validation.
 
-    The first 8 bytes of its SHA-256, big-endian, modulo 100. What is kept for validation is told
-    apart by it: adding a file never moves another one.
+    The first 8 bytes of its SHA-256, big-endian, modulo 100. The assignment of a name does not
+    depend on other names, so adding a file never moves another one.
     """
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % 100

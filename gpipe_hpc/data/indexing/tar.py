@@ -1,9 +1,9 @@
-"""Tar files of images and labels: where each image lies, by their headers alone.
+"""Index of tar files of images and labels, built from the headers and labels alone.
 
-A reader of its own, since the library's reads what a header says before it looks how much there
-is: a file of 4 KB made 300 MB. Here a header that says more than the file holds, or a name longer
-than any file system's, ends the reading with an error. Formats: ustar, GNU's long names, pax's
-`path` and `size` (POSIX.1-2001, pax, "ustar Interchange Format" and "pax Header Block").
+Python's tarfile reads as many bytes as a header claims before it checks the file size: a file of 4
+KB allocated 300 MB. This reader raises an error if a header claims more than the file contains, or
+a name longer than any file system allows. Formats: ustar, GNU long names, pax `path` and `size`
+(POSIX.1-2001, pax, "ustar Interchange Format" and "pax Header Block").
 """
 
 import json
@@ -23,13 +23,13 @@ _WINDOW: Final = 4096
 _MOST_NAME_BYTES: Final = 2**16
 _MOST_LABEL_BYTES: Final = 2**20
 _REGULAR: Final = (b"0", b"\0", b"7", b"S")
-# Links, devices, folders and pipes have no content, whatever their size says.
+# Links, devices, folders and pipes have no content, whatever size their header gives.
 _EMPTY: Final = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LONG_NAME, _LONG_LINK, _PAX, _GLOBAL_PAX, _SUN_PAX = b"L", b"K", b"x", b"g", b"X"
 
 
 class TarDamageError(Exception):
-    """What is in a tar file cannot be so."""
+    """A tar file is damaged."""
 
 
 class Member(NamedTuple):
@@ -43,14 +43,14 @@ class Member(NamedTuple):
 
 @dataclass
 class _Group:
-    """Members under one name, by what follows its first dot."""
+    """Tar members of one sample: they share a name, keyed by the suffix after its first dot."""
 
     name: str
     members: dict[str, Member] = field(default_factory=dict)
 
 
 class _UnusableError(Exception):
-    """A group of members that makes no sample."""
+    """A group of tar members is not a valid sample."""
 
 
 class _Entry(NamedTuple):
@@ -61,7 +61,7 @@ class _Entry(NamedTuple):
 
 
 class _File:
-    """An open file of known length, of which small parts are read."""
+    """An open file of known length with a small read-ahead buffer."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
@@ -75,10 +75,10 @@ class _File:
         self._file.close()
 
     def part(self, offset: int, num_bytes: int) -> bytes:
-        """Return some bytes; those that follow are at hand for the next call."""
+        """Return `num_bytes` bytes at `offset`; raise TarDamageError if the file ends before."""
         if offset + num_bytes > self.num_bytes:
             raise TarDamageError(
-                f"{num_bytes} bytes from {offset} on, more than the file's {self.num_bytes}"
+                f"needs {num_bytes} bytes at offset {offset}, but the file has {self.num_bytes}"
             )
         if not self._start <= offset <= offset + num_bytes <= self._start + len(self._window):
             self._window = os.pread(self._file.fileno(), max(num_bytes, _WINDOW), offset)
@@ -88,10 +88,10 @@ class _File:
 
 
 def scan_tar(path: str, label_key: str) -> Part:
-    """Return the samples of a tar file: neighbours that share their name up to its first dot.
+    """Index the samples of a tar file: consecutive members with equal names up to the first dot.
 
-    Arrays: names (as `text` and their `ends` in it), offset and bytes of the image, label. Facts:
-    `wrong`, pairs of a sample's name (or "" for the rest of a damaged file) and what is wrong.
+    Arrays: names (as `text` and their `ends` in it), offset and size of the image, label. Facts:
+    `wrong`, a list of (sample name, error) pairs; the name is "" for the rest of a damaged file.
     """
     entries: list[_Entry] = []
     wrong: list[tuple[str, str]] = []
@@ -117,11 +117,11 @@ def scan_tar(path: str, label_key: str) -> Part:
 
 
 def members(file: _File) -> Iterator[Member]:
-    """Yield the regular files in a tar file; raise TarDamageError where it breaks off."""
+    """Yield the regular files in a tar file; raise TarDamageError if the archive is damaged."""
     offset, said = 0, dict[str, str]()
     while True:
         if offset + _BLOCK > file.num_bytes:
-            raise TarDamageError(f"no header and no end of the archive at byte {offset}")
+            raise TarDamageError(f"no header or end of archive at byte {offset}")
         header = file.part(offset, _BLOCK)
         if header == bytes(_BLOCK):
             return
@@ -137,7 +137,7 @@ def members(file: _File) -> Iterator[Member]:
             size = 0
         if offset + size > file.num_bytes:
             raise TarDamageError(
-                f"{name[:200]} has {size} bytes from {offset} on, more than the file's "
+                f"{name[:200]} needs {size} bytes at offset {offset}, but the file has "
                 f"{file.num_bytes}"
             )
         if kind in _REGULAR and not name.endswith("/"):
@@ -149,7 +149,7 @@ def members(file: _File) -> Iterator[Member]:
 
 
 def _extended(file: _File, header: bytes, offset: int) -> int:
-    """Return the bytes of further headers of GNU's old sparse files."""
+    """Return the number of bytes of the extension headers of an old GNU sparse file."""
     extended, num_bytes = header[482:483] not in (b"\0", b"0"), 0
     while extended:
         block = file.part(offset + num_bytes, _BLOCK)
@@ -162,11 +162,11 @@ def _padded(size: int) -> int:
 
 
 def _size(header: bytes, offset: int) -> int:
-    """Return the size that a header says, once its sum is right."""
+    """Return the size in a header; raise TarDamageError if the header's checksum is wrong."""
     rest, said = header[:148] + b" " * 8 + header[156:], _octal(header[148:156])
-    # Old programs add up bytes with a sign.
+    # Old programs compute the checksum of signed bytes.
     if said != sum(rest) and said != sum(byte - 256 * (byte > 127) for byte in rest):
-        raise TarDamageError(f"no header and no end of the archive at byte {offset}")
+        raise TarDamageError(f"no header or end of archive at byte {offset}")
     size = _octal(header[124:136])
     if size is None or size < 0:
         raise TarDamageError(f"no size in the header at byte {offset}")
@@ -174,7 +174,7 @@ def _size(header: bytes, offset: int) -> int:
 
 
 def _octal(digits: bytes) -> int | None:
-    """Return a number in a header: octal digits, or binary behind a byte of 128 or 255."""
+    """Decode a number of a header: octal digits, or base-256 after a first byte of 128 or 255."""
     if digits[0] == 128:
         return int.from_bytes(digits[1:], "big")
     if digits[0] == 255:
@@ -187,20 +187,22 @@ def _octal(digits: bytes) -> int | None:
 
 def _name(header: bytes) -> str:
     name = header[:100].partition(b"\0")[0]
-    # Only here: GNU's own form keeps other things in its place.
+    # Only ustar has a prefix; GNU's format stores other fields in these bytes.
     prefix = header[345:500].partition(b"\0")[0] if header[257:263] == b"ustar\0" else b""
     whole = prefix + b"/" + name if prefix else name
     return whole.decode("utf-8", "surrogateescape")
 
 
 def _words(file: _File, kind: bytes, offset: int, size: int) -> dict[str, str]:
-    """Return what a header about the next one says of it: its path, its size."""
+    """Return the path and size that an extended header gives for the next member."""
     if offset + size > file.num_bytes:
-        raise TarDamageError(f"{size} bytes of header from {offset} on, more than the file's")
+        raise TarDamageError(f"a header of {size} bytes at byte {offset} exceeds the file")
     if kind in (_LONG_LINK, _GLOBAL_PAX):
         return {}
     if size > _MOST_NAME_BYTES:
-        raise TarDamageError(f"a header of {size} bytes at {offset}, more than {_MOST_NAME_BYTES}")
+        raise TarDamageError(
+            f"a header of {size} bytes at byte {offset} exceeds the limit of {_MOST_NAME_BYTES}"
+        )
     content = file.part(offset, size)
     if kind == _LONG_NAME:
         return {"path": content.partition(b"\0")[0].decode("utf-8", "surrogateescape")}
@@ -219,12 +221,12 @@ def _words(file: _File, kind: bytes, offset: int, size: int) -> dict[str, str]:
 
 def _number(text: str, offset: int) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise TarDamageError(f"no size in the header ahead of byte {offset}: {text[:40]!r}")
+        raise TarDamageError(f"no size in the header before byte {offset}: {text[:40]!r}")
     return int(text)
 
 
 def _groups(found: Iterable[Member]) -> Iterator[_Group]:
-    """Yield neighbours that share their name up to the first dot of its last part."""
+    """Group consecutive members whose names are equal up to the first dot of the file name."""
     group = _Group("")
     for member in found:
         folder, slash, last = member.name.rpartition("/")
@@ -237,12 +239,12 @@ def _groups(found: Iterable[Member]) -> Iterator[_Group]:
 
 
 def _entry(file: _File, group: _Group, label_key: str) -> list[_Entry]:
-    """Return the sample of a group, or nothing where it has neither image nor class."""
+    """Return the sample of a group as a list, empty if it has neither image nor class."""
     images = [member for suffix, member in group.members.items() if suffix in IMAGE_SUFFIXES]
     if not images and ".cls" not in group.members:
         return []
     if len(images) != 1:
-        raise _UnusableError(f"{len(images)} images ({', '.join(group.members)})")
+        raise _UnusableError(f"{len(images)} images instead of one ({', '.join(group.members)})")
     (image,) = images
     if image.is_sparse:
         raise _UnusableError("a sparse file")

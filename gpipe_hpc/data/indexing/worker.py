@@ -1,4 +1,4 @@
-"""A process that indexes: reads tasks, a line of JSON each, and writes what it found."""
+"""Worker process for indexing: reads tasks as lines of JSON and writes their results."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from gpipe_hpc.device.cores.given import go_everywhere
 
 
 def do(task: dict[str, Any]) -> Part:
-    """Return what a task finds; raises OSError for a file that cannot be read."""
+    """Run an indexing task; raise OSError if a file cannot be read."""
     match task:
         case {"scan": "lines", **keywords}:
             return scan_lines(**keywords)
@@ -21,7 +21,7 @@ def do(task: dict[str, Any]) -> Part:
 
 
 def serve(tasks: BinaryIO, parts: BinaryIO) -> None:
-    """Do tasks until there are no more; what the system refuses is told as a fact."""
+    """Run tasks until the input ends; an OSError is returned as a fact of the result."""
     for line in tasks:
         try:
             part = do(json.loads(line))

@@ -37,8 +37,8 @@ def open_data_first(
 
     def first() -> Opened:
         source, facts = _open(config, folder)
-        counts = f"{source.train.num_samples:,} samples to train on, "
-        counts += f"{source.validation.num_samples:,} held back"
+        counts = f"{source.train.num_samples:,} training samples, "
+        counts += f"{source.validation.num_samples:,} validation samples"
         log.info("data: %s", source.about or counts)
         # Nothing held back is a choice only if the user made it.
         is_chosen = getattr(config.data, "validation_fraction", None) == 0

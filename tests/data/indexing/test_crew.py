@@ -68,7 +68,7 @@ def test_process_that_dies_is_told_of(tasks, processes):
     next(found)
     for each in processes:
         each.kill()
-    with pytest.raises(DataError, match=r"a process that indexes .*a\.jsonl has ended"):
+    with pytest.raises(DataError, match=r"the process that indexes .*a\.jsonl has died"):
         list(found)
 
 

@@ -82,7 +82,7 @@ def test_line_without_an_end_is_corrupt_and_not_read_whole(tmp_path, monkeypatch
     assert tracemalloc.get_traced_memory()[1] < 2**26
     tracemalloc.stop()
     assert first.arrays["offset"].tolist() == [0] and first.facts["lines"] == 2
-    assert "more than 4194304 bytes without an end of line" in first.facts["wrong"][0][1]
+    assert "more than 4194304 bytes without a newline" in first.facts["wrong"][0][1]
     assert (middle.facts["lines"], middle.facts["wrong"]) == (0, [])
     assert last.arrays["offset"].tolist() == [2**33 + 1]
 
