@@ -32,11 +32,11 @@ MODEL: Final = ("model=gpt", "data=synthetic", "comm.timeout_s=300")
 LIMIT_S: Final = 300.0
 INTRODUCTION: Final = """# The literature's characterisations, on one machine
 
-**What it shows.** How fast a step is by batch size, threads, processes and backend: the sweeps of
+**Purpose.** Measure how fast a step is by batch size, threads, processes and backend: the sweeps of
 Jain et al. (CLUSTER 2019) and of Awan et al. (CCGrid 2019), whose machines were clusters of CPUs
 and GPUs. Their figures are not compared, as they were not found; what is copied is the question.
 
-**How.** A small GPT (`model=gpt`: 4 blocks, 128 tokens), float32, in processes of its own for every
+**Method.** A small GPT (`model=gpt`: 4 blocks, 128 tokens), float32, in processes of its own for every
 point. Rounds go over all points in turn, so whatever else the machine does meets them alike. A
 round's figure is its median step, a line's the median over rounds; the spread is the slowest round
 less the fastest one, over the median.
