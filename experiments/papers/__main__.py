@@ -19,20 +19,20 @@ PAPERS: Final = tuple(
 )
 INTRODUCTION: Final = """# The papers' tables, simulated
 
-**What it shows.** What the simulator, the schedules and the models of this project say of the
-tables of the papers they come from. Exact figures (parameter counts, bubble formulas, numbers of
-activations) must be equal. Simulated ones stand beside the paper's, with the error; the aim is 10
-% where a paper gives enough to go by. Each table says what the paper gives and what is assumed. A
-rate that is not given is derived from one figure of the table, and that figure is not compared.
+**Purpose.** Reproduce the tables of papers by the simulator, the schedules and the models of this
+project. Exact figures (parameter counts, bubble formulas, numbers of activations) must be equal.
+Simulated ones are shown next to the paper's, with the error; the aim is 10 % if a paper gives enough
+information. Each table names what the paper gives and what is assumed. A rate that is not given is
+derived from one figure of the table, and that figure is not compared.
 
-**How.** Nothing runs but the simulator, on one core and without a device; the figures are the
-same on every machine. A fast test holds the exact formulas. The papers' figures were read in
-public transcripts of them, and in the repositories of torchgpipe and DualPipe.
+**Method.** Only the simulator runs, on one core and without a device; the figures are the same on
+every machine. A fast test checks the exact formulas. The papers' figures were read in public
+transcripts of them, and in the repositories of torchgpipe and DualPipe.
 
     python -m experiments.papers            # prints all this
-    python -m experiments.papers --write    # writes this page and figures.json anew
+    python -m experiments.papers --write    # writes this page and figures.json again
 
-**What it gave.**
+**Results.**
 """
 
 
