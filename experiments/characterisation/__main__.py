@@ -34,12 +34,12 @@ INTRODUCTION: Final = """# The literature's characterisations, on one machine
 
 **Purpose.** Measure how fast a step is by batch size, threads, processes and backend: the sweeps of
 Jain et al. (CLUSTER 2019) and of Awan et al. (CCGrid 2019), whose machines were clusters of CPUs
-and GPUs. Their figures are not compared, as they were not found; what is copied is the question.
+and GPUs. Their figures are not compared, because they were not found.
 
-**Method.** A small GPT (`model=gpt`: 4 blocks, 128 tokens), float32, in processes of its own for every
-point. Rounds go over all points in turn, so whatever else the machine does meets them alike. A
-round's figure is its median step, a line's the median over rounds; the spread is the slowest round
-less the fastest one, over the median.
+**Method.** A small GPT (`model=gpt`: 4 blocks, 128 tokens), float32, in its own processes for every
+point. Rounds go over all points in turn, so that other load affects all alike. A round's figure is
+its median step, a line's the median over rounds; the spread is the slowest round minus the fastest
+one, over the median.
 
     python -m experiments.characterisation --write                  # a quarter of an hour
     python -m experiments.characterisation --only threads --write   # keeps the other three

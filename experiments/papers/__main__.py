@@ -21,9 +21,9 @@ INTRODUCTION: Final = """# The papers' tables, simulated
 
 **Purpose.** Reproduce the tables of papers by the simulator, the schedules and the models of this
 project. Exact figures (parameter counts, bubble formulas, numbers of activations) must be equal.
-Simulated ones are shown next to the paper's, with the error; the aim is 10 % if a paper gives enough
-information. Each table names what the paper gives and what is assumed. A rate that is not given is
-derived from one figure of the table, and that figure is not compared.
+Simulated ones are shown next to the paper's, with the error; the aim is 10 % if a paper gives
+enough information. Each table names what the paper gives and what is assumed. A rate that is not
+given is derived from one figure of the table, and that figure is not compared.
 
 **Method.** Only the simulator runs, on one core and without a device; the figures are the same on
 every machine. A fast test checks the exact formulas. The papers' figures were read in public
