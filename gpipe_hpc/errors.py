@@ -1,7 +1,7 @@
-"""The exception family of gpipe_hpc.
+"""The exceptions of gpipe_hpc.
 
-Users' mistakes raise one of these; broken invariants of our own are plain asserts with a text.
-Every message reads ``where: what, expected, got; remedy``.
+User errors raise one of these classes; violated internal invariants are asserts with a text. A
+message says where the error is, what is wrong, the value and what is allowed, and the remedy.
 """
 
 import errno
@@ -10,78 +10,82 @@ from typing import Final
 
 
 class GpipeError(Exception):
-    """Base of everything that gpipe_hpc raises on purpose."""
+    """Base class of all exceptions that gpipe_hpc raises on purpose."""
 
 
 class ConfigError(GpipeError, ValueError):
-    """A setting, or a combination of settings, that cannot work."""
+    """A setting, or a combination of settings, is invalid."""
 
 
 class KeywordError(ConfigError, TypeError):
-    """A keyword that there is not."""
+    """A keyword argument does not exist."""
 
 
 class ScheduleError(GpipeError, ValueError):
-    """A schedule table that breaks a rule; names rank, action and reason."""
+    """A schedule table breaks a rule; the message names rank, action and reason."""
 
 
 class PartitionError(ConfigError):
-    """A cut of layers into stages that does not fit the model."""
+    """A partition of layers into stages does not fit the model."""
 
 
 class ModelError(GpipeError, ValueError):
-    """A model that is not a sequence of layers we can place, or a layer that cannot be built."""
+    """The model is not a sequence of layers, or a layer cannot be built or run in a pipeline."""
 
 
 class DataError(GpipeError):
-    """Data that is missing, unreadable or does not match what the model and schedule expect."""
+    """Data is missing, unreadable, or does not match what model and schedule expect."""
 
 
 class MissingDataError(DataError, ConfigError):
-    """A setting that names files or a folder of data where there are none."""
+    """A setting names data files or a data folder that does not exist."""
 
 
 class UnfitDataError(DataError, ConfigError):
-    """A setting that names data of another kind, or inputs and targets that are no pairs."""
+    """A setting names data of the wrong kind, or inputs and targets that do not match."""
 
 
 class CheckpointError(GpipeError):
-    """A checkpoint that is missing, incomplete or of another model."""
+    """A checkpoint is missing, incomplete, damaged or belongs to another model."""
 
 
 class RunFolderError(GpipeError):
-    """A run folder that another run holds, or that a run cannot go on in as it is asked to."""
+    """A run folder is in use by another run, or its run cannot be continued as requested."""
 
 
 class HalfLoadedError(GpipeError, RuntimeError):
-    """Reading failed after loading had begun: a part of the model is loaded, another is not."""
+    """Loading a checkpoint failed part-way; the model is only partly loaded."""
 
 
 class LaunchError(GpipeError, RuntimeError):
-    """The ranks could not be brought together; names who is missing."""
+    """The ranks could not connect to each other; the message names the missing ones."""
 
 
 class StalledError(GpipeError, RuntimeError):
-    """Work that does nothing any more, as where a file server does not answer; says where it is."""
+    """An operation makes no progress, for example because a file server does not answer."""
 
 
 class ActionError(GpipeError, RuntimeError):
-    """An action of the table failed on this rank; names rank, stage, micro-batch and action."""
+    """An action of the schedule failed on this rank; names rank, stage, micro-batch and action."""
 
 
 class DeviceError(GpipeError, RuntimeError):
-    """A device, or what carries its tensors, that comes to another result than it must."""
+    """A device, or the transport of its tensors, computed a wrong result."""
 
 
 class DeviceMemoryError(ActionError):
-    """Memory ran out in an action; says what was planned, what is used, and what would help."""
+    """An action ran out of memory; the message shows planned and allocated memory, and remedies."""
 
 
 class PeerError(GpipeError, RuntimeError):
-    """Another rank failed and this one stops because of it; carries the peer's own report.
+    """Another rank failed, so this rank stops; contains the report of the failed rank.
 
-    `is_mistake`: settings that cannot work are why, so all ranks end alike. `is_stop`: a signal
-    asked it to stop, so the same command goes on.
+    Args:
+        report: the message of the failed rank.
+        is_mistake: whether the cause is invalid settings, so that all ranks exit with the same
+            code.
+        is_stop: whether the failed rank was stopped by a signal, so that the run can be continued
+            with the same command.
     """
 
     def __init__(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
@@ -90,41 +94,41 @@ class PeerError(GpipeError, RuntimeError):
 
 
 class NonFiniteError(GpipeError, ArithmeticError):
-    """A loss or a gradient norm is NaN or infinite; names step, rank and micro-batch."""
+    """A loss or gradient norm is NaN or infinite; names step, rank and micro-batch."""
 
 
 _FRAMES_OF_CPP: Final = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedTraceback:)")
 
 _REMEDIES: Final = {
-    errno.ENOSPC: "its file system is full: make room there, or use another",
+    errno.ENOSPC: "its file system is full: free some space, or use another",
     errno.EDQUOT: "the quota of its file system is used up: remove files, or ask for more",
     errno.EROFS: "its file system is mounted read-only: use another folder, or mount it again",
-    errno.ESTALE: "its handle is stale, as the file was replaced or its network file system was "
-    "mounted again: look which, and start again",
+    errno.ESTALE: "its handle is stale, because the file was replaced or its network file system "
+    "was mounted again: check both, and start again",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
-    errno.ENFILE: "this machine has too many files open: close some, or ask who runs it",
+    errno.ENFILE: "this machine has too many files open: close some, or ask its administrator",
     errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
-    errno.ENOENT: "nothing is there: correct the path, or look who removed it",
-    errno.ENOTDIR: "a part of the path is a file, no folder: correct the path",
-    errno.EISDIR: "it is a folder, no file: correct the path",
-    errno.EEXIST: "the name is taken: choose another, or remove what is there",
-    errno.ELOOP: "its links lead round in a circle: correct the path",
-    errno.EACCES: "this user may not: correct the permissions of it and its folders",
-    errno.EPERM: "this user may not: correct its owner or attributes (lsattr)",
-    errno.EIO: "the disk or its network failed: look at the machine's log (dmesg)",
+    errno.ENOENT: "it does not exist: correct the path, or check whether it was removed",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: correct the path",
+    errno.EISDIR: "it is a folder, not a file: correct the path",
+    errno.EEXIST: "the name exists already: choose another, or remove the existing file",
+    errno.ELOOP: "its symbolic links form a cycle: correct the path",
+    errno.EACCES: "permission denied: correct the permissions of the file and its folders",
+    errno.EPERM: "not permitted: correct its owner or attributes (lsattr)",
+    errno.EIO: "the disk or its network failed: check the machine's log (dmesg)",
     errno.EFBIG: "the file is too large for its file system or for the limit (ulimit -f)",
-    errno.ENOMEM: "memory is used up: use less of it, or more machines",
-    errno.ETIMEDOUT: "its file server does not answer: look at it and the network",
-    errno.EHOSTDOWN: "its file server does not answer: look at it and the network",
+    errno.ENOMEM: "out of memory: use less, or more machines",
+    errno.ETIMEDOUT: "its file server does not answer: check the server and the network",
+    errno.EHOSTDOWN: "its file server does not answer: check the server and the network",
     errno.ENOTCONN: "its file system is not connected any more: mount it again",
-    errno.EBUSY: "something else uses it: wait, or look who does",
+    errno.EBUSY: "another process uses it: wait, or find that process",
 }
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """Say whether settings cannot work, which a schedule or a model that does not fit is, too.
+    """Return whether an error means invalid settings, including an unsuitable schedule or model.
 
-    So is what another rank has refused.
+    Also true if another rank reported such an error.
     """
     if isinstance(error, PeerError):
         return error.is_mistake
@@ -132,19 +136,16 @@ def is_users_mistake(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """Return an error's kind and what it says, without the frames of C++ that torch adds to some.
-
-    For a message of ours that tells what somebody else's code raised.
-    """
+    """Return class name and message of an error, without the C++ frames that torch appends."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an error says, without the frames of C++ that torch adds to some."""
+    """Return the message of an error, without the C++ frames that torch appends."""
     return _FRAMES_OF_CPP.split(str(error), maxsplit=1)[0].rstrip()
 
 
 def os_remedy(error: BaseException | None) -> str | None:
-    """Return what to do about an error of the operating system, by its errno; None if unknown."""
+    """Return the remedy for an operating system error by its errno, or None if it is unknown."""
     number = error.errno if isinstance(error, OSError) else None
     return None if number is None else _REMEDIES.get(number)

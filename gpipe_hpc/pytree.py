@@ -1,8 +1,8 @@
-"""Nests: tuples, lists and mappings, in one another, whose leaves are tensors or other values.
+"""Nests: nested tuples, lists and mappings whose leaves are tensors or other values.
 
-A walk of our own over the plain containers: each call of torch's `tree_flatten` leaves a circle
-of references behind that only the garbage collector frees, dozens in a step. Containers that are
-registered with torch's pytree are walked by it.
+Plain containers are traversed here, because each call of torch's `tree_flatten` leaves reference
+cycles that only the garbage collector frees, dozens per step. Containers registered with torch's
+pytree are traversed by torch.
 """
 
 import pickle
@@ -22,10 +22,11 @@ Nest = Any
 
 
 class Tree(NamedTuple):
-    """The containers of a nest without its leaves; hashable and picklable.
+    """The structure of a nest: its containers without the leaves; hashable and picklable.
 
-    Trees are equal if nobody can tell what is built with them apart: keys that Python takes for
-    equal (1, True and 1.0; 0.0 and -0.0) make different ones, except strings they are `Key`s.
+    Two trees are equal only if nests built with them are indistinguishable. Keys that Python treats
+    as equal (1, True and 1.0; 0.0 and -0.0) differ here, because every key that is not a plain
+    string is wrapped in `Key`.
     """
 
     kind: Any  # None for a leaf, a container's type, or a Registered
@@ -38,20 +39,20 @@ LEAF = Tree(None, None, ())
 
 @register_boundary_type
 class Key:
-    """A dict's key that is no plain string: equal to those alone that pickle to the same bytes."""
+    """A dict key that is not a plain string; equal only to keys that pickle to the same bytes."""
 
     __slots__ = ("_bytes", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self._bytes = b""  # made when it is compared: most trees never are
+        self._bytes = b""  # computed on comparison, because most trees are never compared
 
     def __eq__(self, other: object) -> bool:
-        """Compare by type and value to the bit; NaN equals itself."""
+        """Compare type and value bitwise; NaN equals itself."""
         return isinstance(other, Key) and self._exact() == other._exact()
 
     def __hash__(self) -> int:
-        """Hash as compared."""
+        """Return a hash consistent with equality."""
         return hash(self._exact())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,7 +60,7 @@ class Key:
         return Key, (self.value,)
 
     def __repr__(self) -> str:
-        """Return the value's."""
+        """Return the repr of the value."""
         return repr(self.value)
 
     def _exact(self) -> bytes:
@@ -70,20 +71,20 @@ class Key:
 @register_boundary_type
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """The containers of a nest that torch's pytree walks.
+    """The containers of a nest that torch's pytree traverses.
 
-    Equal to those alone that pickle to the same bytes: what the walk takes for equal may hold
-    keys or flags that are not the same.
+    Equal only if they pickle to the same bytes; torch's own comparison ignores differences such as
+    the types of keys.
     """
 
     spec: pytree.TreeSpec
 
     def __eq__(self, other: object) -> bool:
-        """Compare what is sent of them."""
+        """Compare the pickled bytes."""
         return isinstance(other, Registered) and self._exact == other._exact
 
     def __hash__(self) -> int:
-        """Hash as compared."""
+        """Return a hash consistent with equality."""
         return hash(self._exact)
 
     @cached_property
@@ -91,7 +92,7 @@ class Registered:
         return _exactly(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the containers themselves with numbers for leaves: a TreeSpec warns."""
+        """Pickle the containers with integers as leaves, because pickling a TreeSpec warns."""
         return _registered, (self.spec.unflatten(range(self.spec.num_leaves)),)
 
 
@@ -101,31 +102,31 @@ def _registered(nest: Nest) -> Registered:
 
 
 def _exactly(value: object) -> bytes:
-    """Return what tells a value from all others; its address if it cannot be sent anyway."""
+    """Return bytes that identify a value: its pickle, or its address if it cannot be pickled."""
     try:
         return pickle.dumps(value)
-    except Exception:  # whatever a class of the user's raises
+    except Exception:  # user classes may raise anything
         return str(id(value)).encode()
 
 
 def flatten(nest: Nest, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Tree]:
-    """Return the leaves of a nest in order, and its containers.
+    """Return the leaves of a nest in order, and its structure; the inverse of `unflatten`.
 
-    `is_leaf`: which containers count as leaves, too.
+    `is_leaf` returns whether a container is to be treated as a leaf.
     """
     leaves: list[Any] = []
     return leaves, _walk(nest, leaves, is_leaf)
 
 
 def unflatten(leaves: Iterable[Any], tree: Tree) -> Nest:
-    """Put leaves into containers: the inverse of `flatten`."""
+    """Build a nest from leaves and structure: the inverse of `flatten`."""
     return _build(tree, iter(leaves))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nest: Nest) -> Nest:
-    """Return the nest with each tensor replaced by `function` of it, in new containers.
+    """Return the nest with `function` applied to each tensor, in new containers.
 
-    A tensor that occurs several times is replaced by one and the same.
+    `function` is called once for a tensor that occurs several times.
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
@@ -138,7 +139,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Nest) -> Nest:
 
 
 def tensors_of(nest: Nest) -> list[torch.Tensor]:
-    """Return the tensors of a nest in leaf order, one that occurs several times once."""
+    """Return the tensors of a nest in leaf order, without duplicates."""
     if isinstance(nest, torch.Tensor):
         return [nest]
     tensors = [leaf for leaf in flatten(nest)[0] if isinstance(leaf, torch.Tensor)]
@@ -148,9 +149,9 @@ def tensors_of(nest: Nest) -> list[torch.Tensor]:
 
 
 def with_dicts(nest: Nest) -> Nest:
-    """Return a nest with a dict in place of each mapping of another class, as a BatchEncoding.
+    """Replace mappings of other classes, such as BatchEncoding, by dicts.
 
-    Other processes may not know the class.
+    Other processes may not know those classes.
     """
     leaves, tree = flatten(nest)
     found = [dict(leaf) if isinstance(leaf, UserDict) else leaf for leaf in leaves]
@@ -175,7 +176,7 @@ def _walk(nest: Nest, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) 
         keys = tuple([key if type(key) is str else Key(key) for key in nest])
         children = tuple([_walk(child, leaves, is_leaf) for child in nest.values()])
         return Tree(kind, keys, children)
-    # A torch.Size is registered, but comes back as a tuple: better a value.
+    # torch.Size is registered, but would be rebuilt as a tuple, so it is treated as a leaf.
     if isinstance(nest, torch.Tensor | torch.Size) or pytree.tree_is_leaf(nest):
         if isinstance(nest, dict | UserDict):
             return _walk_mapping(nest, leaves, is_leaf)
@@ -191,7 +192,7 @@ def _walk_mapping(
     leaves: list[Any],
     is_leaf: Callable[[Any], bool] | None,
 ) -> Tree:
-    """Walk a mapping of a class of its own, as a BatchEncoding; it is a value without tensors."""
+    """Traverse a mapping of a user class, such as BatchEncoding; without tensors it is a leaf."""
     own: list[Any] = []
     children = tuple([_walk(child, own, is_leaf) for child in nest.values()])
     if not any(isinstance(leaf, torch.Tensor) or type(leaf) in (list, tuple) for leaf in own):
@@ -213,6 +214,6 @@ def _build(tree: Tree, leaves: Iterator[Any]) -> Nest:
         items = dict(zip(keys, children, strict=True))
         try:
             return tree.kind(items)
-        except TypeError:  # of a class that is made in another way
+        except TypeError:  # the class has a different constructor
             return items
     return tree.kind(*children) if hasattr(tree.kind, "_fields") else tree.kind(children)

@@ -1,20 +1,21 @@
-"""The versions of torch that we run with, and its private names, each with what happens without it.
+"""Supported versions of torch, and the private names of torch, each with its fallback.
 
-Without a name of `_REQUIRED` nothing starts: `refuse_unfit_torch` raises one error that lists what
-is missing. Without one of these we do the same in another way:
+Names in `_REQUIRED` are needed to start: `refuse_unfit_torch` raises one error that lists those
+that are missing. The following names are optional:
 
-- `torch._C._storage_Use_Count` (since 2.1): gradients and outputs are copied, as if somebody else
-  referred to their memory.
+- `torch._C._storage_Use_Count` (since 2.1): without it, gradients and outputs are copied, as if
+  other tensors shared their memory.
 - `torch._C._will_engine_execute_node` (2.0), `_is_fwd_grad_enabled` (1.11),
-  `_are_functorch_transforms_active` (2.1), `_autograd._top_saved_tensors_default_hooks` (2.1): a
-  split backward makes all gradients in `I`, and `W` has nothing to do. `Pipeline` warns.
-- `torch._debug_has_internal_overlap` (1.6): the strides say it, which takes 5 us.
-- `torch.autograd.graph._engine_run_backward` (2.2): `torch.autograd.backward` and `grad`, whose
-  checks take longer than the backward of a small layer.
+  `_are_functorch_transforms_active` (2.1), `_autograd._top_saved_tensors_default_hooks` (2.1):
+  without one of them, a split backward computes all gradients in `I`, and `W` does nothing.
+  `Pipeline` warns.
+- `torch._debug_has_internal_overlap` (1.6): without it, strides are compared, which takes 5 us.
+- `torch.autograd.graph._engine_run_backward` (2.2): without it, `torch.autograd.backward` and
+  `grad` are used, whose checks take longer than the backward of a small layer.
 - The operators `aten._to_copy` and `aten._scaled_dot_product_flash_attention_for_cpu` with its
-  backward (2.1): planned memory and FLOPs are those of torch's plain kernels.
+  backward (2.1): without them, planned memory and FLOPs are those of torch's plain kernels.
 
-`torch._foreach_*` are documented functions of torch, and need no guard.
+`torch._foreach_*` are documented functions of torch, and need no fallback.
 """
 
 import logging
@@ -67,7 +68,7 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 OLDEST: Final = (2, 8)
 NEWEST_TESTED: Final = (2, 15)
 
-# Modules of torch, what is used of them, and the version that brought it.
+# Modules of torch and the names used from them, with the version that introduced each.
 _REQUIRED: Final = (
     ("torch", "Tensor._base"),  # 0.4
     ("torch", "Tensor._version"),  # 0.4
@@ -93,12 +94,12 @@ _REQUIRED: Final = (
     ("torch.utils._pytree", "tree_leaves"),  # 2.2
     ("torch.utils._pytree", "tree_structure"),  # 2.2
 )
-# What modules keep their tensors in.
+# Attributes in which modules store their tensors.
 _REQUIRED_OF_MODULES: Final = ("_buffers", "_non_persistent_buffers_set", "_parameters")
 
 
 def refuse_unfit_torch() -> None:
-    """Raise ConfigError if this torch is too old, or lacks what nothing runs without."""
+    """Raise ConfigError if torch is too old or lacks a required name."""
     if _version() < OLDEST:
         raise ConfigError(f"torch: version {torch.__version__} is too old; {_wanted()}")
     missing = [f"{module}.{name}" for module, name in _REQUIRED if _found(module, name) is None]
@@ -115,7 +116,7 @@ def refuse_unfit_torch() -> None:
 
 @cache
 def warn_of_untested_torch() -> None:
-    """Warn, once a process, if this torch is newer than the newest that was tested."""
+    """Log a warning, once per process, if torch is newer than the newest tested version."""
     if _version() > NEWEST_TESTED:
         log.warning(
             "torch %s is newer than %d.%d, the newest that this version of gpipe_hpc was tested "
@@ -126,7 +127,7 @@ def warn_of_untested_torch() -> None:
 
 
 def _version() -> tuple[int, int]:
-    """Return major and minor version: of ``2.13.0a0+8145d630e8.nv26.06``, (2, 13)."""
+    """Return major and minor version: (2, 13) for ``2.13.0a0+8145d630e8.nv26.06``."""
     numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
     assert numbers is not None, "torch has a version"
     return int(numbers[1]), int(numbers[2])
@@ -137,7 +138,7 @@ def _wanted() -> str:
 
 
 def _found(module: str, name: str, default: Any = None) -> Any:
-    """Return what a dotted name of a module of torch stands for; `default` if it is not there."""
+    """Return the object with a dotted name in a module of torch, or `default` if it is missing."""
     try:
         found: Any = import_module(module)
         for part in name.split(".") if name else ():
@@ -147,7 +148,7 @@ def _found(module: str, name: str, default: Any = None) -> Any:
     return found
 
 
-# Where one of the classes is missing, those that derive from it can be made, but are never used.
+# If one of these classes is missing, classes derived from it can be defined, but are never used.
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -170,31 +171,31 @@ else:
 
 @cache
 def storage_info() -> Any:
-    """Return the class in which torch's checkpoints say where in a file a tensor is."""
-    # Not at import: torch.distributed.checkpoint takes a while to load.
+    """Return the class of torch's checkpoints that stores the location of a tensor in a file."""
+    # Loaded lazily, because torch.distributed.checkpoint is slow to import.
     return _found("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 def default_store() -> Store:
-    """Return the store of torch's default group."""
+    """Return the store of torch's default process group."""
     store: Store = _found("torch.distributed.distributed_c10d", "_get_default_store")()
     return store
 
 
 def new_process_group(*args: Any, **keywords: Any) -> Any:
-    """Make a group of the members alone; return it and its name."""
+    """Create a process group without a collective call of non-members; return it and its name."""
     return _found("torch.distributed.distributed_c10d", "_new_process_group_helper")(
         *args, **keywords
     )
 
 
 def ranks_of_groups() -> Any:
-    """Return what torch knows of its groups: by group, the position of each world rank."""
+    """Return torch's table of process groups: for each group, the group rank of each world rank."""
     return _found("torch.distributed.distributed_c10d", "_world.pg_group_ranks")
 
 
 def current_graph_task_id() -> int:
-    """Return the number of the backward that this thread runs, -1 if it runs none."""
+    """Return the id of the backward that this thread runs, or -1 outside of a backward."""
     return torch._C._current_graph_task_id()
 
 
@@ -208,27 +209,27 @@ def _overlap_by_strides(tensor: torch.Tensor) -> int:
 
 
 def _absent(*_: Any) -> Any:
-    raise AssertionError("nothing is split without it")
+    raise AssertionError("backwards are not split without this function")
 
 
 gloo_options: Callable[[], Any] | None = _found("torch.distributed", "ProcessGroupGloo._Options")
-"""Returns what a group of Gloo is made with, to be filled; None where torch has no Gloo."""
+"""Creates the options of a Gloo process group, to be filled in; None if torch has no Gloo."""
 
 storage_use_count: Callable[[int], int] = _found("torch", "_C._storage_Use_Count", _unknown_count)
-"""Returns how many refer to a storage, by its `_cdata`; very many if torch does not tell."""
+"""Returns the reference count of a storage, given its `_cdata`; sys.maxsize if unknown."""
 
 has_internal_overlap: Callable[[torch.Tensor], int] = _found(
     "torch", "_debug_has_internal_overlap", _overlap_by_strides
 )
-"""Returns 0 if no two elements of a tensor share memory, and nothing lies between them."""
+"""Returns 0 if no two elements of a tensor share memory and there are no gaps between them."""
 
 will_engine_execute: Callable[[Any], bool] = _found(
     "torch", "_C._will_engine_execute_node", _absent
 )
-"""Says within a backward whether it will execute a node; see `can_split_backward`."""
+"""Returns, within a backward, whether it will execute a node; see `can_split_backward`."""
 
 is_forward_ad_enabled: Callable[[], bool] = _found("torch", "_C._is_fwd_grad_enabled", _absent)
-"""Says False within the forward of an `autograd.Function`; see `can_split_backward`."""
+"""Returns False within the forward of an `autograd.Function`; see `can_split_backward`."""
 
 are_functorch_transforms_active: Callable[[], bool] = _found(
     "torch", "_C._are_functorch_transforms_active", _absent
@@ -238,11 +239,11 @@ are_functorch_transforms_active: Callable[[], bool] = _found(
 top_saved_tensors_hooks: Callable[[bool], Any] = _found(
     "torch", "_C._autograd._top_saved_tensors_default_hooks", _absent
 )
-"""Returns the innermost hooks for tensors that autograd saves; see `can_split_backward`."""
+"""Returns the innermost saved-tensor hooks of autograd; see `can_split_backward`."""
 
 
 def can_split_backward() -> bool:
-    """Say whether torch has what the split of a backward in two takes."""
+    """Return whether torch has the functions needed to split a backward into ``I`` and ``W``."""
     return _absent not in (
         will_engine_execute,
         is_forward_ad_enabled,
@@ -272,29 +273,29 @@ def _run_checked(
 run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _found(
     "torch.autograd.graph", "_engine_run_backward", _run_checked
 )
-"""Calls autograd's engine; see `engine.backward.calls`."""
+"""Runs autograd's engine; see `engine.backward.calls`."""
 
 
 def operator(name: str) -> Any:
-    """Return a private operator of aten; None if it is not there."""
+    """Return a private operator of aten, or None if it is missing."""
     return _found("torch", f"ops.aten.{name}")
 
 
 _BACKWARD: Final[Any] = getattr(torch.autograd.backward, "__code__", None)
 
 HANDS_OVER_BACKWARD: Final = _BACKWARD is None or "handle_torch_function" in _BACKWARD.co_names
-"""Whether torch hands calls of `torch.autograd.backward` to `__torch_function__`; since 2.11."""
+"""Whether torch passes calls of `torch.autograd.backward` to `__torch_function__`; since 2.11."""
 
-# What older versions hand over of such a call: questions that it asks of outputs and gradients.
+# Functions that `backward` calls on outputs and gradients, which older versions pass instead.
 _DTYPE: Final[Any] = torch.Tensor.dtype
 _ASKED_BY_BACKWARD: Final = frozenset({_DTYPE.__get__, torch.Tensor.size, torch.ones})
 
 
 def asked_of_backward(func: Any) -> tuple[Any, Any] | None:
-    """Return outputs and inputs of the `torch.autograd.backward` that calls `func`, if one does.
+    """Return outputs and inputs of the `torch.autograd.backward` that called `func`, else None.
 
-    To be called by a `__torch_function__`. Nothing else tells them where torch does not hand over
-    `backward` itself (pytorch PR 171473).
+    Must be called by a `__torch_function__`. In versions of torch that do not pass `backward`
+    itself there, this is the only way to get them (pytorch PR 171473).
     """
     if func not in _ASKED_BY_BACKWARD:
         return None

@@ -1,9 +1,10 @@
-"""BatchNorm over micro-batches: each is normalised by itself, the statistics are those of the step.
+"""BatchNorm over micro-batches: each is normalised by itself; running statistics follow the batch.
 
-Within a pipeline these layers leave their running statistics alone and report what they measured
-(`Moments`); whoever runs them pools all micro-batches of a step. Outside of one they are torch's.
-What `torch.utils.checkpoint` in a layer runs again in a backward, on whatever thread, normalises as
-its forward did, and is no micro-batch more.
+Within a pipeline, these layers do not update their running statistics but report the moments of
+each micro-batch (`Moments`); the pipeline pools all micro-batches of a step. Outside of a pipeline
+they behave as torch's layers. If `torch.utils.checkpoint` inside a layer runs a forward again
+during the backward, in any thread, the layer normalises as in the first forward and reports
+nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,14 +24,14 @@ from gpipe_hpc.models.reports import current_reports
 from gpipe_hpc.torch_compat import NormBase, current_graph_task_id
 
 SumOver = Callable[[Tensor], None]
-"""Sums a tensor in place over all that normalise together."""
+"""A function that all-reduces a tensor in place over the replicas that normalise together."""
 
 
 class Moments(NamedTuple):
     """Statistics of a layer's channels over one micro-batch.
 
-    `num_values` per channel; `mean` and `squares` (sum of squared deviations from the mean) have
-    shape (channels,).
+    `num_values` is the number of values per channel; `mean` and `squares` (sum of squared
+    deviations from the mean) have shape (channels,).
     """
 
     num_values: int
@@ -39,9 +40,9 @@ class Moments(NamedTuple):
 
 
 class Within:
-    """Whether a step of a pipeline is running, during which statistics do not change.
+    """Whether a pipeline step is running, during which running statistics do not change.
 
-    `sum_over` sums over replicas that normalise together in that step, if any.
+    `sum_over` all-reduces over the replicas that normalise together in that step, None if none do.
     """
 
     __slots__ = ("is_active", "sum_over")
@@ -51,26 +52,26 @@ class Within:
         self.sum_over: SumOver | None = None
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Mark the start of a step."""
         self.is_active = True
 
     def end(self) -> None:
-        """End it."""
+        """Mark the end of a step."""
         self.is_active, self.sum_over = False, None
 
 
-_OUTSIDE: Final = Within()  # of any pipeline; never begun
+_OUTSIDE: Final = Within()  # shared by layers that belong to no pipeline; never active
 
 
-# Bound for the run of one micro-batch, in the thread that runs it.
+# Set while a micro-batch runs, in the thread that runs it.
 _TOGETHER: Final[ContextVar[SumOver | None]] = ContextVar("gpipe_hpc_normalise", default=None)
 
 
 @contextmanager
 def normalising_together(sum_over: SumOver) -> Iterator[None]:
-    """Let BatchNorm layers normalise with the statistics of all that run this block together.
+    """Let BatchNorm layers normalise with statistics over all replicas that enter this context.
 
-    `sum_over` is called once in each layer's forward, and once in its backward.
+    `sum_over` is called once in the forward of each layer and once in its backward.
     """
     token = _TOGETHER.set(sum_over)
     try:
@@ -80,7 +81,7 @@ def normalising_together(sum_over: SumOver) -> Iterator[None]:
 
 
 class BatchNorm1d(nn.BatchNorm1d):
-    """`nn.BatchNorm1d` that reports its statistics within a pipeline."""
+    """An `nn.BatchNorm1d` that reports its statistics within a pipeline."""
 
     place: str = ""
     within: Within = _OUTSIDE
@@ -91,7 +92,7 @@ class BatchNorm1d(nn.BatchNorm1d):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that reports its statistics within a pipeline."""
+    """An `nn.BatchNorm2d` that reports its statistics within a pipeline."""
 
     place: str = ""
     within: Within = _OUTSIDE
@@ -102,7 +103,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class BatchNorm3d(nn.BatchNorm3d):
-    """`nn.BatchNorm3d` that reports its statistics within a pipeline."""
+    """An `nn.BatchNorm3d` that reports its statistics within a pipeline."""
 
     place: str = ""
     within: Within = _OUTSIDE
@@ -113,9 +114,9 @@ class BatchNorm3d(nn.BatchNorm3d):
 
 
 PooledBatchNorm = BatchNorm1d | BatchNorm2d | BatchNorm3d
-"""Those that report their statistics; `place` is the layer's name for messages.
+"""BatchNorm layers that report their statistics.
 
-`within` says whether a step of the pipeline that they belong to is under way."""
+`place` is the layer's name in messages; `within` is the state of the pipeline's current step."""
 
 _OURS: Final[Mapping[type[nn.Module], type[nn.Module]]] = MappingProxyType(
     {
@@ -134,7 +135,7 @@ class Conversion(NamedTuple):
 
     @classmethod
     def of(cls, parts: Iterable["Conversion"]) -> "Conversion":
-        """Merge several results."""
+        """Concatenate several results."""
         converted, left = zip(*parts, strict=True) if (parts := tuple(parts)) else ((), ())
         return cls(sum(converted, ()), sum(left, ()))
 
@@ -142,21 +143,26 @@ class Conversion(NamedTuple):
 def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
     """Convert every plain `nn.BatchNorm*d` in a module, or the module itself, in place.
 
-    The object stays, with its parameters, buffers, hooks and flags. Users' subclasses that track
-    statistics are left unchanged: they count micro-batches as batches. Names begin with `where`.
-    Raises ModelError for `nn.SyncBatchNorm`, which would wait for ranks that hold other stages.
+    The object keeps its identity, parameters, buffers, hooks and flags. Users' subclasses that
+    track statistics are left unchanged; they treat each micro-batch as a batch. Returned names are
+    prefixed with `where`.
+
+    Raises:
+        ModelError: the module contains `nn.SyncBatchNorm`, which would wait for ranks that hold
+            other stages.
     """
     converted, left = [], []
     for name, part in module.named_modules():
         full = ".".join(filter(None, (where, name)))
         if isinstance(part, nn.SyncBatchNorm):
             raise ModelError(
-                f"{full or 'model'}: SyncBatchNorm, expected nn.BatchNorm1d, 2d or 3d, as only "
-                f"replicas hold the same layer; use that with normalise_over_replicas=True"
+                f"{full or 'model'}: SyncBatchNorm is not supported, because ranks of other stages "
+                f"do not run the layer; use nn.BatchNorm1d, 2d or 3d with "
+                f"normalise_over_replicas=True"
             )
         ours = _OURS.get(type(part))
         if ours is not None:
-            # The class alone differs: whoever holds the object keeps it.
+            # Only the class changes, so that references to the object stay valid.
             part.__class__ = ours
         if isinstance(part, PooledBatchNorm):
             part.place = full
@@ -167,9 +173,9 @@ def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
 
 
 def refuse_shared_statistics(layers: Sequence[Layer]) -> None:
-    """Raise ModelError if built layers share a module whose statistics are updated.
+    """Raise ModelError if built layers share a module with running statistics.
 
-    Layers may be placed on different ranks, where each would have statistics of its own.
+    The layers may be placed on different ranks, each of which would have its own statistics.
     """
     places: dict[int, int] = {}
     for index, layer in enumerate(layers):
@@ -180,14 +186,14 @@ def refuse_shared_statistics(layers: Sequence[Layer]) -> None:
             if first != index:
                 where = ".".join(filter(None, (f"layers.{index}", name)))
                 raise ModelError(
-                    f"{where} ({type(part).__name__}): expected running statistics of its own, got "
-                    f"those of layers.{first}, which is the same module; give each layer a module "
-                    f"of its own (weights may be tied), or track_running_stats=False"
+                    f"{where} ({type(part).__name__}): is the same module as in layers.{first}, so "
+                    f"both would share running statistics; use a separate module in each layer "
+                    f"(weights may be tied), or track_running_stats=False"
                 )
 
 
 def refuse_single_values(layer: PooledBatchNorm, input: Tensor) -> None:
-    """Raise ModelError if a micro-batch has at most one value per channel."""
+    """Raise ModelError if a micro-batch has fewer than two values per channel."""
     if input.numel() < 2 * input.shape[1]:
         raise ModelError(
             f"{layer.place or 'layer'} ({type(layer).__name__}): expected at least 2 values per "
@@ -213,12 +219,12 @@ def _forward(layer: PooledBatchNorm, input: Tensor, plain: Callable[[Tensor], Te
 
 
 def _is_rerun() -> bool:
-    """Say whether this runs within a backward, where what a layer checkpoints is run again."""
+    """Return whether this is a recomputed forward that runs within a backward."""
     return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 
 def _sum_over(layer: PooledBatchNorm, is_first: bool) -> SumOver | None:
-    """Return what to normalise together with, in a run again the same as in the first one."""
+    """Return the function to all-reduce statistics with; a recomputed forward uses the same one."""
     if not is_first:
         return layer.within.sum_over
     sum_over = _TOGETHER.get()
@@ -233,7 +239,7 @@ def _normalised_alone(layer: PooledBatchNorm, input: Tensor) -> tuple[Tensor, Mo
     if layer.running_mean is None:
         return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps), None
     count = input.numel() // input.shape[1]
-    # One kernel normalises and measures: with momentum 1 nothing of the old statistics is kept.
+    # One kernel normalises and measures: with momentum 1 the old statistics are discarded.
     mean, variance = (layer.running_mean.new_zeros(input.shape[1]) for _ in range(2))
     output = F.batch_norm(input, mean, variance, weight, bias, True, 1.0, eps)
     return output, Moments(count, mean, variance.double() * (count - 1))
@@ -242,14 +248,14 @@ def _normalised_alone(layer: PooledBatchNorm, input: Tensor) -> tuple[Tensor, Mo
 def _normalised_together(
     layer: PooledBatchNorm, input: Tensor, sum_over: SumOver
 ) -> tuple[Tensor, Moments | None]:
-    """Normalise by the mean and variance of all that call this together."""
+    """Normalise with mean and variance over all replicas that run this forward together."""
     with torch.no_grad():
         dims = _reduced(input)
         own = Moments(
             input.numel() // input.shape[1],
             *_mean_and_squares(input.detach().to(_computing(input.dtype)), dims),
         )
-        # Around a common shift: sums of squares around zero would cancel.
+        # Use a common shift: sums of squares around zero would suffer from cancellation.
         sums = shifted_sums([own], layer.running_mean)
         sum_over(sums)
         mean, squares, count = pooled(sums, layer.running_mean)
@@ -262,7 +268,7 @@ def _normalised_together(
 def shifted_sums(moments: list[Moments], shift: Tensor | None) -> Tensor:
     """Return float64[1 + 2 x channels]: count, sums and sums of squares around `shift` (or 0).
 
-    Sums with the same shift may be added; `pooled` reads them.
+    Sums with the same shift may be added; `pooled` converts them to mean and variance.
     """
     means = torch.stack([each.mean.double() for each in moments])
     squares = torch.stack([each.squares.double() for each in moments])
@@ -273,17 +279,17 @@ def shifted_sums(moments: list[Moments], shift: Tensor | None) -> Tensor:
 
 
 def _column(numbers: Sequence[int], like: Tensor) -> Tensor:
-    """Return numbers of the host as a column of the device, which is not waited for.
+    """Return host integers as a column tensor on the device, without a host-to-device copy.
 
-    A copy of them would be. Micro-batches differ in size by at most one sample, so equal numbers
-    stand beside each other.
+    A copy would synchronise. Micro-batches differ in size by at most one sample, so equal numbers
+    are consecutive.
     """
     runs = [like.new_full((len(list(run)), 1), number) for number, run in groupby(numbers)]
     return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 def pooled(sums: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, sum of squared deviations from it, and count.
+    """Convert `shifted_sums` to mean, sum of squared deviations from it, and count.
 
     Without values, the mean is NaN and the others are 0.
     """
@@ -307,9 +313,10 @@ def _computing(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Normalise(torch.autograd.Function):
-    """(input - mean) x scale x weight + bias, where mean and scale are made of many inputs.
+    """Compute (input - mean) x scale x weight + bias, where mean and scale depend on all inputs.
 
-    Ioffe and Szegedy, Batch normalization, 2015, section 3, with sums over all inputs.
+    The backward follows Ioffe and Szegedy, Batch normalization, 2015, section 3, with sums over all
+    inputs.
     """
 
     @staticmethod

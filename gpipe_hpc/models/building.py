@@ -1,4 +1,4 @@
-"""Build one layer so that its weights depend on the seed and its index, never on the cut."""
+"""Build a layer so that its weights depend on the seed and its index only, not on the partition."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,29 +25,30 @@ _META: Final = torch.device("meta")
 def build_layer(
     layer: Layer, *, index: int, seed: int, device: Device | None = None, on_device: bool = False
 ) -> nn.Module:
-    """Build one layer on a device; None is the CPU.
+    """Build one layer on a device (default: the CPU).
 
-    A `LayerSpec` is built on the CPU under generators seeded with `init_key(seed, index)` and then
-    moved, so weights are the same on every kind of device. With `on_device` it is built on the
-    device itself: billions of weights take seconds instead of minutes, and they depend on the kind
-    of device, too. The default generators of torch, Python and NumPy are seeded, and restored
+    A `LayerSpec` is built on the CPU, under generators seeded with `init_key(seed, index)`, and
+    then moved, so that weights are the same on every kind of device. With `on_device` it is built
+    on the device itself: billions of weights take seconds instead of minutes, but depend on the
+    kind of device. The default generators of torch, Python and NumPy are seeded, and restored
     afterwards; a factory must seed generators that it creates. A built module keeps its weights and
     is moved in place.
 
-    Raises `ModelError` with layer and factory if the layer cannot be built or moved.
+    Raises:
+        ModelError: the layer cannot be built or moved; the message names layer and factory.
     """
     device = device or HostDevice()
     if on_device and device.is_accelerator:
-        torch.empty(0, device=device.torch)  # only a device in use has a generator to seed
+        torch.empty(0, device=device.torch)  # initialise the device, which creates its generator
     module = _built(layer, index, seed, device.torch if on_device else _HOST)
     _refuse_abstract(module, f"layers.{index}")
     return device.place(module)
 
 
 def build_abstract(layer: Layer, *, index: int) -> nn.Module:
-    """Build one layer on torch's device ``meta``, which allocates nothing.
+    """Build one layer on torch's device ``meta``, which allocates no memory.
 
-    Raises `ModelError` as `build_layer` does, also for a factory that reads values.
+    Raises `ModelError` as `build_layer` does, also for a factory that reads tensor values.
     """
     return _built(layer, index, 0, _META).to(_META)
 
@@ -55,7 +56,7 @@ def build_abstract(layer: Layer, *, index: int) -> nn.Module:
 def _built(layer: Layer, index: int, seed: int, place: torch.device) -> nn.Module:
     where = f"layers.{index}"
     if isinstance(layer, LayerSpec):
-        # A device is a block: it also shields the factory from a caller's default device.
+        # As a context, the device also overrides a default device that the caller set.
         with seeded_generators(init_key(seed, index)), place:
             module = call_factory(layer, where)
     else:
@@ -66,10 +67,10 @@ def _built(layer: Layer, index: int, seed: int, place: torch.device) -> nn.Modul
 
 @contextmanager
 def seeded_generators(key: int) -> Iterator[None]:
-    """Seed the default generators of torch, Python and NumPy; restore them on leaving.
+    """Seed the default generators of torch, Python and NumPy; restore them on exit.
 
-    For torch, those of the CPU and of the current accelerator, if one is in use. Threads wait for
-    each other, because the generators belong to the process.
+    For torch, these are the generators of the CPU and of the current accelerator, if one is in use.
+    Threads run this block one at a time, because the generators belong to the process.
     """
     with GENERATOR_LOCK, process_generators_kept():
         generators = generators_in_use()
@@ -86,12 +87,12 @@ def seeded_generators(key: int) -> Iterator[None]:
 
 
 def refuse_lazy(module: nn.Module, where: str) -> None:
-    """Raise ModelError if a parameter or buffer of the module has no shape yet."""
+    """Raise ModelError if a parameter or buffer of the module is uninitialised (lazy)."""
     for name, parameter in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(parameter, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise ModelError(
-                f"{where}: {name} has no shape yet, expected a layer of known size, got a lazy "
-                f"{type(module).__name__}; give the layer its input size"
+                f"{where}: {name} has no shape yet, because {type(module).__name__} is a lazy "
+                f"module; give the layer its input size"
             )
 
 
@@ -100,6 +101,6 @@ def _refuse_abstract(module: nn.Module, where: str) -> None:
     for name, tensor in tensors:
         if tensor.is_meta:
             raise ModelError(
-                f"{where}: {name} has no values, expected a layer with weights, got one on the "
-                f"meta device; give a LayerSpec, or build {type(module).__name__} on the CPU"
+                f"{where}: {name} is on the meta device and has no values; pass a LayerSpec, or "
+                f"build {type(module).__name__} on the CPU"
             )

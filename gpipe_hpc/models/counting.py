@@ -1,4 +1,4 @@
-"""Count parameters of models of any size without allocating them."""
+"""Count the parameters of models of any size without allocating them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ from gpipe_hpc.models.ties import find_ties, first_names, parameter_at
 
 
 def count_parameters(layers: Sequence[Layer]) -> int:
-    """Return the number of parameters of the whole model; a parameter in two layers counts once."""
+    """Return the number of parameters of the model; a parameter shared by layers counts once."""
     return sum(layer_parameters(layers))
 
 
@@ -30,15 +30,15 @@ def layer_parameters(layers: Sequence[Layer]) -> list[int]:
 def parameter_sizes(layers: Sequence[Layer]) -> dict[str, int]:
     """Return the number of elements of every parameter of the model, by global name.
 
-    Builds and counts as `layer_parameters` does.
+    Builds and counts layers as `layer_parameters` does.
     """
     return {name: p.numel() for owned in _owned_parameters(layers) for name, p in owned.items()}
 
 
 def sizes_of_layers(layers: Sequence[Layer]) -> list[dict[str, tuple[int, torch.dtype]]]:
-    """Return for each layer the number of elements and dtype of its parameters, by global name.
+    """Return the number of elements and dtype of each layer's parameters, by global name.
 
-    Builds and counts as `layer_parameters` does.
+    Builds and counts layers as `layer_parameters` does.
     """
     return [
         {name: (p.numel(), p.dtype) for name, p in owned.items()}
@@ -47,7 +47,7 @@ def sizes_of_layers(layers: Sequence[Layer]) -> list[dict[str, tuple[int, torch.
 
 
 def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield what each layer has that no layer before it has: a tied parameter once."""
+    """Yield the parameters of each layer that no earlier layer has; a tied parameter comes once."""
     ties = {global_name(*place): tie for tie in find_ties(layers) for place in tie.places}
     shapes: dict[str, torch.Size] = {}
     for index, layer in enumerate(layers):
@@ -56,12 +56,12 @@ def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Paramete
             tied = parameter_at(built, name, f"layers.{index}")
             tie = ties.get(global_name(index, first_names(built)[name]))
             if tie is None:
-                continue  # both names of a tie are of one parameter of one layer
+                continue  # both names of the tie belong to one parameter of one layer
             first = shapes.setdefault(tie.name, tied.shape)
             if first != tied.shape:
                 raise ModelError(
                     f"layers.{index}: {name} cannot be tied to {tie.name}, expected shape "
-                    f"{tuple(first)}, got {tuple(tied.shape)}; tie parameters of one shape"
+                    f"{tuple(first)}, got {tuple(tied.shape)}; tie parameters of equal shape"
                 )
         named = dict(named_layer_parameters(index, built))
         yield {n: p for n, p in named.items() if n not in ties or ties[n].name == n}
@@ -74,6 +74,6 @@ def _abstract(layer: Layer, index: int) -> nn.Module:
     try:
         return build_abstract(layer, index=index)
     except ModelError:
-        # Some factories read values of tensors (`.item()`), which meta tensors have not. One real
-        # layer at a time is still far from the whole model, and a true fault is raised again.
+        # Some factories read tensor values (`.item()`), which meta tensors do not have. Building
+        # one real layer at a time needs little memory, and other errors are raised again.
         return build_layer(layer, index=index, seed=0)

@@ -1,6 +1,6 @@
-"""The geometry of a cut: which layers a stage has, and which skips go from stage to stage.
+"""Layers and skips of the stages of a partition.
 
-A cut is given as `counts`, the number of layers of each stage, in order.
+A partition is given as `counts`, the number of layers of each stage, in order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ def stage_layers(counts: Sequence[int]) -> list[range]:
 
 
 def layer_stages(counts: Sequence[int]) -> list[int]:
-    """Return the stage of each layer."""
+    """Return the stage index of each layer."""
     return [stage for stage, num_layers in enumerate(counts) for _ in range(num_layers)]
 
 
 def skip_routes(skips: Sequence[Skip], counts: Sequence[int]) -> dict[tuple[int, int], list[Skip]]:
     """Return the skips between each pair of stages (source, destination), in order of layers.
 
-    A skip to the next stage travels with the boundary; skips within a stage are omitted.
+    A skip to the next stage is sent with the boundary; skips within a stage are omitted.
     """
     stage_of = layer_stages(counts)
     routes: dict[tuple[int, int], list[Skip]] = {}
@@ -34,5 +34,5 @@ def skip_routes(skips: Sequence[Skip], counts: Sequence[int]) -> dict[tuple[int,
 
 
 def long_skips(routes: Mapping[tuple[int, int], Sequence[Skip]]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages that exchange skips over other stages: `Schedule.skips`."""
+    """Return the pairs of stages, at least two apart, that skips connect: `Schedule.skips`."""
     return tuple(route for route in routes if route[1] > route[0] + 1)

@@ -1,4 +1,4 @@
-"""Whether the positions of a model see later ones."""
+"""Whether the positions of a sequence model depend on later positions."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from gpipe_hpc.models.layers import Layer, LayerSpec
 
 
 def sees_ahead(layers: Sequence[Layer]) -> bool:
-    """Return whether a layer is known to use later positions.
+    """Return whether a layer is known to use later positions (bidirectional attention).
 
-    Such a model sees the next token, so it cannot learn to predict it. A layer declares this by a
-    true attribute `sees_ahead` of its class or of an argument; otherwise it is unknown.
+    Such a model sees the next token, so it cannot be trained to predict it. A layer declares this
+    by a true attribute `sees_ahead` of its class or of an argument; without it, False is returned.
     """
     return _is_said(layers, "sees_ahead")
 

@@ -1,4 +1,4 @@
-"""What a layer is: an `nn.Module`, or a `LayerSpec` that builds one where it is needed."""
+"""Layers of a pipeline: an `nn.Module`, or a `LayerSpec` that builds one where it is needed."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,17 @@ from gpipe_hpc.errors import ModelError, words_of
 class LayerSpec:
     """A layer described but not built: ``factory(*args, **kwargs)`` returns the module.
 
-    Immutable; picklable if factory and arguments are. Specs are equal if factory and arguments are
-    (tensors by value); equal specs are assumed to cost the same.
+    Immutable; picklable if factory and arguments are. Specs are equal if their factories and
+    arguments are (tensors compare by value); equal specs are assumed to have equal cost.
 
     Args:
         factory: a class or function that returns an nn.Module.
-        args, kwargs: its arguments.
+        args: positional arguments of the factory.
+        kwargs: keyword arguments of the factory.
+
+    Example::
+
+        LayerSpec(nn.Linear, 1024, 4096, bias=False)
     """
 
     factory: Callable[..., nn.Module]
@@ -32,9 +37,9 @@ class LayerSpec:
     def __init__(self, factory: Callable[..., nn.Module], /, *args: Any, **kwargs: Any) -> None:
         if not callable(factory) or isinstance(factory, nn.Module):
             raise ModelError(
-                f"LayerSpec: the factory cannot be called to make a layer, expected a class or "
-                f"function, got {type(factory).__name__}; write LayerSpec(nn.Linear, 8, 8), or "
-                f"put a module that is already built into the sequence as it is"
+                f"LayerSpec: the factory must be a class or function that returns a module, got "
+                f"{type(factory).__name__}; write LayerSpec(nn.Linear, 8, 8), or put a built "
+                f"module into the sequence directly"
             )
         object.__setattr__(self, "factory", factory)
         object.__setattr__(self, "args", args)
@@ -44,24 +49,25 @@ class LayerSpec:
         object.__setattr__(self, "pops", ())
 
     def tied(self, names: Mapping[str, str]) -> "LayerSpec":
-        """Return this layer with tied parameters: name within the layer -> name of the tie.
+        """Return a copy of this layer with tied parameters.
 
-        All parameters of a tie are one parameter, on any stages, with the initial weights of the
-        first.
+        `names` maps a parameter name within the layer to the name of a tie. All parameters of a tie
+        are one parameter, on any stages, with the initial weights of the first.
         """
         return self._with(ties=tuple(names.items()))
 
     def stashing(self, *names: str) -> "LayerSpec":
-        """Return this layer with names of what it stashes for later layers.
+        """Return a copy of this layer that stashes values under these names for later layers.
 
-        Its forward returns a tuple: the output, then one value per name, in their order.
+        Its forward must return a tuple: the output, then one value per name, in order.
         """
         return self._with(stashes=names)
 
     def popping(self, *names: str) -> "LayerSpec":
-        """Return this layer with names of what it pops, stashed by earlier layers for it alone.
+        """Return a copy of this layer that receives values stashed by earlier layers.
 
-        Its forward takes the input, then one argument per name, in their order.
+        Its forward takes the input, then one argument per name, in order. Each stash is popped by
+        one layer.
         """
         return self._with(pops=names)
 
@@ -78,7 +84,7 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
-        """Return the factory's name, as in tables and messages."""
+        """Return the name of the factory, as shown in tables and messages."""
         return factory_name(self.factory)
 
     def build(self) -> nn.Module:
@@ -106,7 +112,7 @@ class LayerSpec:
 
 
 def _same(left: object, right: object) -> bool:
-    """Say whether two arguments are equal; tensors by type and value, never elementwise."""
+    """Return whether two arguments are equal; tensors compare by dtype, device and all values."""
     if left is right:
         return True
     if type(left) is not type(right):
@@ -121,7 +127,7 @@ def _same(left: object, right: object) -> bool:
     try:
         return bool(left == right)
     except (RuntimeError, TypeError, ValueError):
-        # Array-like values of other libraries have no single truth: take them for different.
+        # Arrays of other libraries compare elementwise: treat them as different.
         return False
 
 
@@ -129,44 +135,44 @@ Layer = nn.Module | LayerSpec
 
 
 def factory_name(factory: Callable[..., object]) -> str:
-    """Return a short readable name of a factory, also of a `functools.partial`."""
+    """Return a short readable name of a factory, including a `functools.partial`."""
     inner = getattr(factory, "func", factory)
     return str(getattr(inner, "__qualname__", type(inner).__name__))
 
 
 def layer_name(layer: Layer) -> str:
-    """Return a layer's name in tables: that of its factory or module class."""
+    """Return the name of a layer's factory or module class, as shown in tables."""
     return layer.name if isinstance(layer, LayerSpec) else type(layer).__name__
 
 
 def call_factory(spec: LayerSpec, where: str) -> nn.Module:
-    """Build a spec's module; ``where`` begins the message of the `ModelError` if that fails."""
+    """Build the module of a spec; raise `ModelError` with the prefix ``where`` if that fails."""
     try:
         module = spec.factory(*spec.args, **spec.kwargs)
     except Exception as error:
-        # Where the call itself did not fit, this frame would stand there as the factory's.
+        # Remove this frame from the traceback, which should begin in the factory.
         trace = error.__traceback__
         error.__traceback__ = None if trace is None else trace.tb_next
         raise ModelError(
-            f"{where}: the factory {spec.name} failed, expected an nn.Module, got "
-            f"{words_of(error)}; correct the arguments of {spec!r}"
+            f"{where}: the factory {spec.name} failed: {words_of(error)}; correct the arguments of "
+            f"{spec!r}"
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{where}: the factory {spec.name} gave no layer, expected an nn.Module, got "
+            f"{where}: the factory {spec.name} must return an nn.Module, got "
             f"{type(module).__name__}; return a module from the factory of {spec!r}"
         )
     return module
 
 
 def normalise_layers(model: nn.Sequential | nn.ModuleList | Sequence[Layer]) -> list[Layer]:
-    """Return the model's layers as a list; raise `ModelError` if it is no sequence of layers.
+    """Return the layers of a model as a list; raise `ModelError` if it is not a sequence of layers.
 
     A module that occurs twice in an `nn.Sequential` occurs twice in the list.
     """
     layers = _elements(model)
     if not layers:
-        raise ModelError("model: has no layers, expected at least 1, got 0; add a layer")
+        raise ModelError("model: the model has no layers; add at least one")
     return [_checked(index, element) for index, element in enumerate(layers)]
 
 
@@ -176,14 +182,14 @@ def _elements(model: object) -> list[object]:
     if isinstance(model, nn.Module) and type(model).__module__.startswith("transformers."):
         raise ModelError(
             f"model: a {type(model).__name__} of transformers is one module, expected a sequence "
-            f"of layers; save it by model.save_pretrained(folder), then give "
+            f"of layers; save it with model.save_pretrained(folder), then pass "
             f"gpipe_hpc.models.huggingface.huggingface_layers(folder), or on the command line "
             f"model=huggingface model.path=folder"
         )
     if isinstance(model, nn.Module):
         raise ModelError(
-            f"model: cannot be cut into stages, expected nn.Sequential or a sequence of layers, "
-            f"got one {type(model).__name__}; give its parts as nn.Sequential(...)"
+            f"model: cannot be split into stages, expected nn.Sequential or a sequence of layers, "
+            f"got one {type(model).__name__}; pass its parts as nn.Sequential(...)"
         )
     if isinstance(model, Sequence) and not isinstance(model, str | bytes):
         return list(model)

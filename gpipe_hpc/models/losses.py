@@ -1,11 +1,11 @@
-"""Losses in the form a pipeline wants them: ``loss_fn(output, target)``.
+"""Loss functions for a pipeline: ``loss_fn(output, target)``.
 
-A loss returns the mean over the micro-batch's samples, or a pair (sum, weight): a 0-dim tensor, and
-another or a number. (A number that the host knows goes to no device: that would make it wait.)
-The pipeline adds sums and weights over the whole global batch and divides once, so with a pair
-micro-batches may carry unequal weights (ignored tokens, uneven batches) and the result is still
-that of the whole batch. Metrics, as a third value, are summed likewise. Weights here are counts:
-exact at any size.
+A loss returns the mean over the samples of a micro-batch, or a pair (sum, weight) of a 0-dim tensor
+and a tensor or number. (A Python number is not copied to the device, which would synchronise.) The
+pipeline adds sums and weights over the global batch and divides once. With a pair, micro-batches
+may therefore have unequal weights (ignored tokens, uneven batches) and the result still equals that
+of the whole batch. Metrics, returned as a third value, are reduced likewise. Weights here are
+counts, which are exact at any size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +36,14 @@ def token_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy in nats and the number of tokens that count.
 
-    ``logits`` are [..., V], ``targets`` [...] class indices; those equal to ``ignore_index`` do not
-    count. 16-bit logits are summed in float32.
+    ``logits`` has shape [..., V]; ``targets`` [...] are class indices, of which ``ignore_index``
+    does not count. 16-bit logits are summed in float32.
     """
     if logits.shape[:-1] != targets.shape:
         raise ModelError(
             f"token_cross_entropy: shapes do not match, expected targets of shape "
             f"{list(logits.shape[:-1])} for logits of shape {list(logits.shape)}, got "
-            f"{list(targets.shape)}; drop the target's class dimension or shape the output"
+            f"{list(targets.shape)}; remove the target's class dimension or reshape the output"
         )
     flat = targets.flatten()
     total = F.cross_entropy(
@@ -53,17 +53,17 @@ def token_cross_entropy(
 
 
 def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy in nats and the number of tokens that count.
+    """Return the summed cross-entropy of next-token prediction and the number of tokens that count.
 
-    ``logits`` are [B, S, V]; ``labels`` [B, S] are not shifted, as in transformers: position i
-    predicts label i + 1. Labels equal to ``ignore_index`` do not count. For targets that are
-    already shifted, as gpipe_hpc's own data, use `token_cross_entropy`.
+    ``logits`` has shape [B, S, V]. ``labels`` [B, S] are not shifted, as in transformers: position
+    i predicts label i + 1. Labels equal to ``ignore_index`` do not count. If targets are already
+    shifted, as in gpipe_hpc's own data sets, use `token_cross_entropy`.
     """
     if logits.shape[:-1] != labels.shape or labels.dim() != 2:
         raise ModelError(
             f"causal_lm: shapes do not match, expected labels of shape {list(logits.shape[:-1])} "
-            f"for logits of shape {list(logits.shape)}, got {list(labels.shape)}; give the tokens "
-            f"themselves as labels"
+            f"for logits of shape {list(logits.shape)}, got {list(labels.shape)}; pass the input "
+            f"tokens as labels"
         )
     return token_cross_entropy(logits[:, :-1], labels[:, 1:], ignore_index)
 
@@ -71,7 +71,7 @@ def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple
 def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Metrics]:
     """Return the summed cross-entropy in nats, the number of samples, and the accuracy.
 
-    ``logits`` are [B, C]; ``targets`` [B] class indices; -100 is ignored.
+    ``logits`` has shape [B, C]; ``targets`` [B] are class indices, of which -100 is ignored.
     """
     total, num_samples = token_cross_entropy(logits, targets)
     num_right = (logits.detach().argmax(-1) == targets).sum()
@@ -81,11 +81,11 @@ def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Met
 def classification_with_auxiliary(
     outputs: Tensor | tuple[Tensor, ...], targets: Tensor, weight: float = 0.3
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Return the summed loss of a classifier with auxiliary heads, the samples, the accuracy.
+    """Return the summed loss with auxiliary heads, the number of samples, the accuracy.
 
-    ``outputs`` are the logits [B, C], alone or followed by those of each head, whose cross-entropy
-    is weighted by ``weight``: 0.3 as in Szegedy et al., Going deeper with convolutions, 2015.
-    Targets are those of `classification`.
+    ``outputs`` are the logits [B, C], alone or followed by those of each auxiliary head, whose
+    cross-entropy is weighted by ``weight`` (0.3 in Szegedy et al., Going deeper with convolutions,
+    2015). Targets are those of `classification`.
     """
     logits, *heads = (outputs,) if isinstance(outputs, Tensor) else outputs
     total, num_samples, metrics = classification(logits, targets)
@@ -97,19 +97,19 @@ def classification_with_auxiliary(
 def segmentation(
     logits: Tensor, masks: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Return the summed cross-entropy in nats, the number of pixels that count, the accuracy.
+    """Return the summed cross-entropy in nats, the number of pixels that count, and the accuracy.
 
-    ``logits`` are [B, C, H, W]; ``masks`` [B, H, W] class indices; ``ignore_index`` does not count.
-    With C = 1 masks are 0 or 1, and the logit is that of 1.
+    ``logits`` has shape [B, C, H, W]; ``masks`` [B, H, W] are class indices, of which
+    ``ignore_index`` does not count. With C = 1, masks are 0 or 1, and the logit is that of class 1.
     """
     expected = [logits.shape[0], *logits.shape[2:]]
     if logits.ndim != 4 or list(masks.shape) != expected:
         raise ModelError(
             f"segmentation: shapes do not match, expected logits [B, C, H, W] and masks [B, H, W], "
-            f"got {list(logits.shape)} and {list(masks.shape)}; give one class for each pixel"
+            f"got {list(logits.shape)} and {list(masks.shape)}; pass one class for each pixel"
         )
     if logits.shape[1] == 1:
-        # Two classes, of which class 0 has logit 0.
+        # Two classes; class 0 has logit 0.
         logits = F.pad(logits, (0, 0, 0, 0, 1, 0))
     total, num_pixels = token_cross_entropy(logits.movedim(1, -1), masks, ignore_index)
     num_right = (logits.detach().argmax(1) == masks).sum()
@@ -122,17 +122,17 @@ def bert_pretraining(
     """Return the sum over samples of both BERT losses in nats, and the number of samples.
 
     ``outputs`` are token logits [B, S, V] and next-sentence logits [B, 2]; ``targets`` are the
-    masked tokens [B, S], ``ignore_index`` elsewhere, and 0 or 1 per sample [B]. A sample adds the
-    mean over its masked tokens and its next-sentence loss; if all samples have equally many masked
-    tokens, as in BERT, that is the mean over all of them.
+    masked tokens [B, S], ``ignore_index`` elsewhere, and 0 or 1 per sample [B]. A sample
+    contributes the mean over its masked tokens plus its next-sentence loss. If all samples have
+    equally many masked tokens, as in BERT, this equals the mean over all masked tokens.
     """
     (token_logits, sentence_logits), (tokens, sentences) = outputs, targets
     expected = [list(token_logits.shape[:2]), list(sentence_logits.shape[:1])]
     if [list(tokens.shape), list(sentences.shape)] != expected:
         raise ModelError(
             f"bert_pretraining: shapes do not match, expected targets of shapes {expected[0]} and "
-            f"{expected[1]}, got {list(tokens.shape)} and {list(sentences.shape)}; give the masked "
-            f"tokens and one next-sentence class a sample"
+            f"{expected[1]}, got {list(tokens.shape)} and {list(sentences.shape)}; pass the masked "
+            f"tokens and one next-sentence class per sample"
         )
     losses = F.cross_entropy(
         _wide(token_logits).transpose(1, 2), tokens, reduction="none", ignore_index=ignore_index
@@ -144,9 +144,9 @@ def bert_pretraining(
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    """Return the sum of squared differences and the number of elements; shapes are equal."""
+    """Return the sum of squared differences and the number of elements; shapes must be equal."""
     if output.shape != target.shape:
-        # Broadcasting here would train on a wrong loss in silence.
+        # Broadcasting would silently compute a wrong loss.
         raise ModelError(
             f"mean_squared_error: shapes do not match, expected a target of shape "
             f"{list(output.shape)}, got {list(target.shape)}; {_reshape(output, target)}"
@@ -156,12 +156,12 @@ def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 
 def _reshape(output: Tensor, target: Tensor) -> str:
-    """Return what to do about shapes that differ."""
+    """Return the remedy for different shapes."""
     if target.ndim == output.ndim - 1 and output.shape[-1] > 1:
         return (
-            "if the targets are classes, give them as whole numbers, as targets.long() (on the "
-            "command line with data=arrays data.targets_dtype=int64); else let the last layer have "
-            "one output, or reshape"
+            "if the targets are classes, convert them to integers with targets.long() (on the "
+            "command line with data=arrays data.targets_dtype=int64); otherwise give the last "
+            "layer one output, or reshape"
         )
     if target.shape == output.shape[:-1]:
         return "store the targets as array[:, None], or end the model with nn.Flatten(0)"
@@ -186,7 +186,7 @@ _LOSSES: Final[Mapping[str, LossFunction]] = MappingProxyType(
 
 
 def loss_function(name: str) -> LossFunction:
-    """Return a loss by name; raise `ModelError` with the names that exist."""
+    """Return a loss function by name; raise `ModelError` for an unknown name."""
     if name not in _LOSSES:
         raise ModelError(
             f"loss: unknown name, expected one of {', '.join(_LOSSES)}, got {name!r}; "
@@ -196,9 +196,12 @@ def loss_function(name: str) -> LossFunction:
 
 
 class TorchLoss(NamedTuple):
-    """How one of torch's own losses reduces.
+    """Reduction of one of torch's own losses.
 
-    `weight`: of classes. `ignore_index`: None unless targets may be classes.
+    Attributes:
+        reduction: ``mean``, ``sum`` or ``none``.
+        weight: weights of classes, or None.
+        ignore_index: the ignored class, or None if targets are not classes.
     """
 
     reduction: str
@@ -206,17 +209,18 @@ class TorchLoss(NamedTuple):
     ignore_index: int | None = None
 
     def weight_of(self, target: Any, num_samples: int) -> Tensor | float:
-        """Return how much the mean over one micro-batch weighs in that over the whole batch.
+        """Return the weight of a micro-batch's mean in the mean over the whole batch.
 
-        The number of samples, times the share of targets that count: exactly the number of
-        samples if all do. A tensor if that depends on values; no device is waited for.
+        This is the number of samples times the share of targets that count: exactly the number of
+        samples if all do. Returns a tensor if it depends on values, without synchronising with the
+        device.
         """
         if self.ignore_index is None:
             return float(num_samples)
         has_classes = isinstance(target, Tensor) and not target.is_floating_point()
         if not has_classes or not target.numel():  # probabilities: torch divides by their number
             return float(num_samples)
-        target = target.long()  # of other kinds -100 may be another number
+        target = target.long()  # unsigned dtypes cannot represent -100
         is_counted = target != self.ignore_index
         if self.weight is None:
             counted = is_counted.sum().double()
@@ -232,9 +236,10 @@ _WEIGHTED_FUNCTIONS: Final = (F.cross_entropy, F.nll_loss)
 
 
 def torch_loss(function: object) -> TorchLoss | None:
-    """Return how one of torch's own losses reduces; None for other losses.
+    """Return the reduction of one of torch's own losses, or None for other losses.
 
-    Knows modules of `torch.nn`, functions of `torch.nn.functional`, and functools.partial of them.
+    Recognises modules of `torch.nn`, functions of `torch.nn.functional`, and functools.partial of
+    the latter.
     """
     keywords: Mapping[str, Any] = {}
     if isinstance(function, partial):
@@ -245,7 +250,7 @@ def torch_loss(function: object) -> TorchLoss | None:
         function = function.__self__
     function = getattr(function, "_orig_mod", function)  # of torch.compile
     if isinstance(function, nn.Module):
-        # Of the class: one that overrides `forward` may do anything.
+        # Check the class's forward, because a subclass may override it.
         forward = type(function).forward
         if forward.__module__ != nn.CrossEntropyLoss.__module__ or keywords:
             return None
@@ -260,7 +265,7 @@ def torch_loss(function: object) -> TorchLoss | None:
 
 
 def _reduction(keywords: Mapping[str, Any]) -> str:
-    """Return the reduction that keywords name, also in the way of old versions of torch."""
+    """Return the reduction that keywords select, including torch's legacy keywords."""
     if keywords.get("reduce") is False:
         return "none"
     if keywords.get("size_average") is not None:
@@ -268,7 +273,7 @@ def _reduction(keywords: Mapping[str, Any]) -> str:
     return str(keywords.get("reduction", "mean"))
 
 
-# What divides by nothing, and multiplies with nothing that need not be part of a sum.
+# Functions that neither divide nor scale, so that a sum computed after them is still a sum.
 _NAMES: Final = """
     __add__ __bool__ __eq__ __ge__ __get__ __getitem__ __gt__ __iadd__ __le__ __len__ __lt__ __ne__
     __neg__ __pow__ __radd__ __rsub__ __sub__ abs add argmax clamp contiguous detach dim double exp
@@ -281,13 +286,17 @@ _MULTIPLIES: Final = frozenset({"__mul__", "__rmul__", "__imul__", "mul"})
 
 
 class Reductions(TorchFunctionMode):
-    """Context that observes the sums and means taken by a user's loss.
+    """Mode that observes the sums and means that a user's loss computes.
 
-    `counted`: for each mean of `F.cross_entropy` or `F.nll_loss`, the weight of all its targets, as
-    numbers on their device. A number is known to be a sum if nothing was divided or multiplied on
-    the way to it, and to be a mean if torch was called for one, or it is a sum of means. Reductions
-    of a single element are neither. `result`: what the loss returned, or the first of several
-    (`is_pair`).
+    A scalar is known to be a sum if nothing was divided or scaled on the way to it. It is known to
+    be a mean if torch computed a mean, or if it is a sum of means. Reductions of a single element
+    are neither.
+
+    Attributes:
+        counted: for each mean of `F.cross_entropy` or `F.nll_loss`, the total weight of its
+            targets, as tensors on their device.
+        result: the return value of the loss, or the first of several.
+        is_pair: whether the loss returned several values.
     """
 
     def __init__(self) -> None:
@@ -298,8 +307,8 @@ class Reductions(TorchFunctionMode):
         self._sums: list[Tensor] = []
         self._means: list[Tensor] = []
         self._weighed: list[Tensor] = []  # means times a number
-        self._num_added: dict[int, int] = {}  # of how many means they are made, by id
-        self._is_plain = True  # until something is called that may divide
+        self._num_added: dict[int, int] = {}  # number of means added, by id of the result
+        self._is_plain = True  # until a function is called that may divide
 
     @property
     def is_sum(self) -> bool:
@@ -308,13 +317,13 @@ class Reductions(TorchFunctionMode):
 
     @property
     def num_means(self) -> int:
-        """Return of how many means the result is the sum; 0 if unknown."""
+        """Return the number of means that the result is the sum of; 0 if unknown."""
         return self._num_added[id(self.result)] if _is_among(self.result, self._means) else 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one torch function, and note what it reduces."""
+        """Run one torch function and record a reduction."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
@@ -327,7 +336,7 @@ class Reductions(TorchFunctionMode):
         return value
 
     def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], value: Tensor) -> None:
-        """Note a number that was made if it is known to be a sum or a mean."""
+        """Record a scalar if it is known to be a sum or a mean."""
         name, numbers = _name_of(func), [each for each in args if isinstance(each, int | float)]
         tensors = [each for each in args if not isinstance(each, int | float)]
         reduction = ""
@@ -364,7 +373,7 @@ class Reductions(TorchFunctionMode):
 
 
 def _is_loss(function: Any) -> bool:
-    """Say whether a function of torch is a loss with a reduction."""
+    """Return whether a torch function is a loss with a reduction."""
     name = _name_of(function)
     is_named_so = (
         name.endswith(("loss", "cross_entropy", "entropy_with_logits")) or name == "kl_div"

@@ -1,4 +1,4 @@
-"""The published formula that keys all randomness, so that it never depends on the layout.
+"""The published formula that derives all random seeds, independent of the layout.
 
 With 64-bit unsigned arithmetic (everything modulo 2**64) and ``GOLDEN = 0x9E3779B97F4A7C15``::
 
@@ -18,21 +18,21 @@ With 64-bit unsigned arithmetic (everything modulo 2**64) and ``GOLDEN = 0x9E377
     source_key(layer_key, source)                  == key(3, layer_key, source)
     message_key(seed, step, copy, stage, bucket)   == key(4, seed, step, copy, stage, bucket)
 
-``torch.manual_seed(init_key(seed, i))`` precedes the building of layer ``i``, and so do the seeds
-below of Python's and NumPy's generators, with that key;
+Before layer ``i`` is built, torch is seeded with ``torch.manual_seed(init_key(seed, i))``, and
+Python's and NumPy's generators as described below, with that key;
 ``torch.manual_seed(microbatch_key(seed, step, m, i))`` precedes every forward (the recomputed one
 too) of layer ``i`` on micro-batch ``m``. ``step`` counts optimizer steps from 0, ``m`` is the
 micro-batch's index in the global batch (over all replicas and accumulation), ``i`` the layer's
 index in the model, or the number of layers for the loss function; ``seed`` is taken modulo 2**64.
 
-Layers that draw from other generators find them seeded too, each by a number of its own, so that
-no two give the same stream: ``random.seed(k(0))`` for Python's, ``numpy.random.seed([k(1) % 2**32,
-k(1) >> 32])`` for NumPy's global one, and ``k(2)``, ``k(3)``, ... for generators that the layer
-itself holds, in the order of their dotted names, where ``k(n) == source_key(microbatch_key(seed,
-step, m, i), n)``. Those of torch, and Python's, take that number; NumPy's own the pair of words.
+Other generators are seeded too, each with its own number, so that no two produce the same stream:
+``random.seed(k(0))`` for Python's, ``numpy.random.seed([k(1) % 2**32, k(1) >> 32])`` for NumPy's
+global one, and ``k(2)``, ``k(3)``, ... for generators that the layer itself holds, in the order of
+their dotted names, where ``k(n) == source_key(microbatch_key(seed, step, m, i), n)``. Generators of
+torch and Python take that number; NumPy's take the pair of words.
 
-``message_key`` seeds the generator by which a copy of a stage, counted over its holders in the
-order of ranks, rounds a compressed bucket of gradients (``outer.compress=qsgd``).
+``message_key`` seeds the generator with which a replica of a stage, counted over the ranks that
+hold the stage, rounds a compressed gradient bucket (``outer.compress=qsgd``).
 
 ``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, 2014, variant 13). The key keeps the low bits since torch's CPU generator seeds itself
@@ -60,14 +60,14 @@ _PYTHON: Final = 0
 _NUMPY: Final = 1
 
 GENERATOR_LOCK: Final = threading.RLock()
-"""Held from re-seeding torch's CPU generator until its last draw.
+"""Acquired from seeding torch's CPU generator until its last draw.
 
-That generator belongs to the process: ranks that are threads of one process share it.
+The generator belongs to the process; ranks that are threads of one process share it.
 """
 
 
 def mix64(z: int) -> int:
-    """Scramble 64 bits by a bijection in which every input bit reaches every output bit."""
+    """Scramble 64 bits with a bijection in which every input bit affects every output bit."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
@@ -79,25 +79,25 @@ def _absorb(state: int, word: int) -> int:
 
 
 def init_key(seed: int, layer: int) -> int:
-    """Return the seed under which layer ``layer`` draws its initial weights (0 <= key < 2**63)."""
+    """Return the seed for the initial weights of layer ``layer`` (0 <= key < 2**63)."""
     assert layer >= 0, f"layer index {layer} is negative"
     return _absorb(_absorb(_absorb(0, _INIT), seed), layer) & (_MASK >> 1)
 
 
 def microbatch_prefix(seed: int, step: int, microbatch: int) -> int:
-    """Return the common part of all layers' keys of one micro-batch, for `layer_key`."""
+    """Return the part of a micro-batch's keys that is common to all layers, for `layer_key`."""
     assert step >= 0, f"step {step} is negative"
     assert microbatch >= 0, f"micro-batch index {microbatch} is negative"
     return _absorb(_absorb(_absorb(_absorb(0, _MICROBATCH), seed), step), microbatch)
 
 
 def layer_key(prefix: int, layer: int) -> int:
-    """Return the key of one layer from its micro-batch's prefix (0 <= key < 2**63)."""
+    """Return the key of a layer, given the prefix of its micro-batch (0 <= key < 2**63)."""
     return _absorb(prefix, layer) & (_MASK >> 1)
 
 
 def microbatch_key(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """Return the seed of layer ``layer``'s forward on one global micro-batch (0 <= key < 2**63)."""
+    """Return the seed of a layer's forward on one global micro-batch (0 <= key < 2**63)."""
     assert layer >= 0, f"layer index {layer} is negative"
     return layer_key(microbatch_prefix(seed, step, microbatch), layer)
 
@@ -105,14 +105,17 @@ def microbatch_key(seed: int, step: int, microbatch: int, layer: int) -> int:
 def source_key(layer_key: int, source: int) -> int:
     """Return the seed of a generator other than torch's (0 <= key < 2**63).
 
-    `source`: 0 for Python's, 1 for NumPy's, 2 and more for those that the layer holds.
+    `source` is 0 for Python's generator, 1 for NumPy's, 2 and more for those that the layer holds.
     """
     assert source >= 0, f"source {source} is negative"
     return _absorb(_absorb(_absorb(0, _SOURCE), layer_key), source) & (_MASK >> 1)
 
 
 def message_key(seed: int, step: int, copy: int, stage: int, bucket: int) -> int:
-    """Return the seed by which a copy of a stage rounds one of its buckets (0 <= key < 2**63)."""
+    """Return the seed for stochastic rounding of a gradient bucket (0 <= key < 2**63).
+
+    `copy` is the index of the rank among those that hold the stage.
+    """
     state = _absorb(0, _MESSAGE)
     for word in (seed, step, copy, stage, bucket):
         state = _absorb(state, word)
@@ -122,9 +125,9 @@ def message_key(seed: int, step: int, copy: int, stage: int, bucket: int) -> int
 def microbatch_keys(
     seed: int, step: int, microbatches: range, layers: Sequence[int]
 ) -> list[dict[int, int]]:
-    """Return `microbatch_key` for several micro-batches and layers at once, by layer.
+    """Return `microbatch_key` of several micro-batches and layers, one dict per micro-batch.
 
-    A single key takes some microseconds; a thousand here take little more.
+    Vectorised: a thousand keys take little longer than a single one.
     """
     assert step >= 0 and microbatches.start >= 0, f"step {step}, {microbatches}: negative"
     prefix = np.uint64(_absorb(_absorb(_absorb(0, _MICROBATCH), seed), step))
@@ -135,21 +138,21 @@ def microbatch_keys(
 
 
 def _mix64(z: Words) -> Words:
-    """Do what `mix64` does, in numpy, whose unsigned products wrap around."""
+    """Vectorised `mix64`; unsigned products of numpy wrap around."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 class ProcessStates(NamedTuple):
-    """The states of Python's generator and of NumPy's global one."""
+    """The states of Python's and NumPy's global generators."""
 
     python: tuple[Any, ...]
     numpy: Any
 
     @classmethod
     def now(cls) -> "ProcessStates":
-        """Return the present states (40 us)."""
+        """Return the current states (takes 40 us)."""
         return cls(random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
@@ -160,7 +163,7 @@ class ProcessStates(NamedTuple):
 
 @contextmanager
 def process_generators_kept() -> Iterator[None]:
-    """Restore Python's and NumPy's generators after the block."""
+    """Restore Python's and NumPy's global generators on exit."""
     states = ProcessStates.now()
     try:
         yield
@@ -169,12 +172,12 @@ def process_generators_kept() -> Iterator[None]:
 
 
 def seed_python(layer_key: int) -> None:
-    """Seed Python's generator for building or running a layer."""
+    """Seed Python's generator before a layer is built or run."""
     random.seed(source_key(layer_key, _PYTHON))
 
 
 def seed_numpy(layer_key: int) -> None:
-    """Seed NumPy's global generator, unless it was replaced."""
+    """Seed NumPy's global generator, unless the user replaced it."""
     if numpy_is_seedable():
         np.random.seed(numpy_words(source_key(layer_key, _NUMPY)))
 
@@ -186,5 +189,5 @@ def numpy_is_seedable() -> bool:
 
 
 def numpy_words(key: int) -> list[int]:
-    """Return a key as the two words that seed a NumPy generator."""
+    """Split a key into the two 32-bit words that seed a NumPy generator."""
     return [key & 0xFFFFFFFF, key >> 32]

@@ -1,7 +1,7 @@
-"""What layers and losses report while they run: further losses, metrics, statistics.
+"""Reports that layers and losses make in a forward: additional losses, metrics, statistics.
 
-A layer calls `add_loss` or `add_metric` in its forward; whoever runs it with `reporting` gets what
-was reported, on the rank and for the micro-batch at hand. Without, reports go nowhere.
+A layer calls `add_loss` or `add_metric` in its forward. A caller that runs it within `reporting`
+collects these for the current micro-batch. Outside of `reporting` they are ignored.
 """
 
 from contextvars import ContextVar
@@ -13,17 +13,19 @@ from torch import Tensor
 from gpipe_hpc.errors import ModelError
 
 MAIN_LOSS: Final = "main"
-"""The part of the loss that the loss function gives."""
+"""Name of the part of the loss that the loss function returns."""
 
 Number = Tensor | float
 
 
 @dataclass
 class Reports:
-    """What one run of layers reported.
+    """Reports of one run of layers.
 
-    `losses`: sums by name, with graph; `metrics`: (sum, weight) by name, without graph;
-    `statistics`: what modules record of their inputs, by module.
+    Attributes:
+        losses: sums by name, with autograd graph.
+        metrics: (sum, weight) by name, without graph.
+        statistics: (module, statistics of its input) pairs.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -31,36 +33,39 @@ class Reports:
     statistics: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Say whether anything was reported."""
+        """Return whether there is any report."""
         return bool(self.losses or self.metrics or self.statistics)
 
     def take(self) -> "Reports":
-        """Return what was reported since the last call, and reset."""
+        """Return the reports since the last call, and reset."""
         taken = Reports(self.losses, self.metrics, self.statistics)
         self.losses, self.metrics, self.statistics = {}, {}, []
         return taken
 
 
 CURRENT_REPORTS: Final = ContextVar[Reports | None]("gpipe_hpc_reports", default=None)
-"""Where reports go: bound for the run of one micro-batch, in the thread that runs it."""
+"""Collector of reports, set while a micro-batch runs, in the thread that runs it."""
 
 
 def add_loss(name: str, total: Tensor) -> None:
     """Add `total`, a 0-dim sum over the micro-batch, to the loss of the step, from any layer.
 
-    The loss is (sum of all losses) / (global weight of the main loss). To weigh a mean over samples
-    like the main loss, multiply it by the number of samples. Losses of one name are summed, and
-    reported by name.
+    The loss of the step is the sum of all losses divided by the global weight of the main loss. To
+    give a mean over samples the same weight as the main loss, multiply it by the number of samples.
+    Losses with the same name are summed and reported under that name.
+
+    Raises:
+        ModelError: the name is reserved, or `total` is not a tensor with one element.
     """
     if name == MAIN_LOSS:
         raise ModelError(
-            f"add_loss({name!r}): expected another name, as this is that of the loss function's "
-            f"part, got it; call the loss otherwise"
+            f"add_loss({name!r}): the name is reserved for the result of the loss function; use "
+            f"another name"
         )
     if not isinstance(total, Tensor):
         raise ModelError(
-            f"add_loss({name!r}): expected a tensor of one number, got {type(total).__name__}; "
-            f"give the tensor that was computed, or nothing where there is none"
+            f"add_loss({name!r}): expected a tensor with one element, got {type(total).__name__}; "
+            f"pass the computed tensor, or do not call add_loss if there is none"
         )
     _check("add_loss", name, total)
     reports = CURRENT_REPORTS.get()
@@ -71,9 +76,10 @@ def add_loss(name: str, total: Tensor) -> None:
 
 
 def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
-    """Report a metric that is not trained on: its mean over the step is sum / weight.
+    """Report a metric that is not trained on; its value over the step is total / weight.
 
-    Sums and weights of one name are added over layers, micro-batches and replicas.
+    Totals and weights of one name are summed over layers, micro-batches and replicas. Both are
+    numbers or tensors with one element.
     """
     _check("add_metric", name, total)
     _check("add_metric", name, weight)
@@ -84,7 +90,7 @@ def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
 
 
 class reporting:
-    """Collect reports of this thread within the block."""
+    """Context manager that collects the reports of this thread."""
 
     __slots__ = ("_reports", "_token")
 
@@ -92,17 +98,17 @@ class reporting:
         self._reports = reports
 
     def __enter__(self) -> Reports:
-        """Return what reports go to from now on."""
+        """Start to collect reports and return the collector."""
         self._token = CURRENT_REPORTS.set(self._reports)
         return self._reports
 
     def __exit__(self, *error: object) -> None:
-        """Let them go where they went before."""
+        """Restore the previous collector."""
         CURRENT_REPORTS.reset(self._token)
 
 
 def current_reports() -> Reports | None:
-    """Return where reports go now; None outside of a pipeline."""
+    """Return the current collector of reports, or None outside of a pipeline."""
     return CURRENT_REPORTS.get()
 
 

@@ -1,7 +1,7 @@
-"""Long skips: what a layer stashes for one later layer, wherever a cut places the two.
+"""Long skips: values that a layer stashes for one later layer, on any stages.
 
-Declared by `LayerSpec.stashing` and `LayerSpec.popping`; a module that comes built declares them
-by attributes `stashes` and `pops`, tuples of names. A name belongs to one stash and one pop.
+Declared by `LayerSpec.stashing` and `LayerSpec.popping`; a built module declares them with
+attributes `stashes` and `pops`, tuples of names. Each name belongs to one stash and one pop.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -15,7 +15,7 @@ from gpipe_hpc.pytree import tensors_of
 
 
 class Skip(NamedTuple):
-    """A stash and its pop: the indices of the two layers."""
+    """A stash and its pop: the indices of the two layers, and the name."""
 
     source: int
     destination: int
@@ -30,15 +30,16 @@ class SkipNames(NamedTuple):
 
 
 def skip_names(layer: Layer, where: str = "layer") -> SkipNames:
-    """Return what a layer declares; raise `ModelError` if it is no tuple of names."""
+    """Return the names that a layer declares; raise `ModelError` if it is not a tuple of names."""
     return SkipNames(_declared(layer, "stashes", where), _declared(layer, "pops", where))
 
 
 def find_skips(layers: Sequence[Layer]) -> tuple[Skip, ...]:
-    """Return the skips of a model, by source, then in the order of stashing.
+    """Return the skips of a model, sorted by source layer, then in the order of stashing.
 
-    Raises `ModelError` with the layers for a stash that is never popped, popped twice, stashed
-    twice, or popped by its own or an earlier layer, and for a pop without a stash.
+    Raises:
+        ModelError: a name is stashed twice, popped twice, never popped, popped without a stash, or
+            popped by its own or an earlier layer.
     """
     sources: dict[str, int] = {}
     destinations: dict[str, int] = {}
@@ -56,19 +57,19 @@ def find_skips(layers: Sequence[Layer]) -> tuple[Skip, ...]:
     for name, index in destinations.items():
         if name not in sources:
             raise ModelError(
-                f"{_where(layers, index)}: pops {name!r}, expected a layer ahead of it that "
-                f"stashes it, got none; correct the name, or let a layer stash it"
+                f"{_where(layers, index)}: pops {name!r}, but no earlier layer stashes it; correct "
+                f"the name, or let a layer stash it"
             )
         if sources[name] >= index:
             raise ModelError(
-                f"{_where(layers, index)}: pops {name!r}, expected it from a layer ahead of it, "
-                f"got it from {_where(layers, sources[name])}; move the pop behind the stash"
+                f"{_where(layers, index)}: pops {name!r}, but {_where(layers, sources[name])}, "
+                f"which stashes it, is not an earlier layer; move the pop after the stash"
             )
     for name, index in sources.items():
         if name not in destinations:
             raise ModelError(
-                f"{_where(layers, index)}: stashes {name!r}, expected a layer behind it that pops "
-                f"it, got none; let a layer pop it, or do not stash it"
+                f"{_where(layers, index)}: stashes {name!r}, but no later layer pops it; let a "
+                f"layer pop it, or do not stash it"
             )
     return tuple(Skip(source, destinations[name], name) for name, source in sources.items())
 
@@ -80,10 +81,11 @@ def run_layer(
     stashed: MutableMapping[str, Any],
     where: str,
 ) -> Any:
-    """Run one layer and return its output; take its pops from `stashed` and add its stashes.
+    """Run one layer and return its output; pop its arguments from `stashed` and add its stashes.
 
-    Raises `ModelError` if a stashing layer does not return a tuple with one value per name besides
-    the output, or if a layer writes in place to what a later one pops.
+    Raises:
+        ModelError: a layer that stashes does not return a tuple of the output and one value per
+            name, or a layer modifies in place a value that a later layer pops.
     """
     if not (stashed or names.stashes or names.pops):
         return module(nest)
@@ -95,18 +97,17 @@ def run_layer(
         _refuse_shared(nest, popped, [t for t, version in given if t._version != version], where)
     if before != (after := _versions(stashed)):
         changed = ", ".join(name for name in after if after[name] != before[name])
-        # Where a cut lies between the two layers they share no memory: other numbers.
+        # On different stages the layers share no memory, so results would differ.
         raise ModelError(
-            f"{where}: wrote in place into what an earlier layer stashed as {changed}, expected "
-            f"that to stay as it was, got it changed; stash a copy (x.clone()), or use "
-            f"inplace=False there"
+            f"{where}: wrote in place into the value that an earlier layer stashed as {changed}; "
+            f"stash a copy (x.clone()), or use inplace=False there"
         )
     if not names.stashes:
         return output
     if not isinstance(output, tuple) or len(output) != 1 + len(names.stashes):
         got = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
         raise ModelError(
-            f"{where}: stashes {', '.join(names.stashes)}, expected its forward to return a tuple "
+            f"{where}: stashes {', '.join(names.stashes)}, so its forward must return a tuple "
             f"of the output and {len(names.stashes)} more, got {got}; return (output, "
             f"{', '.join(names.stashes)})"
         )
@@ -115,7 +116,7 @@ def run_layer(
 
 
 def run_layers(modules: Mapping[int, nn.Module], layers: Sequence[Layer], nest: Any) -> Any:
-    """Run built layers in order, skips included, as a plain model.
+    """Run built layers in order, with their skips, as a plain model.
 
     `modules` maps indices of `layers`, which declare the skips, to the built modules.
     """
@@ -131,18 +132,18 @@ def _declared(layer: Layer, what: str, where: str) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ModelError(
             f"{where}: bad {what}, expected a tuple of names, got {type(names).__name__}; write "
-            f"{what} = ('name',), or call the attribute otherwise"
+            f"{what} = ('name',), or rename the attribute"
         )
     return tuple(map(str, names))
 
 
 def _refuse_shared(nest: Any, popped: Any, written: Sequence[Tensor], where: str) -> None:
-    """Refuse a write in place into memory that a layer's input and what it pops have in common."""
+    """Raise if a layer modified memory shared by its input and a value that it pops."""
     memories = [{t.untyped_storage().data_ptr() for t in tensors_of(x)} for x in (nest, popped)]
     if any(t.untyped_storage().data_ptr() in memories[0] & memories[1] for t in written):
         raise ModelError(
-            f"{where}: wrote in place into its input, which is also what it pops, expected the two "
-            f"to stay apart, as they are where a cut lies between; use a copy (x.clone())"
+            f"{where}: wrote in place into its input, which shares memory with a value that it "
+            f"pops; on different stages they would be separate; use a copy (x.clone())"
         )
 
 
@@ -158,6 +159,6 @@ def _refuse(
     layers: Sequence[Layer], index: int, what: str, expected: str, first: int, done: str
 ) -> None:
     raise ModelError(
-        f"{_where(layers, index)}: {what}, expected {expected}, got one {done} by "
-        f"{_where(layers, first)} already; give each skip a name of its own"
+        f"{_where(layers, index)}: {what}, expected {expected}, but it is already {done} by "
+        f"{_where(layers, first)}; give each skip its own name"
     )

@@ -1,4 +1,4 @@
-"""Tied weights: one parameter in several layers, wherever these are placed."""
+"""Tied weights: one parameter used in several layers, on any stages."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,22 +14,24 @@ from gpipe_hpc.models.naming import global_name
 
 @dataclass(frozen=True)
 class Tie:
-    """All places of one parameter: (layer index, name within the layer), ascending."""
+    """All occurrences of one parameter: (layer index, name within the layer), ascending."""
 
     places: tuple[tuple[int, str], ...]
 
     @property
     def name(self) -> str:
-        """Return the parameter's global name: that of its first place."""
+        """Return the parameter's global name, that of its first occurrence."""
         return global_name(*self.places[0])
 
 
 def find_ties(layers: Sequence[Layer]) -> list[Tie]:
-    """Return the ties of a model, in the order of their first places.
+    """Return the ties of a model, sorted by their first occurrences.
 
-    Layers are tied by `LayerSpec.tied`, or if built, by sharing a parameter. If a layer has several
-    names for a parameter, the first counts. Raises `ModelError` for a tie with one place, and for a
-    parameter in two ties.
+    Layers are tied by `LayerSpec.tied` or, if built, by sharing a parameter. If a layer has several
+    names for a parameter, the first is used.
+
+    Raises:
+        ModelError: a tie has only one occurrence, or a parameter belongs to two ties.
     """
     places: dict[str, list[tuple[int, str]]] = {}
     label_of: dict[tuple[int, str], str] = {}
@@ -41,9 +43,8 @@ def find_ties(layers: Sequence[Layer]) -> list[Tie]:
                 place = index, first.get(name, name)
                 if label_of.setdefault(place, label) != label:
                     raise ModelError(
-                        f"layers.{index}: {place[1]} is tied as {label_of[place]!r} and as "
-                        f"{label!r}, expected one label for a parameter, got two, of which one is "
-                        f"given for another name of it, {name}; give one label to all its places"
+                        f"layers.{index}: {place[1]} is tied as {label_of[place]!r} and, under its "
+                        f"other name {name}, as {label!r}; use one label for a parameter"
                     )
                 places.setdefault(label, []).append(place)
         else:
@@ -52,8 +53,8 @@ def find_ties(layers: Sequence[Layer]) -> list[Tie]:
     for label, found in places.items():
         if len(found) == 1:
             raise ModelError(
-                f"layers.{found[0][0]}: tie {label!r} has one place, expected two or more, got "
-                f"{global_name(*found[0])} alone; tie another layer to it, or none"
+                f"layers.{found[0][0]}: the tie {label!r} has only one parameter, "
+                f"{global_name(*found[0])}; tie another layer to it, or remove the tie"
             )
     groups = [list(dict.fromkeys(found)) for found in (*places.values(), *shared.values())]
     ties = [Tie(tuple(found)) for found in groups if len(found) > 1]
@@ -72,7 +73,7 @@ def parameter_at(layer: nn.Module, name: str, where: str) -> nn.Parameter:
 
 
 def replace_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace the parameter `name`, under all of its names."""
+    """Replace the parameter `name` under all of its names."""
     first = first_names(layer)
     for each in [other for other, same in first.items() if same == first[name]]:
         owner, _, leaf = each.rpartition(".")
@@ -87,9 +88,9 @@ def first_names(layer: nn.Module) -> dict[str, str]:
 
 
 def _first_names_of(layer: LayerSpec, index: int) -> dict[str, str]:
-    """Return `first_names` of a layer that is not built; none if it cannot be."""
+    """Return `first_names` of an unbuilt layer; empty if it cannot be built."""
     with suppress(ModelError):
         return first_names(build_abstract(layer, index=index))
     with suppress(ModelError):  # some factories read values
         return first_names(build_layer(layer, index=index, seed=0))
-    return {}  # who builds it in earnest tells of it
+    return {}  # the error is raised when the layer is built

@@ -1,4 +1,4 @@
-"""Schedules as tables: build, read, lower, check and time them. Python and numpy alone."""
+"""Pipeline schedules as tables: build, parse, lower, check and simulate them, without torch."""
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble, explain_measured, replayed_end

@@ -1,4 +1,4 @@
-"""Why ranks idle: the bubble of a table, or of a measured step, split by cause."""
+"""Explain idle time: split the bubble of a simulated or measured step by cause."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,12 +13,14 @@ from gpipe_hpc.schedule.waits import DataFlow
 
 
 class BubbleCauses(NamedTuple):
-    """Parts of idle time by cause, of one rank in time units, or as shares.
+    """Idle time by cause, in time units for one rank or as shares of the step.
 
-    Transfers: idle time that disappears if values arrive as soon as they are computed and a rank
-    continues at once; in a measured step, all that no action explains. Imbalance: what then remains
-    even if the busiest rank never waits. Fill and drain: the rest of the time in which ranks wait
-    for each other. Reduction tail: from the end of all compute to the end of the last reduction.
+    Attributes:
+        fill_and_drain: time in which ranks wait for each other at the start and end of the step.
+        imbalance: idle time that remains even if the busiest rank never waits.
+        transfers: idle time that disappears if values arrive as soon as they are computed and ranks
+            continue at once; in a measured step, everything that no action explains.
+        reduction_tail: time from the end of all compute to the end of the last reduction.
     """
 
     fill_and_drain: float
@@ -28,7 +30,7 @@ class BubbleCauses(NamedTuple):
 
 
 def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
-    """Split the bubble of a simulated table into shares of the time of all ranks.
+    """Split the bubble of a simulated table into shares of the total time of all ranks.
 
     The shares sum to the bubble. None is negative, because removing a wait never makes a table of
     fixed order slower.
@@ -45,13 +47,13 @@ def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
 def explain_measured(timeline: Timeline) -> tuple[BubbleCauses, ...]:
     """Split the idle time of each rank in a measured step; the parts sum to makespan minus busy.
 
-    Transfers are found by simulating the measured order and durations with free transfers.
+    The part due to transfers is found by replaying the measured order and durations without them.
     """
     return _explained(timeline, _undelayed_end(timeline))
 
 
 def _explained(timeline: Timeline, undelayed: float) -> tuple[BubbleCauses, ...]:
-    """Split by rank; `undelayed` is the time all compute would take without transfers."""
+    """Split the idle time of each rank, given the end of all compute without transfers."""
     busy = timeline.busy
     end = _end_of_compute(timeline)
     return tuple(
@@ -71,7 +73,7 @@ def _end_of_compute(timeline: Timeline) -> float:
 
 
 def _undelayed_end(timeline: Timeline) -> float:
-    """Return the end of all compute where each action starts once its rank and its needs allow."""
+    """Return the end of all compute if transfers were free."""
     return replayed_end(timeline)
 
 
@@ -80,10 +82,10 @@ def replayed_end(
     begins: Sequence[float] = (),
     gap: Callable[[Event], float] = lambda event: 0.0,
 ) -> float:
-    """Return when compute ends if a measured order is simulated with its measured durations.
+    """Return the end of all compute if the measured actions are replayed with free transfers.
 
-    A rank begins at its time in `begins` (default: 0); an action starts `gap` after its rank and
-    its inputs allow. Transfers are free.
+    Actions keep their measured order and duration. Rank r starts at ``begins[r]`` (default 0); an
+    action starts ``gap(event)`` after its rank is free and its inputs are available.
     """
     rows = [[e for e in row if e.action.op in COMPUTE] for row in timeline.events]
     flow = DataFlow(replace(timeline, events=tuple(map(tuple, rows))))
@@ -104,5 +106,5 @@ def replayed_end(
                 done[rank] += 1
             else:
                 waiting.discard(rank)
-        assert not waiting or sum(done) > before, f"{timeline.name}: what ran could not have run"
+        assert not waiting or sum(done) > before, f"{timeline.name}: measured order deadlocks"
     return max(ends.values(), default=0.0)

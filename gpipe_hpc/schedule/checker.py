@@ -1,4 +1,4 @@
-"""The checker: proves, before anything runs, that a table trains and cannot hang."""
+"""Static checks of a schedule table: completeness, declared bounds, absence of deadlocks."""
 
 from collections import defaultdict
 from types import MappingProxyType
@@ -25,23 +25,24 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 @collector_paused()
 def check(schedule: Schedule, *, is_apart: bool = False) -> None:
-    """Raise ScheduleError if a table, bare or lowered, breaks a rule; name rank, action and reason.
+    """Raise ScheduleError, naming rank, action and reason, if a table breaks a rule.
 
-    Rules: every action exists once, on its rank, after what it needs. A rank receives from another
-    in the order of the sends. Each bucket of a stage is reduced once on each holder, in one order
-    if ranks share stages; gathered parameters are gathered once on each holder, before the stage's
-    forwards. Live activations and posted receives stay within declared bounds. There is no
-    deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
+    Rules, for compute-only and lowered tables: every action exists once, on its rank, after the
+    actions that it needs. A rank posts its receives from another rank in the order of the sends.
+    Each bucket of a stage is reduced once on each rank that holds the stage, in the same order on
+    ranks that share stages. Sharded parameters are gathered once on each such rank, before the
+    forwards of the stage. Live activations and posted receives stay within the declared bounds.
+    There is no deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
 
     Args:
         schedule: the table.
-        is_apart: whether replicas train separately, so that stages of a single holder are not
-            reduced.
+        is_apart: whether replicas use local SGD, so that stages held by a single rank need no
+            gradient reduction.
     """
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: number of ranks differs from the placement's, "
-            f"expected {schedule.placement.num_ranks}, got {schedule.num_ranks}"
+            f"schedule {schedule.name!r}: the table has {schedule.num_ranks} rows, but its "
+            f"placement has {schedule.placement.num_ranks} ranks"
         )
     graph = build_precedence(schedule)
     _check_complete(graph)
@@ -55,19 +56,19 @@ def check(schedule: Schedule, *, is_apart: bool = False) -> None:
 
 
 def _check_ends(graph: Precedence) -> None:
-    """Refuse a deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
+    """Raise on a deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
 
-    Who ends with sends that block ends with others too: then ranks wait for less.
+    A table that completes with blocking sends also completes with buffered ones.
     """
     try:
         runs(graph, graph.rendezvous_waits)
     except ScheduleError:
-        runs(graph, graph.waits)  # what hangs in any case is told so
+        runs(graph, graph.waits)  # prefer the message of a deadlock that buffering does not solve
         raise
 
 
 def _check_complete(graph: Precedence) -> None:
-    """Every stage runs every micro-batch forward and, unless the table only evaluates, backward."""
+    """Check that every stage runs every micro-batch forward and, in a training table, backward."""
     schedule = graph.schedule
     nothing: Column = [NOWHERE] * schedule.num_microbatches
     ops = (Op.F, Op.I, Op.W) if _has_backward(graph) else (Op.F,)
@@ -87,14 +88,14 @@ def _check_complete(graph: Precedence) -> None:
                 graph.refuse(node, refusal.format(missing=missing))
 
 
-# What is there for another action alone, and how it is refused without that.
+# Ops that are useless without another op, and the message if that is missing.
 _FOR: Final = MappingProxyType(
     {
-        Op.R: (Op.I, "recomputes for a backward that is not in the table; drop it"),
-        Op.FETCH: (Op.I, "fetches for a backward that is not in the table; drop it"),
+        Op.R: (Op.I, "recomputes for a backward that is not in the table; remove it"),
+        Op.FETCH: (Op.I, "fetches for a backward that is not in the table; remove it"),
         Op.OFFLOAD: (
             Op.FETCH,
-            "is not brought back, expected {missing} ahead of its backward, got none; add it",
+            "is never fetched; add {missing} before the backward",
         ),
     }
 )
@@ -105,8 +106,7 @@ def _refuse_missing(schedule: Schedule, what: Action) -> NoReturn:
     rank = schedule.placement.rank_of(what.stage, what.microbatch)
     full = f"or {what._replace(op=Op.B)} " if what.op is not Op.F else ""
     raise ScheduleError(
-        f"schedule {schedule.name!r}, rank {rank}: {what} is missing, expected it {full}"
-        "once, got none; add it"
+        f"schedule {schedule.name!r}, rank {rank}: {what} {full}is missing; add it once"
     )
 
 
@@ -115,19 +115,19 @@ def _has_backward(graph: Precedence) -> bool:
 
 
 def _check_own_order(graph: Precedence) -> None:
-    """What an action needs of its own rank comes earlier in the rank's list."""
+    """Check that every action comes after the actions of its own rank that it needs."""
     if graph.late:
         node, _, wait = min(graph.late)
         position = wait - graph.starts[graph.ranks[wait]]
         graph.refuse(
             node,
-            f"waits for {graph.action(wait)}, expected it earlier on this rank, "
-            f"got it at position {position}; move it ahead",
+            f"waits for {graph.action(wait)}, which comes later on the same rank, at position "
+            f"{position}; move it before this action",
         )
 
 
 def _check_transfers(graph: Precedence) -> None:
-    """Sends and receives come in pairs, only between ranks, in one order between any two."""
+    """Check that sends and receives form pairs between two ranks and match in order."""
     nowhere: Column = [NOWHERE] * graph.schedule.num_microbatches
     for kind, halves in graph.makers.items():
         if kind[0] not in SENDS and kind[0] not in RECEIVES:
@@ -140,63 +140,66 @@ def _check_transfers(graph: Precedence) -> None:
                 continue
             if partner == NOWHERE:
                 missing = counterpart(graph.action(node))
-                graph.refuse(node, f"has no partner, expected {missing}, got none; add it")
+                graph.refuse(node, f"has no partner; add {missing}")
             if graph.ranks[partner] == graph.ranks[node]:
-                graph.refuse(node, "moves a value within its rank, expected no transfer; drop it")
+                graph.refuse(
+                    node, "transfers a value within one rank, which is not needed; remove it"
+                )
     _check_order(graph)
 
 
 def _are_transferred(graph: Precedence, halves: Column, partners: Column) -> bool:
-    """Say whether all halves of some transfers have a partner on another rank."""
+    """Return whether every transfer in `halves` has a partner on another rank."""
     own, others, ranks = map(numbers_of, (halves, partners, graph.ranks))
     own, others = own[own != NOWHERE], others[own != NOWHERE]
     return bool(((others != NOWHERE) & (ranks[others] != ranks[own])).all())
 
 
 def _check_order(graph: Precedence) -> None:
-    """Refuse receives of what one rank sends another that are posted in another order than sent.
+    """Raise if receives from one rank are posted in a different order than they are sent.
 
-    Whichever channels they are of: one queue between the two ranks carries all of them.
+    The order matters across channels, because one queue between two ranks carries all of them.
     """
     ranks, which, numbers = map(numbers_of, (graph.ranks, graph.which, graph.numbers))
     kinds = [at for at, (op, _, _) in enumerate(graph.kinds) if op in SENDS]
     if not kinds:
         return
     partners = [kind_of(counterpart(action_of(graph.kinds[at]))) for at in kinds]
-    column = np.full(len(graph.kinds), NOWHERE, np.int32)  # of `received`, by the kind of a send
+    column = np.full(len(graph.kinds), NOWHERE, np.int32)  # row of `received` for each kind of send
     column[kinds] = np.arange(len(kinds))
     received = np.stack([numbers_of(graph.columns[kind]) for kind in partners])
     sends = np.flatnonzero(column[which] != NOWHERE)
     posts = received[column[which[sends]], numbers[sends]]
-    # By pairs of ranks, what one sends the other in the order of its list.
+    # Sort by pair of ranks, keeping the order in which messages are sent.
     order = np.lexsort((ranks[posts], ranks[sends]))
     sends, posts = sends[order], posts[order]
     are_of_one_pair = (np.diff(ranks[sends]) == 0) & (np.diff(ranks[posts]) == 0)
     is_ahead = are_of_one_pair & (np.diff(posts) < 0)
     if is_ahead.any():
-        # Of several, the one that is sent first.
+        # Report the first message that is received out of order.
         first = min(np.flatnonzero(is_ahead).tolist(), key=lambda at: int(sends[at + 1]))
         sender = int(ranks[sends[first]])
         _refuse_order(graph, sender, int(posts[first + 1]), int(posts[first]))
 
 
 def _refuse_order(graph: Precedence, sender: int, post: int, awaited: int) -> NoReturn:
-    """Raise for a ``RECV`` posted ahead of another whose ``SEND`` goes first."""
+    """Raise for a ``RECV`` posted before the ``RECV`` of an earlier ``SEND``."""
     expected = graph.action(awaited)
     before = graph.provide(awaited, counterpart(expected))
     graph.refuse(
         post,
-        f"is out of order among what rank {sender} sends here, expected {expected} ahead of it, "
-        f"to match {graph.where(before)}; post in the order of the sends",
+        f"is out of order: rank {sender} first sends the message of {expected} "
+        f"({graph.where(before)}); post receives in the order of the sends",
     )
 
 
 def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
-    """A lowered table with a backward reduces each stage on each holder, another one nothing.
+    """Check the gradient reductions and parameter averages of a lowered table.
 
-    All holders of a stage have the same buckets: all in one, or those from 0 on, each once. Holders
-    of several stages take part in the same order, or they would wait for one another. Where
-    replicas train apart, stages that one rank holds need no reduction, but may be averaged.
+    All ranks that hold a stage must have the same buckets: one action for all of them, or indices
+    from 0, each once. Ranks that share several stages must reduce in the same order, or they would
+    deadlock. A table without backward must not reduce. With local SGD (`is_apart`), stages held by
+    one rank need no reduction but may be averaged.
     """
     schedule, placement = graph.schedule, graph.schedule.placement
     found: dict[Op, _Found] = {op: defaultdict(dict) for op in (Op.REDUCE_GRAD, Op.AVERAGE)}
@@ -204,7 +207,7 @@ def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
         action = graph.action(node)
         if action.op in REDUCTIONS:
             if not _has_backward(graph):
-                graph.refuse(node, "reduces in a table without backward; drop it")
+                graph.refuse(node, "reduces in a table without backward; remove it")
             found[action.op][action.stage, graph.ranks[node]][action.bucket] = node
     if not _has_backward(graph):
         return
@@ -216,7 +219,7 @@ def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
 
 
 def _check_gathers(graph: Precedence) -> None:
-    """A stage whose parameters are gathered on one holder has them gathered on each."""
+    """Check that a stage gathered on one rank is gathered on every rank that holds it."""
     found: _Found = defaultdict(dict)
     for node in graph.of_buckets:
         action = graph.action(node)
@@ -227,13 +230,16 @@ def _check_gathers(graph: Precedence) -> None:
 
 
 _Found = dict[tuple[int, int], dict[int | None, int]]
-"""The nodes that reduce, or gather, a stage on a rank, by bucket."""
+"""For each (stage, rank), the nodes that reduce or gather the stage, by bucket."""
 
 
 def _check_buckets(
     graph: Precedence, op: Op, stage: int, found: _Found, *, is_needed: bool
 ) -> None:
-    """All holders of a stage have the same buckets; `is_needed`: all of them at least."""
+    """Check that all ranks that hold a stage run `op` for the same buckets.
+
+    With `is_needed`, a stage without any such action is an error.
+    """
     schedule, holders = graph.schedule, graph.schedule.placement.holders(stage)
     all_in_one = any(None in found[stage, rank] for rank in holders)
     most = max((len(found[stage, rank]) for rank in holders), default=0)
@@ -245,19 +251,19 @@ def _check_buckets(
             if bucket not in found[stage, rank]:
                 raise ScheduleError(
                     f"schedule {schedule.name!r}, rank {rank}: {Action(op, stage, bucket)} is "
-                    f"missing, expected one on each of ranks {holders}, got none; add it"
+                    f"missing; add it on each of ranks {holders}"
                 )
         for bucket, node in found[stage, rank].items():
             if bucket not in buckets:
                 graph.refuse(
                     node,
-                    f"is of one bucket beside {Action(op, stage)}, which is of all of them, "
-                    "expected one or the other; drop one",
+                    f"is for one bucket, but {Action(op, stage)} already covers all buckets; "
+                    "remove one of them",
                 )
 
 
 def _check_bounds(schedule: Schedule) -> None:
-    """Live activations and posted receives stay within what the schedule declares."""
+    """Check that live activations and posted receives stay within the declared bounds."""
     for what, bounds, count in (
         ("live activations", schedule.max_activations, peak_activations),
         ("posted receives", schedule.max_receives, peak_receives),
@@ -266,7 +272,7 @@ def _check_bounds(schedule: Schedule) -> None:
             continue
         if len(bounds) != schedule.num_ranks:
             raise ScheduleError(
-                f"schedule {schedule.name!r}: bounds of {what}, expected one for each of "
+                f"schedule {schedule.name!r}: the bounds of {what} need one value for each of "
                 f"{schedule.num_ranks} ranks, got {len(bounds)}"
             )
         for rank, (actions, bound) in enumerate(zip(schedule.rows, bounds, strict=True)):
@@ -274,6 +280,6 @@ def _check_bounds(schedule: Schedule) -> None:
             if peak.size > bound:
                 raise ScheduleError(
                     f"schedule {schedule.name!r}, rank {rank}, position {peak.position}, "
-                    f"{actions[peak.position]}: too many {what}, expected at most {bound}, "
-                    f"got {peak.size}; declare more or run backwards sooner"
+                    f"{actions[peak.position]}: {peak.size} {what}, but the table declares at most "
+                    f"{bound}; raise the bound or run backwards earlier"
                 )

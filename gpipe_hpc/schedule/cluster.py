@@ -1,4 +1,4 @@
-"""A cluster: hosts, the ranks of each, what links them, and which ranks are slow."""
+"""Model of a cluster for simulation: hosts, their ranks, the links between them, and slow ranks."""
 
 import math
 from bisect import bisect_right
@@ -15,27 +15,29 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 class ReductionTime(NamedTuple):
-    """Time to reduce a buffer: a fixed `latency_s`, and `bytes_s` for its size."""
+    """Time to reduce a buffer, in seconds: a fixed `latency_s` plus `bytes_s` for the transfer."""
 
     latency_s: float
     bytes_s: float
 
     @property
     def total_s(self) -> float:
-        """Return the sum of both."""
+        """Return latency plus transfer time."""
         return self.latency_s + self.bytes_s
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on hosts, numbered host by host; latencies in seconds, bandwidths in bytes/second.
+    """Ranks on hosts, numbered host by host; latencies in seconds, bandwidths in bytes per second.
 
     Args:
         hosts: number of ranks of each host.
-        within, between: links between two ranks of one host, and of two hosts.
-        host_links: links of single hosts in place of `between`; of two hosts the worse one counts.
-        rank_links: links that differ, by (source rank, destination rank).
-        paces: how many times as long the compute of slow ranks takes, by rank.
+        within: link between two ranks of one host.
+        between: link between two ranks of different hosts.
+        host_links: links of single hosts that replace `between`; between two hosts the slower
+            counts.
+        rank_links: links of single rank pairs, by (source rank, destination rank).
+        paces: relative compute time of slow ranks, by rank; 1 if absent.
 
     A bandwidth is that of one rank while all ranks of its host communicate.
     """
@@ -48,10 +50,10 @@ class Cluster:
     paces: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a host without ranks, and links or paces for hosts and ranks that do not exist."""
+        """Check that hosts have ranks, and that links and paces name existing hosts and ranks."""
         if not self.hosts or min(self.hosts) < 1:
             raise ScheduleError(
-                f"cluster: expected a host at least, and a rank on each, got {self.hosts}"
+                f"cluster: needs at least one host and one rank on each, got {self.hosts}"
             )
         self._check("host_links", "host", self.host_links, len(self.hosts))
         ends = chain.from_iterable(self.rank_links)
@@ -60,17 +62,16 @@ class Cluster:
         for rank, pace in self.paces.items():
             if not 0 < pace < math.inf:
                 raise ScheduleError(
-                    f"cluster: pace of rank {rank}, expected a factor above 0, got {pace}"
+                    f"cluster: the pace of rank {rank} must be a factor above 0, got {pace}"
                 )
 
     @staticmethod
     def _check(field: str, what: str, named: Iterable[int], n: int) -> None:
-        """Refuse a number that is not one of n."""
+        """Raise if one of `named` is not an index from 0 to n - 1."""
         for number in named:
             if not 0 <= number < n:
                 raise ScheduleError(
-                    f"cluster: {field} names a {what} that there is not, expected 0 to {n - 1}, "
-                    f"got {number}"
+                    f"cluster: {field} names {what} {number}, but there are only 0 to {n - 1}"
                 )
 
     @cached_property
@@ -83,7 +84,7 @@ class Cluster:
         return [0, *accumulate(self.hosts)]
 
     def host_of(self, rank: int) -> int:
-        """Return the host of a rank."""
+        """Return the index of the host that a rank is on."""
         assert 0 <= rank < self.num_ranks, f"no rank {rank} of {self.num_ranks}"
         return bisect_right(self._first_ranks, rank) - 1
 
@@ -101,11 +102,11 @@ class Cluster:
     def reduction_time(
         self, ranks: Sequence[int], nbytes: float, num_buckets: int = 1
     ) -> ReductionTime:
-        """Return the time to reduce `nbytes` over some ranks, in equal buckets one after another.
+        """Return the time to all-reduce `nbytes` over some ranks, in equal sequential buckets.
 
-        The faster of a ring, with 2 (n - 1) messages of an n-th of a bucket, and a pipelined tree
-        in both directions, with 2 log2 n messages. Both run at the speed of the worst link between
-        neighbours in the order of the ranks, last to first included. The latency is per bucket.
+        Uses the faster of a ring, with 2 (n - 1) messages of a bucket's n-th part, and a pipelined
+        double tree, with 2 log2 n messages. Both run at the speed of the slowest link between
+        consecutive ranks, including last to first. `latency_s` is per bucket.
         """
         if len(ranks) < 2 or not nbytes:
             return ReductionTime(0.0, 0.0)
@@ -122,17 +123,20 @@ class Cluster:
     ) -> list[Costs]:
         """Return the costs of each replica of a table on this cluster, for `simulate_job`.
 
-        Times of `costs` are in seconds. World rank = replica x ranks of the table + rank. Each
-        replica has the links and paces of its ranks, and all have the reductions of
-        `gradient_bytes` per stage over all its holders. Replicas with equal links share one object.
-        Raises ScheduleError if the cluster has too few ranks.
+        The world rank is replica x ranks of the table + rank. Each replica has the links and paces
+        of its own ranks; all share the reduction times of `gradient_bytes` (bytes per stage) over
+        all ranks that hold the stage. Times of `costs` are in seconds. Replicas with equal links
+        share one object.
+
+        Raises:
+            ScheduleError: the cluster has too few ranks.
         """
         ranks, placement = schedule.num_ranks, schedule.placement
         if not 0 < num_replicas * ranks <= self.num_ranks:
             raise ScheduleError(
-                f"cluster: {num_replicas} replicas of {ranks} ranks, expected 1 to "
-                f"{self.num_ranks} ranks, got {num_replicas * ranks}; describe more hosts, or use "
-                "fewer replicas or stages"
+                f"cluster: {num_replicas} replicas of {ranks} ranks need {num_replicas * ranks} "
+                f"ranks, but the cluster has {self.num_ranks}; describe more hosts, or use fewer "
+                "replicas or stages"
             )
         buckets = _num_buckets(schedule)
         sizes = per_stage("gradient_bytes", gradient_bytes, schedule.num_stages)
@@ -168,7 +172,7 @@ class Cluster:
 
 
 def _ways(schedule: Schedule) -> set[tuple[int, int]]:
-    """Return the pairs of ranks between which a table sends, in both directions."""
+    """Return the pairs of ranks between which a table sends messages, in both directions."""
     found: set[tuple[int, int]] = set()
     for route in schedule.placement.routes:
         neighbours = [(stage, stage + 1) for stage in range(len(route) - 1)]
@@ -180,7 +184,7 @@ def _ways(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 def _num_buckets(schedule: Schedule) -> list[int]:
-    """Return the number of reductions of each stage; 0 where it has none."""
+    """Return the number of reductions of each stage; 0 if it has none."""
     members: list[set[Action]] = [set() for _ in range(schedule.num_stages)]
     for row in schedule.ranks:
         for action in row:

@@ -1,4 +1,4 @@
-"""Tables that set schedules side by side: time, memory, weights and transfers."""
+"""Compare schedules in tables: step time, bubble, memory, weights and transfers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -41,9 +41,13 @@ VARIANTS: Final[tuple[Variant, ...]] = (
 class Standing(NamedTuple):
     """Results of one schedule in a comparison.
 
-    `activations` is the most that a rank keeps, in micro-batches of a K-th of the model; `weights`
-    is what the fullest rank holds, in K-ths of the model; `transfers` counts the sends of a step;
-    `refusal` is the reason if the table could not be built, else None.
+    Attributes:
+        makespan: simulated step time.
+        bubble: idle share of the total time of all ranks.
+        activations: largest number of micro-batches kept by a rank, in units of 1/K of the model.
+        weights: weights on the fullest rank, in units of 1/K of the model.
+        transfers: number of sends per step.
+        refusal: reason why the table could not be built, else None.
     """
 
     name: str
@@ -57,7 +61,7 @@ class Standing(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return the name with its options."""
+        """Return the schedule name with its options."""
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
 
@@ -72,10 +76,10 @@ def compare(
     send: float = 0.0,
     variants: Iterable[Variant] = VARIANTS,
 ) -> list[Standing]:
-    """Compare schedules on one model whose K-ths have the given costs.
+    """Simulate schedules on one model, given the cost of each of K equal parts of the model.
 
-    A schedule with v stages per rank cuts the model into v K stages, each with a v-th of the time
-    and activations; a transfer costs the same.
+    A schedule with v stages per rank divides the model into v K stages, each with 1/v of the time
+    and activations. `send` is the time of one transfer, independent of the number of stages.
     """
     costs = Costs(
         forward=forward,
@@ -115,7 +119,7 @@ def compare(
 
 
 def comparison_table(standings: Sequence[Standing]) -> str:
-    """Return standings as a Markdown table, with the reasons of refused schedules below."""
+    """Return results as a Markdown table, followed by the reasons why schedules are missing."""
     rows = [
         (
             each.label,
@@ -142,7 +146,7 @@ class Gain(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """Return the saved share of the best named schedule's time; None if there is none."""
+        """Return the share of the best named schedule's time that is saved, or None without one."""
         best = self.found.best_named_makespan
         return 1.0 - self.found.makespan / best if best else None
 
@@ -160,9 +164,10 @@ def search_gains(
         ("mirrored", None),
     ),
 ) -> list[Gain]:
-    """Search orders for unequal stages on several placements, each with or without a limit.
+    """Search orders for unequal stages on several placements and activation limits.
 
-    `stage_times` are F, I and W of each stage, from the first; they repeat for further stages.
+    `stage_times` is the time of F, of I and of W of each stage; it repeats for further stages.
+    `cases` lists (placement, limit) pairs.
     """
     gains: list[Gain] = []
     for kind, limit in cases:
@@ -176,7 +181,7 @@ def search_gains(
 
 
 def gains_table(gains: Sequence[Gain]) -> str:
-    """Return results of searches as a Markdown table."""
+    """Return search results as a Markdown table."""
     heads = ("placement", "limit", "best by name", "its time", "auto", "gain", "above the bound")
     rows = [
         (
@@ -194,7 +199,7 @@ def gains_table(gains: Sequence[Gain]) -> str:
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with columns of even width, the first to the left, the others to the right."""
+    """Return a Markdown table with aligned columns; the first is left-aligned."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What actions cost: the simulator's input."""
+"""Costs of actions: durations, links and bytes, the input of the simulator."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +20,10 @@ class Link:
     bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what no link can be."""
+        """Check that the latency is finite and not negative, and the bandwidth positive."""
         if not (0 <= self.latency < math.inf and self.bandwidth > 0):
             raise ScheduleError(
-                "costs: a link has a latency of 0 or more and a bandwidth above 0, got "
+                "costs: a link needs a latency of 0 or more and a bandwidth above 0, got "
                 f"{self.latency} and {self.bandwidth}"
             )
 
@@ -33,21 +33,28 @@ class Costs:
     """Duration of each op, one number for all stages or one per stage, in any unit of time.
 
     Args:
-        forward, backward, input_gradient, weight_gradient, recompute: ``F``, ``B``, ``I``, ``W``,
-            ``R``. Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`.
-        bare_forward: an ``F`` whose micro-batch is recomputed; None: as `forward`.
-        send, boundary_bytes: a transfer over the boundary after stage s, in either direction, takes
-            ``send[s]`` plus the link's latency plus ``boundary_bytes[s]`` over its bandwidth.
-        link, links: the link between ranks, and those that differ, by (source, destination).
+        forward: cost of ``F``.
+        backward: cost of ``B``; None means `input_gradient` plus `weight_gradient`.
+        input_gradient: cost of ``I``.
+        weight_gradient: cost of ``W``.
+        recompute: cost of ``R``.
+        bare_forward: cost of an ``F`` whose micro-batch is recomputed later; None means `forward`.
+        send: fixed time of a transfer over the boundary after each stage, in either direction.
+        boundary_bytes: bytes of such a transfer, divided by the bandwidth of its link. The latency
+            of the link is added.
+        link: the default link between two ranks.
+        links: links that differ, by (source rank, destination rank).
         skip_bytes: bytes of skips, by (source stage, destination stage); others are free.
-        reduction, reduction_latency, bucket_shares: the reduction of a stage, an additional time
-            per bucket, and how the reduction is divided over buckets (default: equally).
-        reduces_within: whether a bucket's reduction starts within the stage's last backward.
-        gather: gathering a stage's parameters (``UNSHARD``), divided like reductions.
-        offload, fetch: copies to the host and back, in parallel with compute.
-        paces: how many times as long the compute of slow ranks takes, by rank.
-        shares: size of each micro-batch relative to a whole one, 0 if empty; scales times and bytes
-            but not latencies. Empty: all are whole.
+        reduction: time to reduce the gradients of a stage.
+        reduction_latency: additional time per bucket.
+        bucket_shares: share of each bucket in the reduction of a stage; default: equal shares.
+        reduces_within: whether a bucket's reduction starts during the last backward of its stage.
+        gather: time to gather the parameters of a stage (``UNSHARD``), divided like reductions.
+        offload: time to copy activations to the host, in parallel with compute.
+        fetch: time to copy them back.
+        paces: relative compute time of slow ranks, by rank; 1 if absent.
+        shares: size of each micro-batch relative to a full one, 0 if empty. Scales times and bytes
+            but not latencies. Empty: all are full.
     """
 
     forward: Cost | None = None
@@ -72,65 +79,71 @@ class Costs:
     paces: Mapping[int, float] = field(default_factory=dict)
 
     def of_compute(self, op: Op, num_stages: int) -> list[float]:
-        """Return the cost of a compute op or copy on each stage; raise if it has none."""
+        """Return the cost of a compute op or copy on each stage.
+
+        Raises ScheduleError if no cost is given for the op.
+        """
         if op is Op.B and self.backward is None:
             inputs, weights = (self.of_compute(part, num_stages) for part in (Op.I, Op.W))
             return [first + second for first, second in zip(inputs, weights, strict=True)]
         field = _FIELD_OF[op]
         cost: Cost | None = getattr(self, field)
         if cost is None:
-            raise ScheduleError(f"costs: no cost for {op}, expected one, got none; give {field}=")
+            raise ScheduleError(f"costs: no cost for {op}; set {field}")
         return per_stage(field, cost, num_stages)
 
     def of_bare_forward(self, num_stages: int) -> list[float]:
-        """Return the cost of a forward that is recomputed later, on each stage."""
+        """Return the cost on each stage of a forward whose micro-batch is recomputed later."""
         if self.bare_forward is None:
             return self.of_compute(Op.F, num_stages)
         return per_stage("bare_forward", self.bare_forward, num_stages)
 
     def of_reduction(self, num_stages: int) -> list[float]:
-        """Return the cost of reducing the gradients of each stage."""
+        """Return the time to reduce the gradients of each stage."""
         return per_stage("reduction", self.reduction, num_stages)
 
     def of_reduction_latency(self, num_stages: int) -> list[float]:
-        """Return the additional time of each bucket of each stage."""
+        """Return the additional reduction time per bucket for each stage."""
         return per_stage("reduction_latency", self.reduction_latency, num_stages)
 
     def of_paces(self, num_ranks: int) -> list[float]:
-        """Return how many times as long each rank computes; raise for an unknown rank."""
+        """Return the relative compute time of each rank.
+
+        Raises ScheduleError for an unknown rank or a factor that is not positive and finite.
+        """
         each = [1.0] * num_ranks
         for rank, pace in self.paces.items():
             if not (0 <= rank < num_ranks and 0 < pace < math.inf):
                 raise ScheduleError(
-                    f"costs: paces, expected a factor above 0 for ranks of 0 to {num_ranks - 1}, "
+                    f"costs: paces must be factors above 0 for ranks of 0 to {num_ranks - 1}, "
                     f"got {pace} for rank {rank}"
                 )
             each[rank] = float(pace)
         return each
 
     def of_gather(self, num_stages: int) -> list[float]:
-        """Return the cost of gathering the parameters of each stage."""
+        """Return the time to gather the parameters of each stage."""
         return per_stage("gather", self.gather, num_stages)
 
     def of_shares(self, num_microbatches: int) -> list[float]:
-        """Return the size of each micro-batch relative to a whole one."""
+        """Return the size of each micro-batch relative to a full one."""
         return shares_of_each(self.shares, num_microbatches)
 
     def of_buckets(self, stage: int, num_buckets: int) -> list[float]:
-        """Return which share of a stage's reduction each of its buckets is; they sum to 1."""
+        """Return the share of each bucket in the reduction of a stage; the shares sum to 1."""
         given = list(self.bucket_shares.get(stage, [1.0] * num_buckets))
         if len(given) != num_buckets or not sum(given) > 0 or min(given) < 0:
             raise ScheduleError(
-                f"costs: bucket_shares of stage {stage}, expected an amount for each of its "
-                f"{num_buckets} buckets, got {given}"
+                f"costs: bucket_shares of stage {stage} need one amount of 0 or more for each of "
+                f"its {num_buckets} buckets, got {given}"
             )
         return [each / sum(given) for each in given]
 
     def transfer_times(self, num_stages: int) -> "TransferTime":
-        """Return a function from route, ranks and micro-batch share to the time of a transfer.
+        """Return a function that computes the time of a transfer.
 
-        A route is a boundary, given by the stage before it, or a skip; ranks are (source,
-        destination).
+        Its arguments are the boundary (the stage before it) or the skip, the (source, destination)
+        ranks, and the size of the micro-batch relative to a full one.
         """
         fixed = per_stage("send", self.send, num_stages)
         sizes = per_stage("boundary_bytes", self.boundary_bytes, num_stages)
@@ -149,11 +162,11 @@ class Costs:
     def recut(
         self, num_ranks: int, num_stages: int, copies: Sequence[int] | None = None
     ) -> "Costs":
-        """Return the costs of the same model on the same ranks, cut into another number of stages.
+        """Return the costs of the same model on the same ranks with a different number of stages.
 
         A single number is the cost of a rank's share of the model: with v stages per rank, each
-        costs a v-th. A list is per equal part of the model, from its first layers: a stage costs
-        its share of the parts it covers. A transfer costs the same wherever the model is cut.
+        costs 1/v of it. A list has one entry per equal part of the model, in order of layers; a
+        stage costs the sum over the parts that it covers. Transfers cost the same at any boundary.
         `copies` is the number of ranks that share each stage.
         """
 
@@ -183,27 +196,30 @@ class Costs:
         )
 
     def without_transfers(self) -> "Costs":
-        """Return the same costs with free transfers, copies and gathering."""
+        """Return the same costs with free transfers, copies and all-gathers."""
         free = replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
         return replace(free, offload=0.0, fetch=0.0, gather=0.0)
 
 
 class TransferTime(Protocol):
-    """How long a transfer takes."""
+    """A function that returns the time of a transfer."""
 
     def __call__(self, way: int | Skip, ranks: tuple[int, int], share: float = 1.0) -> float:
-        """Return the time of a way between two ranks, for a share of a whole micro-batch."""
+        """Return the time of a transfer over boundary or skip `way`, for a micro-batch share."""
         ...
 
 
 def shares_of_each(shares: Sequence[float], num_microbatches: int) -> list[float]:
-    """Return a share for each micro-batch of a table, 1 where none are given; refuse others."""
+    """Return the relative size of each micro-batch, 1 if `shares` is empty.
+
+    Raises ScheduleError for a wrong number of shares or a value outside 0 to 1.
+    """
     if not shares:
         return [1.0] * num_microbatches
     if len(shares) != num_microbatches or not all(0 <= share <= 1 for share in shares):
         raise ScheduleError(
-            f"costs: shares has a number from 0 to 1 for each micro-batch, expected "
-            f"{num_microbatches}, got {list(shares)}"
+            f"costs: shares needs a number from 0 to 1 for each of {num_microbatches} "
+            f"micro-batches, got {list(shares)}"
         )
     return list(shares)
 
@@ -220,7 +236,7 @@ _FIELD_OF: Final = {
 
 
 def _recut(field: str, cost: Cost, num_ranks: int, num_stages: int) -> Cost:
-    """Return a cost by stage of another cut."""
+    """Convert a cost per stage to another number of stages."""
     if not isinstance(cost, Iterable):
         return cost * num_ranks / num_stages
     parts = list(cost)
@@ -233,7 +249,7 @@ def _recut(field: str, cost: Cost, num_ranks: int, num_stages: int) -> Cost:
 
 
 def _last_of(field: str, cost: Cost, num_stages: int) -> Cost:
-    """Return a cost by boundary of another cut: that of the last part ahead of each."""
+    """Convert a cost per boundary to another number of stages."""
     if not isinstance(cost, Iterable):
         return cost
     parts = list(cost)
@@ -242,36 +258,35 @@ def _last_of(field: str, cost: Cost, num_stages: int) -> Cost:
 
 
 def _stages_and_parts(field: str, num_parts: int, num_stages: int) -> tuple[int, int]:
-    """Return how many stages a part of the model has, and how many parts a stage; one of them 1."""
+    """Return stages per model part and model parts per stage; one of them is 1."""
     if num_parts and num_stages % num_parts == 0:
         return num_stages // num_parts, 1
     if num_parts and num_parts % num_stages == 0:
         return 1, num_parts // num_stages
     raise ScheduleError(
-        f"costs: {field} has a number for each of some equal parts of the model, expected as many "
-        f"as the {num_stages} stages, or a divisor or multiple of that, got {num_parts}; "
-        f"give one number, or as many"
+        f"costs: {field} has {num_parts} values, expected one value, or a number of values that "
+        f"divides or is a multiple of the {num_stages} stages"
     )
 
 
 def per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:
-    """Return one number for each stage; refuse another count, and what is no amount."""
+    """Return a cost as one number for each stage.
+
+    Raises ScheduleError for a wrong number of values or one that is not finite and at least 0.
+    """
     each = list(cost) if isinstance(cost, Iterable) else [cost] * num_stages
     if len(each) != num_stages:
         raise ScheduleError(
-            f"costs: {field} has a number for each stage, expected {num_stages}, got {len(each)}; "
-            f"give one number, or as many"
+            f"costs: {field} has {len(each)} values, expected one value or one for each of "
+            f"{num_stages} stages"
         )
     try:
         costs = [float(one) for one in each]
     except (TypeError, ValueError):
         raise ScheduleError(
-            f"costs: {field} is a number or one for each stage, expected that, got {cost!r}; "
-            f"correct it"
+            f"costs: {field} must be a number or a list with a number for each stage, got {cost!r}"
         ) from None
     for one in costs:
         if not (math.isfinite(one) and one >= 0):
-            raise ScheduleError(
-                f"costs: {field} is an amount, expected 0 or more, got {one}; raise it"
-            )
+            raise ScheduleError(f"costs: {field} must be finite and 0 or more, got {one}")
     return costs

@@ -1,4 +1,4 @@
-"""The garbage collector, out of the way while tables are made."""
+"""Pausing Python's garbage collector while large tables are built."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the search for circular garbage; use as a decorator or in a with statement.
+    """Disable cyclic garbage collection; use as a decorator or in a with statement.
 
-    A table of a million actions is a million small tuples, none in a circle; looking through them
-    again and again takes longer than making them.
+    A table of a million actions consists of a million small tuples without reference cycles;
+    scanning them repeatedly would take longer than creating them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Any number of ranks: which runs become one table of rows with holes, and which schedules can."""
+"""Runs on any number of ranks: partial replicas that run as one table, and their schedules."""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -10,13 +10,13 @@ from gpipe_hpc.schedule.table.placements import copies_in_rows
 from gpipe_hpc.schedule.table.schedule import Placement
 
 WITH_HOLES: Final = (*ORDERS, "rerouted", "auto")
-"""The schedules by name that pipelines with holes can have."""
+"""Names of the schedules that support partial replicas."""
 
 
 class Rows(NamedTuple):
-    """One pipeline on all ranks, in rows of `stages`, the last of which has holes.
+    """One table for all ranks, in replicas of `stages` of which the last lacks ranks.
 
-    `microbatches` are those of all rows; `schedule` with `options` makes the table.
+    `microbatches` counts those of all replicas; `schedule` and `options` build the table.
     """
 
     ranks: int
@@ -26,10 +26,9 @@ class Rows(NamedTuple):
 
 
 def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
-    """Return the number of pipelines of a run on so many ranks, if none is given.
+    """Return the number of replicas of a run, or the number that uses all ranks if None is given.
 
-    As many as needed to use all ranks; the last may have holes. 1 if the number of stages is not
-    known either.
+    The last replica may lack ranks. Returns 1 if the number of stages is unknown too.
     """
     if replicas is not None:
         return replicas
@@ -37,10 +36,10 @@ def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
 
 
 def num_rows(ranks: int, stages: int | None, replicas: int) -> int | None:
-    """Return the number of pipelines whose micro-batches run, if some ranks are missing.
+    """Return the number of replicas that run micro-batches if one of them lacks ranks, else None.
 
-    None if stages x replicas equals the ranks or cannot be made to. If one replica was requested,
-    as many as needed to use all ranks.
+    None if stages x replicas equals the number of ranks or cannot be matched to it. If one replica
+    was requested, returns the number that uses all ranks.
     """
     if stages is None or stages < 1 or ranks in (stages * replicas, 0):
         return None
@@ -57,9 +56,10 @@ def in_rows(
     schedule: object,
     options: Mapping[str, Any],
 ) -> Rows | None:
-    """Return how pipelines with holes run on so many ranks; None if there are no holes.
+    """Return the single table that partial replicas run on `ranks` ranks, or None without any.
 
-    Raises ConfigError for a schedule that cannot have holes.
+    Raises:
+        ConfigError: the schedule does not support partial replicas.
     """
     rows = num_rows(ranks, stages, replicas)
     if rows is None or stages is None:
@@ -70,9 +70,10 @@ def in_rows(
 def one_table(
     ranks: int, stages: int, microbatches: int, schedule: object, options: Mapping[str, Any]
 ) -> Rows:
-    """Return how all ranks run the micro-batches as one pipeline, in rows of `stages`.
+    """Return the table with which all ranks run the micro-batches as one pipeline.
 
-    Raises ConfigError for a schedule that cannot have holes.
+    Raises:
+        ConfigError: the schedule does not support partial replicas.
     """
     name = canonical_schedule(schedule) if isinstance(schedule, str) else "of your own"
     placement = options.get("placement", "rerouted")
@@ -80,15 +81,15 @@ def one_table(
         got = f"auto with placement {placement!r}" if name == "auto" else f"schedule {name!r}"
         near = sorted({ranks // stages * stages, -(-ranks // stages) * stages} - {0})
         raise ConfigError(
-            f"schedule: {ranks} ranks share {stages} stages in pipelines that have holes, expected "
-            f"one of {', '.join(WITH_HOLES)} for it, got {got}; use one of them "
-            f"(pipeline.schedule=zb_h1), or start {' or '.join(map(str, near))} ranks for whole "
+            f"schedule: {ranks} ranks are not a multiple of {stages} stages, and {got} does not "
+            f"support partial replicas; use one of {', '.join(WITH_HOLES)} "
+            f"(pipeline.schedule=zb_h1), or start {' or '.join(map(str, near))} ranks for complete "
             f"replicas"
         )
     if "stages" in options:
         raise ConfigError(
-            f"schedule {name!r}: expected no option stages beside stages={stages}, got "
-            f"{options['stages']}; leave it out"
+            f"schedule {name!r}: the option stages={options['stages']} conflicts with "
+            f"stages={stages}; remove the option"
         )
     made = {**options, "stages": stages}
     if name in ORDERS:
@@ -104,18 +105,21 @@ def one_table(
 
 
 def refuse_whole_replicas(ranks: int, stages: int, asked: Mapping[str, object]) -> None:
-    """Raise ConfigError for settings that need whole replicas, by name."""
+    """Raise `ConfigError` for each enabled setting that needs complete replicas.
+
+    `asked` maps names of settings to their values.
+    """
     for name, value in asked.items():
         if value:
             raise ConfigError(
-                f"{name}: {ranks} ranks make pipelines of {stages} stages with holes, which run as "
-                f"one, expected nothing that is of whole replicas, got {value}; leave it out, or "
-                f"start a multiple of {stages} ranks"
+                f"{name}: {value} needs complete replicas, but {ranks} ranks are not a multiple of "
+                f"{stages} stages and run as one pipeline; remove the setting or start a multiple "
+                f"of {stages} ranks"
             )
 
 
 def rows_text(placement: Placement) -> str:
-    """Return text on how many ranks hold each stage; empty without rows."""
+    """Return a sentence on how many ranks hold each stage, or "" without partial replicas."""
     copies = copies_in_rows(placement)
     if copies is None:
         return ""

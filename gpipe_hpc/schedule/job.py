@@ -1,4 +1,4 @@
-"""A whole job: replicas of one pipeline, each on ranks and links of its own, that sum gradients."""
+"""Simulation of a whole job: data-parallel replicas of a pipeline on their own ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ from gpipe_hpc.schedule.timeline import Timeline, idle_share
 
 
 class ReplicaTimes(NamedTuple):
-    """Times of one replica of a job, in the unit of its costs.
+    """Simulated times of one replica, in the unit of its costs.
 
-    `end_of_compute`: end of its last compute action; `end`: end of everything but reductions;
-    `busy`: compute time of each of its ranks.
+    `end_of_compute` is the end of its last compute action, `end` the end of everything but
+    reductions, and `busy` the compute time of each of its ranks.
     """
 
     end_of_compute: float
@@ -31,9 +31,9 @@ class ReplicaTimes(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """One reduction of a job: it runs once all holders in all replicas are `ready`.
+    """One simulated gradient reduction, which starts once every rank that takes part is ready.
 
-    `last` is the replica that was ready last (the first of several).
+    `ready` is the time when the last rank is ready and `last` the replica of that rank.
     """
 
     action: Action
@@ -45,9 +45,10 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One simulated step of all replicas; replicas with the same costs object share their times.
+    """One simulated step of all replicas.
 
-    `costs` and `replicas` have an entry per replica; `meetings` are the reductions in order.
+    `costs` and `replicas` have one entry per replica; `meetings` lists the reductions in order.
+    Replicas with the same costs object share their times.
     """
 
     schedule: Schedule
@@ -62,12 +63,12 @@ class Job:
 
     @cached_property
     def end_of_compute(self) -> float:
-        """Return when the last rank finishes computing."""
+        """Return the time when the last rank finishes computing."""
         return max(each.end_of_compute for each in self.replicas)
 
     @cached_property
     def end_without_reductions(self) -> float:
-        """Return when the step would end if reductions were free."""
+        """Return the time when the step would end if reductions were free."""
         return max(each.end for each in self.replicas)
 
     @cached_property
@@ -77,24 +78,24 @@ class Job:
 
     @property
     def bubble(self) -> float:
-        """Return the bubble of all ranks; see `idle_share`."""
+        """Return the idle share of the total time of all ranks; see `idle_share`."""
         busy = sum(sum(each.busy) for each in self.replicas)
         return idle_share(busy, self.num_ranks, self.makespan)
 
     @property
     def reduction_share(self) -> float:
-        """Return the share of the step that reductions add, not hidden by other work."""
+        """Return the share of the step time spent in reductions that nothing overlaps."""
         return 1.0 - self.end_without_reductions / self.makespan if self.makespan > 0 else 0.0
 
     @property
     def slowest(self) -> int:
-        """Return the replica that computes longest (the first of several)."""
+        """Return the index of the replica that finishes computing last, the first of several."""
         ends = [each.end_of_compute for each in self.replicas]
         return ends.index(max(ends))
 
     @collector_paused()
     def timeline(self, replica: int) -> Timeline:
-        """Return the events of one replica, simulated again, with the reductions of all."""
+        """Simulate one replica again and return its events, including the reductions."""
         times = _Times(self.schedule)
         clock = times.clock(self.costs[replica])
         for nodes, meeting in zip(times.order, self.meetings, strict=True):
@@ -105,19 +106,21 @@ class Job:
 
 @collector_paused()
 def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
-    """Simulate one step of replicas that run the same table and join in its reductions.
+    """Simulate one step of data-parallel replicas that run the same table.
 
-    `costs` has an entry per replica; replicas may differ in `paces`, `links` and durations. Within
-    a replica time passes as in `simulate`. A reduction starts once every holder in every replica is
-    ready and done with the one before; it costs the `reduction`, `reduction_latency` and
+    `costs` has one entry per replica; replicas may differ in `paces`, `links` and durations. Within
+    a replica, time passes as in `simulate`. A reduction starts once every rank that takes part is
+    ready and has finished the previous one; its time is the `reduction`, `reduction_latency` and
     `bucket_shares` of the first replica.
 
-    A bare table is lowered. Replicas with the same costs object are simulated once. Takes time
-    linear in the actions of a replica and the number of different replicas. Raises ScheduleError
-    for a deadlock.
+    A compute-only table is lowered first. Replicas with the same costs object are simulated once.
+    Takes time linear in the actions of a replica and in the number of different replicas.
+
+    Raises:
+        ScheduleError: the table deadlocks, or `costs` is empty.
     """
     if not costs:
-        raise ScheduleError("job: no replicas, expected costs for one at least, got none")
+        raise ScheduleError("job: costs is empty; give the costs of at least one replica")
     times = _Times(schedule if schedule.is_lowered else lower(schedule))
     meeting = times.clock(costs[0])
     ready = meeting.ready(times.order)
@@ -151,10 +154,11 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
 
 
 def side_by_side(schedule: Schedule, num_replicas: int) -> Schedule:
-    """Return one lowered table for all ranks of a job, with routes per replica.
+    """Return one lowered table that contains all replicas of a job, with routes for each.
 
-    Ranks are replica x ranks of the table + rank, and micro-batches are shifted likewise; a stage
-    is reduced over its holders in all replicas. `simulate` gives it the times of `simulate_job`.
+    Ranks are numbered replica x ranks of the table + rank, and micro-batches likewise. Each stage
+    is reduced over its ranks in all replicas. `simulate` returns the same times for it as
+    `simulate_job`.
     """
     placement, ranks, count = schedule.placement, schedule.num_ranks, schedule.num_microbatches
 
@@ -185,7 +189,7 @@ def side_by_side(schedule: Schedule, num_replicas: int) -> Schedule:
 
 
 class _Times:
-    """A table resolved once, and the clock of each replica that runs it."""
+    """A resolved table, and a factory of the simulated clock of each replica."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.graph: Precedence = build_precedence(schedule)
@@ -193,14 +197,14 @@ class _Times:
         self._passing = execution_order(self.graph, self.graph.waits)
 
     def clock(self, costs: Costs) -> Clock:
-        """Return the times of everything but reductions."""
+        """Return the simulated times of everything but reductions."""
         clock = Clock(self.graph, costs)
         clock.run(self._passing)
         return clock
 
 
 def _alone(clock: Clock) -> ReplicaTimes:
-    """Return what a replica did by itself."""
+    """Return the times of a replica without reductions."""
     graph, starts, ends = clock.graph, clock.starts, clock.ends
     computes = [op in COMPUTE for op, _, _ in graph.kinds]
     computed = [

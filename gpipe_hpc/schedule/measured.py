@@ -1,4 +1,4 @@
-"""From a measured timeline to the table that was run, and to what any other would cost."""
+"""Reconstruct the table of a measured timeline, and the costs of other tables on the same model."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -12,9 +12,9 @@ from gpipe_hpc.schedule.timeline import Timeline
 
 
 def schedule_of(timeline: Timeline) -> Schedule:
-    """Return the bare table that a timeline ran.
+    """Return the compute-only table that a timeline ran.
 
-    Empty micro-batches, and stages that did not run one, count as placed on the first route.
+    Empty micro-batches, and stages that did not run a micro-batch, are assigned to the first route.
     """
     ways: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, row in enumerate(timeline.events):
@@ -40,9 +40,10 @@ def schedule_of(timeline: Timeline) -> Schedule:
 
 
 def mean_forwards(timeline: Timeline) -> tuple[list[float | None], list[float | None]]:
-    """Return the mean time of forwards of each stage, with a graph and bare.
+    """Return the mean forward time of each stage, with autograd graph and without.
 
-    Bare forwards are those of recomputed micro-batches. None if a stage ran none of a kind.
+    Forwards without graph belong to recomputed micro-batches. An entry is None if the stage ran no
+    such forward.
     """
     again = {
         event.action[1:] for row in timeline.events for event in row if event.action.op is Op.R
@@ -61,7 +62,7 @@ def mean_forwards(timeline: Timeline) -> tuple[list[float | None], list[float | 
 def mean_costs(timeline: Timeline) -> Costs:
     """Return the mean time of each op on each stage over micro-batches; transfers are free.
 
-    If a stage ran only one kind of forward, bare or not, the other costs the same.
+    If a stage ran only forwards with a graph, or only without, both get the same cost.
     """
     durations: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for row in timeline.events:
@@ -71,7 +72,7 @@ def mean_costs(timeline: Timeline) -> Costs:
     kept, bare = mean_forwards(timeline)
 
     def of(op: Op) -> list[float]:
-        """Return the means of an op by stage; 0 where a stage never ran it."""
+        """Return the mean time of an op on each stage; 0 if a stage never ran it."""
         times = (durations.get((op, stage)) for stage in range(timeline.num_stages))
         return [fmean(time) if time else 0.0 for time in times]
 
@@ -86,15 +87,15 @@ def mean_costs(timeline: Timeline) -> Costs:
 
 
 def _first(*means: float | None) -> float:
-    """Return the first mean that there is; 0 without any."""
+    """Return the first mean that is not None, or 0."""
     return next((mean for mean in means if mean is not None), 0.0)
 
 
 def costs_for_others(timeline: Timeline) -> Costs:
-    """Return the costs of any schedule's ops on the stages of a measured run.
+    """Return costs of all ops on the stages of a measured run, to simulate other schedules.
 
-    Missing ops are derived: each half of a backward is half of it, a backward is the sum of its
-    halves, a recomputation costs a forward. Micro-batches that never ran are empty.
+    Missing ops are derived: ``I`` and ``W`` are half of ``B`` each, ``B`` is the sum of both, and
+    ``R`` costs a forward. Micro-batches that never ran are empty.
     """
     measured = mean_costs(timeline)
     forward, whole, inputs, weights, again = (
@@ -113,7 +114,7 @@ def costs_for_others(timeline: Timeline) -> Costs:
 
 
 def recompute_of(timeline: Timeline) -> str:
-    """Return the mode of recomputation of a timeline: always, except_last, or never."""
+    """Return the recomputation mode of a timeline: ``always``, ``except_last`` or ``never``."""
     ops = [event.action.op for row in timeline.events for event in row]
     if Op.R not in ops:
         return "never"

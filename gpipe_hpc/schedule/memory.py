@@ -1,4 +1,4 @@
-"""What a rank keeps in memory as it runs its list, given what a stage keeps of a micro-batch."""
+"""Memory use of a rank over its action list, given what each stage keeps per micro-batch."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -18,22 +18,27 @@ from gpipe_hpc.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Memory:
-    """What each op allocates and frees, one number for all stages or one per stage, in any unit.
+    """Memory that each op allocates and frees, one number for all stages or one per stage.
 
-    ``F`` adds `forward`, or `boundary` if an ``R`` follows, which adds `recompute` (None: the rest
-    of `forward`). The compute action after an ``OFFLOAD`` frees `offload` (None: all); ``FETCH``
-    adds it again. ``I`` frees `input_gradient`, ``B`` and ``W`` the rest. A holder of a stage
-    always has its `weights`. The defaults count micro-batches of a stage.
+    The unit is arbitrary; with the defaults, results count micro-batches. All amounts are for a
+    full micro-batch.
 
-    For a stage that recomputes some layers, `boundary` is its input and what the other layers keep,
-    and `recompute` is what ``R`` allocates.
-
-    `output` is what a stage sends forward, `gradient` what it sends back, `skips` what a skip
-    carries in either direction, by (source stage, destination stage). They exist until sent or used
-    on the same rank, and on a receiver from ``RECV`` on: an output until its ``F`` starts, a
-    gradient until its ``B`` or ``I`` ends.
-
-    Everything is of a whole micro-batch; `shares` scales smaller ones, as in `Costs`.
+    Args:
+        forward: allocated by ``F`` and freed by ``B`` or ``W``.
+        boundary: allocated by ``F`` instead if an ``R`` follows: the input of the stage and the
+            activations of layers that are not recomputed.
+        recompute: allocated by ``R``; None means `forward` minus `boundary`.
+        offload: freed by the compute action after an ``OFFLOAD`` and allocated again by ``FETCH``;
+            None means everything.
+        input_gradient: the part freed by ``I``; ``W`` frees the rest.
+        weights: memory of the stage's weights, present on each rank that holds it.
+        output: output sent to the next stage, present until sent or used on the same rank; on the
+            receiver, from ``RECV`` to the start of ``F``.
+        gradient: gradient sent to the previous stage; on the receiver, from ``RECV`` to the end of
+            ``B`` or ``I``.
+        skips: size of the tensors of a skip in either direction, by (source stage, destination
+            stage).
+        shares: size of each micro-batch relative to a full one, as in `Costs`.
     """
 
     forward: Cost = 1.0
@@ -48,26 +53,26 @@ class Memory:
     shares: Sequence[float] = ()
 
 
-# Each stage micro-batch counts as one, recomputed or not.
+# Each (stage, micro-batch) pair counts as one, recomputed or not.
 STAGE_MICROBATCHES: Final = Memory(forward=1.0, boundary=1.0)
 
 
 class Held(NamedTuple):
-    """What a rank holds from a point in time on."""
+    """The amount of memory that a rank uses from `time_s` on."""
 
     time_s: float
     amount: float
 
 
 class Step(NamedTuple):
-    """From `time_s` on, `live` micro-batches of a stage are kept."""
+    """The number of live (stage, micro-batch) pairs from `time_s` on."""
 
     time_s: float
     live: int
 
 
 def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
-    """Return the peak of each rank."""
+    """Return the peak memory of each rank, including weights, in the unit of `memory`."""
     keeper = _Keeper(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
     weights = per_stage("weights", memory.weights, schedule.num_stages)
     return tuple(
@@ -77,7 +82,7 @@ def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
 
 
 def peak_copies(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
-    """Return the peak of host copies of each rank, in the order of its list.
+    """Return the peak host memory of offloaded activations on each rank.
 
     A copy exists from its ``OFFLOAD`` to the end of its ``FETCH``.
     """
@@ -86,9 +91,9 @@ def peak_copies(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
 
 
 def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held]:
-    """Return what a rank holds over time, without weights: one entry per change.
+    """Return the memory of a rank over time, without weights, one entry per change.
 
-    Memory is added when an action starts and freed when it ends. The first entry is zero.
+    Memory is allocated when an action starts and freed when it ends. The first entry is zero.
     """
     events = timeline.events[rank]
     keeper = _Keeper(memory, timeline.num_stages, timeline.num_microbatches, timeline.skips)
@@ -99,12 +104,12 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
         changes += ((event.start_s, added), (event.end_s, -freed))
     ends = {event.action: event.end_s for event in events}
     for life in away([event.action for event in events]):
-        # The copy may take longer than the action beside it; who wants its memory waits.
+        # The copy may take longer than the compute action; its memory is reused only afterwards.
         over_s = ends[Action(Op.OFFLOAD, *life.place)]
         if over_s > events[life.first].end_s:
             moved = keeper.moved(life, recomputes=Action(Op.R, *life.place) in ends)
             changes += ((events[life.first].end_s, moved), (over_s, -moved))
-    # Copies run beside compute, so the table's order is not that of time.
+    # Copies run in parallel with compute, so table order is not time order.
     changes.sort(key=itemgetter(0))
     held, amount = [Held(timeline.start_s, 0.0)], 0.0
     for time_s, together in groupby(changes, itemgetter(0)):
@@ -115,11 +120,11 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
 
 
 def live_activations(timeline: Timeline, rank: int) -> list[Step]:
-    """Return how many micro-batches of one stage a rank keeps over time, a step for each change.
+    """Return the number of live (stage, micro-batch) pairs of a rank over time.
 
-    One counts from the start of its ``F`` to the end of its ``B`` or ``W``, without either to the
-    end of its ``F``, and not while it is on the host, from the end of the compute action behind its
-    ``OFFLOAD`` to the start of its ``FETCH``. Without those, which run beside compute, the most is
+    A pair is live from the start of its ``F`` to the end of its ``B`` or ``W``, or of the ``F`` if
+    there is no backward. It is not live while offloaded, from the end of the compute action after
+    its ``OFFLOAD`` to the start of its ``FETCH``. Without offloading, the largest number equals
     `Timeline.peak_activations`.
     """
     steps: list[Step] = []
@@ -131,7 +136,7 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
 
 
 def _most(added: Sequence[float], freed: Sequence[float]) -> float:
-    """Return the most that is there at once; each action adds as it starts, frees as it ends."""
+    """Return the peak, if actions allocate at their start and free at their end."""
     total = most = 0.0
     for more, less in zip(added, freed, strict=True):
         total += more
@@ -141,7 +146,7 @@ def _most(added: Sequence[float], freed: Sequence[float]) -> float:
 
 
 class _Keeper:
-    """What each stage keeps, resolved."""
+    """Memory amounts of each stage, expanded to one number per stage."""
 
     def __init__(
         self, memory: Memory, num_stages: int, num_microbatches: int, skips: Sequence[Skip]
@@ -165,11 +170,11 @@ class _Keeper:
         self.passes = any([*self.output, *self.gradient, *memory.skips.values()])
 
     def peak(self, row: Sequence[Action]) -> float:
-        """Return the most that is held at once during the actions of a rank."""
+        """Return the peak memory of a rank over its actions, without weights."""
         return _most(*self.changes(row))
 
     def peak_of_copies(self, row: Sequence[Action]) -> float:
-        """Return the most that a rank has on the host at once."""
+        """Return the peak host memory of a rank's offloaded activations."""
         again = {action[1:3] for action in row if action.op is Op.R}
         added, freed = [0.0] * len(row), [0.0] * len(row)
         for life in kept(row, {Thing.COPY}):
@@ -179,7 +184,7 @@ class _Keeper:
         return _most(added, freed)
 
     def changes(self, row: Sequence[Action]) -> tuple[list[float], list[float]]:
-        """Return what each action of a rank adds as it starts, and what it frees as it ends."""
+        """Return the memory that each action allocates at its start and frees at its end."""
         added, freed = [0.0] * len(row), [0.0] * len(row)
         self._keep(row, added, freed)
         if self.passes:
@@ -187,7 +192,7 @@ class _Keeper:
         return added, freed
 
     def _keep(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
-        """Count what stays with its stage and micro-batch."""
+        """Count the activations that stay with their stage and micro-batch."""
         lives: dict[Thing, list[Life]] = defaultdict(list)
         for life in kept(row):
             lives[life.thing].append(life)
@@ -204,7 +209,7 @@ class _Keeper:
             added[life.first] += amount
             freed[life.last] += amount
         for life in lives[Thing.INPUT_SHARE]:
-            # Freed earlier than all else.
+            # Freed by the input gradient, before the rest.
             early = min(self._whole(life.place, again), self.input_gradient[life.stage])
             early *= self._share(life)
             freed[life.last] += early
@@ -215,7 +220,7 @@ class _Keeper:
             added[life.last] += moved
 
     def moved(self, life: Life, *, recomputes: bool) -> float:
-        """Return how much of a place is on the host while it is away."""
+        """Return the memory that offloading a (stage, micro-batch) pair moves to the host."""
         here = (self.boundary if recomputes else self.forward)[life.stage]
         moved = here if self.offload is None else min(here, self.offload[life.stage])
         return moved * self._share(life)
@@ -224,16 +229,16 @@ class _Keeper:
         return 1.0 if life.microbatch is None else self.shares[life.microbatch]
 
     def _whole(self, place: Place, again: Collection[Place]) -> float:
-        """Return what is kept of a stage micro-batch as its backward starts."""
+        """Return the memory of a (stage, micro-batch) pair at the start of its backward."""
         stage = place[0]
         if place in again:
             return self.boundary[stage] + self.recompute[stage]
         return self.forward[stage]
 
     def _pass(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
-        """Count what goes from one stage to another, on its way."""
+        """Count outputs and gradients in transit between stages, and receive buffers."""
         for life in in_flight(row, self.num_stages, self.skips):
-            assert life.peer is not None, f"{life} goes nowhere"
+            assert life.peer is not None, f"{life} has no consumer"
             amount = self._passed(life.stage, life.peer) * self._share(life)
             added[life.first] += amount
             freed[life.last] += amount
@@ -249,7 +254,7 @@ class _Keeper:
                 freed[life.last] += amount
 
     def _passed(self, source: int, taker: int) -> float:
-        """Return the size of what one stage gives another."""
+        """Return the size of the tensors that one stage passes to another."""
         if taker == source + 1:
             return self.output[source]
         if taker == source - 1:

@@ -1,4 +1,4 @@
-"""Work and depth of a table: how much of it could run at once, on however many ranks."""
+"""Work and depth of a table: the parallelism available on an unlimited number of ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -7,29 +7,29 @@ from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
 from gpipe_hpc.schedule.table.dependencies import dependencies, provides
 from gpipe_hpc.schedule.timeline import Timeline
 
-# What one micro-batch computes: op and stage of each action, and the time that it takes.
+# Compute actions of one micro-batch, by op and stage, with their durations.
 _Chain = Mapping[tuple[Op, int], float]
 _ORDER: Final = {Op.F: 0, Op.R: 1, Op.B: 2, Op.I: 2, Op.W: 3}
 
 
 class Parallelism(NamedTuple):
-    """Work and depth of a step, in the unit of its costs; see `parallelism_of`."""
+    """Work and depth of a step, in the time unit of its costs; see `parallelism_of`."""
 
     work: float
     depth: float
 
     @property
     def average(self) -> float:
-        """Return the average parallelism: work over depth, 0 without work."""
+        """Return the average parallelism: work divided by depth, 0 without work."""
         return self.work / self.depth if self.depth else 0.0
 
 
 def parallelism_of(timeline: Timeline, paces: Sequence[float] = ()) -> Parallelism:
     """Return work and depth of a simulated step.
 
-    Work is the sum of all compute actions. Depth is the longest chain of dependent ones: the time
-    of a step on unlimited ranks with free transfers. `paces` (how many times as long each rank
-    takes; empty: equal) do not count.
+    Work is the total time of all compute actions. Depth is the longest chain of dependent actions:
+    the step time on unlimited ranks with free transfers. `paces`, the relative compute time of each
+    rank (empty: equal), is divided out.
     """
     microbatches: dict[int | None, dict[tuple[Op, int], float]] = {}
     for rank, row in enumerate(timeline.events):
@@ -40,13 +40,13 @@ def parallelism_of(timeline: Timeline, paces: Sequence[float] = ()) -> Paralleli
                 chain = microbatches.setdefault(microbatch, {})
                 chain[op, stage] = (event.end_s - event.start_s) / pace
     work = sum(sum(chain.values()) for chain in microbatches.values())
-    # No micro-batch needs another, and most are alike.
+    # Micro-batches are independent, and most have equal durations.
     chains = {tuple(sorted(chain.items())): chain for chain in microbatches.values()}
     return Parallelism(work, max((_depth(each, timeline) for each in chains.values()), default=0.0))
 
 
 def _depth(chain: _Chain, timeline: Timeline) -> float:
-    """Return the longest chain of a micro-batch: its actions, in an order of the data flow."""
+    """Return the duration of the longest dependency chain of a micro-batch."""
     ends: dict[Action, float] = {}
     for op, stage in sorted(chain, key=_place):
         action = Action(op, stage, 0)
@@ -57,6 +57,6 @@ def _depth(chain: _Chain, timeline: Timeline) -> float:
 
 
 def _place(kind: tuple[Op, int]) -> tuple[int, int]:
-    """Return where an action stands: forwards from the first stage on, backwards from the last."""
+    """Return a data-flow sort key: forwards by stage, then backwards by descending stage."""
     op, stage = kind
     return _ORDER[op], stage if op in (Op.F, Op.R) else -stage

@@ -1,4 +1,4 @@
-"""The schedules known by name."""
+"""Build schedules by name, and look up the names, options and stage counts of schedules."""
 
 import inspect
 import re
@@ -20,13 +20,13 @@ from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 
 _NO_OPTIONS: Final = ("ranks", "microbatches", "within")
 
-# Each takes (ranks, microbatches) and its own options as further keywords.
+# Each function takes (ranks, microbatches) and its own options as further keywords.
 SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
     {**FAMILIES, "auto": auto, "file": from_file}
 )
 
 
-# How papers and other runtimes call them: lower case, letters and digits alone.
+# Names in papers and other runtimes, in lower case with letters and digits only.
 _ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "1f1b": "one_f_one_b",
@@ -45,14 +45,14 @@ _ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def canonical_schedule(name: str) -> str:
-    """Return our name of a schedule as papers and other runtimes spell it; else the name itself."""
+    """Return the name of a schedule here, given a common name; else `name` itself."""
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
     known = {each.replace("_", ""): each for each in SCHEDULES}
     return known.get(bare) or _ALIASES.get(bare, name)
 
 
 def nearest_schedule(name: str) -> str | None:
-    """Return the schedule whose name is most similar, or None."""
+    """Return the schedule with the most similar name, or None."""
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
     known = {**_ALIASES, **{each.replace("_", ""): each for each in SCHEDULES}}
     found = get_close_matches(bare, known, n=1)
@@ -60,7 +60,7 @@ def nearest_schedule(name: str) -> str | None:
 
 
 def _unknown_option(name: str, option: str, known: Sequence[str]) -> ScheduleError:
-    """Return what is wrong, the nearest option, and which schedules have one of that name."""
+    """Return an error that suggests the nearest option, or schedules that have the given one."""
     meant = get_close_matches(option.lower(), known, n=1)
     others = [
         each for each, build in SCHEDULES.items() if option in inspect.signature(build).parameters
@@ -69,8 +69,8 @@ def _unknown_option(name: str, option: str, known: Sequence[str]) -> ScheduleErr
     if not meant and others:
         hint = f"{option} is an option of {', '.join(others)}: "
     return ScheduleError(
-        f"schedule {name!r}: unknown option, expected "
-        f"{'one of ' + ', '.join(known) if known else 'no options'}, got {option!r}; {hint}"
+        f"schedule {name!r}: unknown option {option!r}, expected "
+        f"{'one of ' + ', '.join(known) if known else 'no options'}; {hint}"
         f"correct or remove it (pipeline.options.{option})"
     )
 
@@ -80,7 +80,7 @@ def _options_of(name: str) -> list[str]:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Return the names that `build` knows."""
+    """Return the names that `build` accepts."""
     return tuple(SCHEDULES)
 
 
@@ -94,23 +94,27 @@ def build(
     within: Callable[[Placement], Within] | None = None,
     **options: Any,
 ) -> Schedule:
-    """Build the bare table of a named schedule.
+    """Build the compute-only table of a named schedule.
 
     Args:
-        name: one of `schedule_names()`.
-        ranks, microbatches: of one pipeline's step.
+        name: one of `schedule_names()`, or its name in a paper or another runtime.
+        ranks: number of ranks of one pipeline.
+        microbatches: number of micro-batches per step of one pipeline.
         recompute: ``always``, ``except_last`` or ``never``.
+        within: memory limits of the ranks of a placement, for ``auto`` only.
         options: keywords of the schedule.
-        within: what ranks may hold, for ``auto`` only.
+
+    Raises:
+        ScheduleError: the name, an option or a number is invalid.
     """
     name = _checked(name, ranks, microbatches, options)
     if within is not None:
-        if name != "auto" or not callable(within):  # typed as if it were an option
+        if name != "auto" or not callable(within):  # a user passed it as an option
             raise _unknown_option(name, "within", _options_of(name))
         options = {**options, "within": within}
     bare = SCHEDULES[name](ranks=ranks, microbatches=microbatches, **options)
     if Op.R in bare.ops:
-        return bare  # a file that places recomputation itself
+        return bare  # a file that contains recomputation
     return add_recompute(bare, recompute)
 
 
@@ -126,13 +130,13 @@ def num_stages(name: str, *, ranks: int, microbatches: int, **options: Any) -> i
 
 
 def _checked(name: str, ranks: int, microbatches: int, options: Mapping[str, Any]) -> str:
-    """Return our name of a schedule; refuse unknown ones, and options that it has not."""
+    """Return the canonical name of a schedule; raise for unknown names and options."""
     name = canonical_schedule(name)
     if name not in SCHEDULES:
         meant = nearest_schedule(name)
         hint = f"; did you mean {meant}?" if meant else ""
         raise ScheduleError(
-            f"schedule: unknown name, expected one of {', '.join(SCHEDULES)}, got {name!r}{hint}"
+            f"schedule: unknown name {name!r}, expected one of {', '.join(SCHEDULES)}{hint}"
         )
     known = _options_of(name)
     for option in options:
@@ -173,7 +177,7 @@ def _read(ranks: int, microbatches: int, path: str) -> int:
     return from_file(ranks, microbatches, path).num_stages
 
 
-# Of those that do not have as many stages as ranks; each takes what `SCHEDULES` take.
+# Number of stages, where it differs from the number of ranks; same arguments as `SCHEDULES`.
 _NUM_STAGES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
     {
         "looped_bfs": partial(_by_option, "looped_bfs", "stages_per_rank", 1),

@@ -1,4 +1,4 @@
-"""The simulator: when each action of a table would run, given what actions cost."""
+"""Simulator of schedule tables: start and end of each action, given the costs of actions."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -30,20 +30,23 @@ from gpipe_hpc.schedule.timeline import Event, Timeline
 
 @collector_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Simulate a table, bare or lowered, with the same compute times. Raise for a deadlock.
+    """Simulate a table, compute-only or lowered, and return its timeline.
 
-    - A rank runs its actions in order, each once its inputs are there.
-    - Sends are buffered and take no time of the rank. Transfers from one rank to another run one
-      after another, each from the end of what made the value.
-    - Reductions overlap with compute, one at a time per rank; that of a mirrored stage starts when
-      all holders are ready.
-    - ``OFFLOAD`` and ``FETCH`` are copies in parallel with compute, one at a time per rank. A user
-      of fetched activations waits for the copy; the second compute action after an ``OFFLOAD``
-      waits until that copy is done.
-    - ``UNSHARD`` ends when the parameters are there; gathering begins with the step, one bucket
-      after another per rank.
+    - A rank runs its actions in order, each once its inputs are available.
+    - Sends are buffered and take no time of the rank. Transfers between two ranks in one direction
+      run one after another, each once its value is made.
+    - Reductions overlap with compute, one at a time per rank; the reduction of a stage held by
+      several ranks starts when all of them are ready.
+    - ``OFFLOAD`` and ``FETCH`` are copies in parallel with compute, one at a time per rank. An
+      action that uses fetched activations waits for the copy; the second compute action after an
+      ``OFFLOAD`` waits until that copy is done.
+    - ``UNSHARD`` ends when the parameters are available; the all-gathers start with the step, one
+      bucket after another per rank.
 
     Takes time linear in the number of actions.
+
+    Raises:
+        ScheduleError: the table deadlocks.
     """
     if (schedule.overlaps or schedule.skips) and not schedule.is_lowered:
         return _compute_of(simulate(lower(schedule), costs))
@@ -56,27 +59,27 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _compute_of(timeline: Timeline) -> Timeline:
-    """Return a timeline without communication."""
+    """Return a timeline without its communication."""
     bare = COMPUTE | COPIES
     rows = (tuple(each for each in row if each.action.op in bare) for row in timeline.events)
     return replace(timeline, events=tuple(rows))
 
 
 class _Step(NamedTuple):
-    """What all actions of one op and stage have in common."""
+    """Properties shared by all actions of one op and stage."""
 
     duration: float
     computes: bool
-    # The stage whose action needs the value, -1 for none; and the boundary or skip it goes over.
+    # Stage that uses the value, or -1; and the boundary or skip of the transfer.
     destination: int
     way: int | Skip
 
 
 class Clock:
-    """The times of all nodes of one pipeline: first `run`, then `reduce`."""
+    """Simulated times of all nodes of one pipeline; call `run` first, then `reduce`."""
 
     def __init__(self, graph: Precedence, costs: Costs) -> None:
-        """Resolve the costs of the ops that the table has."""
+        """Look up the costs of all ops in the table."""
         self.graph, self.costs = graph, costs
         self.steps = _steps(graph, costs)
         self.transfer_time = costs.transfer_times(graph.schedule.num_stages)
@@ -86,7 +89,7 @@ class Clock:
         self.ends = [0.0] * graph.num_nodes
         self.arrivals = [0.0] * graph.num_nodes
         self.link_free_at: dict[tuple[int, int], float] = {}
-        # When each copy, or gathering, is done, and each rank free for another.
+        # End of each copy or all-gather, and the times when ranks are free for the next one.
         self.copied_at: dict[int, float] = {}
         self.copier_free_at = [0.0] * graph.schedule.num_ranks
         self.gatherer_free_at = [0.0] * graph.schedule.num_ranks
@@ -97,7 +100,7 @@ class Clock:
         }
 
     def run(self, order: Iterable[int]) -> None:
-        """Give all nodes their times, in an order that respects their waits."""
+        """Compute the times of all nodes, given in an order that respects their waits."""
         graph = self.graph
         which, numbers, ranks, waits = graph.which, graph.numbers, graph.ranks, graph.waits
         of_kind = [(kind[0], self.steps[kind]) for kind in graph.kinds]
@@ -106,7 +109,7 @@ class Clock:
         copied_at, shares, paces = self.copied_at, self.shares, self.paces
         num_ranks = self.graph.schedule.num_ranks
         free_at = [0.0] * num_ranks
-        # When the last copy to the host is over: of all, and of those that compute waits for next.
+        # End of the last copy to the host: of all copies, and of those that compute waits for next.
         left_at, gone_at = [0.0] * num_ranks, [0.0] * num_ranks
         offloads = any(op is Op.OFFLOAD for op, _ in of_kind)
         for node in order:
@@ -142,7 +145,9 @@ class Clock:
                 self._transfer(node, destination, way)
 
     def _bare_forwards(self) -> dict[int, float]:
-        """Return what forwards take whose micro-batch is recomputed, where that is another time."""
+        """Return the durations of forwards whose micro-batch is recomputed, if they differ from
+        others.
+        """
         if self.costs.bare_forward is None:
             return {}
         makers = self.graph.makers
@@ -156,7 +161,7 @@ class Clock:
         }
 
     def _copy(self, node: int, duration: float) -> None:
-        """Copy once the rank comes to it and its copy before is done."""
+        """Run a copy once the rank reaches it and its previous copy is done."""
         rank = self.graph.ranks[node]
         begin = max(self.starts[node], self.copier_free_at[rank])
         end = begin + duration
@@ -164,7 +169,7 @@ class Clock:
         self.copied_at[node] = self.copier_free_at[rank] = end
 
     def _gather(self, node: int) -> None:
-        """Gather from the step's start on, once the bucket before is there."""
+        """Run an all-gather from the start of the step, after that of the previous bucket."""
         rank, action = self.graph.ranks[node], self.graph.action(node)
         begin = self.gatherer_free_at[rank]
         end = begin + self.gather_times[action.stage, rank][action.bucket or 0]
@@ -172,7 +177,7 @@ class Clock:
         self.copied_at[node] = self.gatherer_free_at[rank] = end
 
     def _transfer(self, node: int, destination: int, way: int | Skip) -> None:
-        """Move a value once it is made and the link is free; not within a rank."""
+        """Transfer a value to another rank once it is made and the link is free."""
         graph = self.graph
         rank, action = graph.ranks[node], graph.action(node)
         assert action.microbatch is not None, f"{action} has no micro-batch"
@@ -186,7 +191,7 @@ class Clock:
             self.starts[node], self.ends[node] = begin, end
 
     def ready(self, order: list[list[int]]) -> list[list[float]]:
-        """Return when each holder of each reduction is ready for it; reductions as in `order`."""
+        """Return the time when each rank of each reduction in `order` is ready for it."""
         parts = self._bucket_parts(order)
         return [
             [self._complete(node, parts) for node in nodes]
@@ -196,7 +201,7 @@ class Clock:
         ]
 
     def reduce(self, order: list[list[int]], ready: list[list[float]]) -> None:
-        """Give the reductions their times, each once its holders are `ready` and free."""
+        """Compute the times of reductions, each once all its ranks are `ready` and free."""
         num_stages = self.graph.schedule.num_stages
         totals = self.costs.of_reduction(num_stages)
         latencies = self.costs.of_reduction_latency(num_stages)
@@ -212,12 +217,12 @@ class Clock:
                 free_at[rank] = end
 
     def _bucket_parts(self, order: list[list[int]]) -> dict[Kind, list[float]]:
-        """Return which part of its stage's reduction each bucket is, by op and stage."""
+        """Return the share of each bucket in its stage's reduction, by op and stage."""
         numbers = Counter(kind_of(self.graph.action(nodes[0])) for nodes in order)
         return {kind: self.costs.of_buckets(kind[1], count) for kind, count in numbers.items()}
 
     def _complete(self, node: int, parts: dict[Kind, list[float]]) -> float:
-        """Return when a bucket is complete: once its stage's last backward has come so far."""
+        """Return the time when a bucket is complete: at its share of the stage's last backward."""
         last = max(self.graph.waits[node], default=None)
         if last is None:
             return self.starts[node]
@@ -227,7 +232,7 @@ class Clock:
         return start + (end - start) * come
 
     def timeline(self) -> Timeline:
-        """Return the events; a ``RECV`` ends when its value is there."""
+        """Return the timeline; a ``RECV`` ends when its value arrives."""
         graph, schedule = self.graph, self.graph.schedule
         for kind, column in graph.makers.items():
             if kind[0] in RECEIVES:
@@ -247,7 +252,7 @@ class Clock:
 
 
 def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
-    """Return what to do for each op and stage of a table."""
+    """Return the properties of each kind of action in a table."""
     num_stages = graph.schedule.num_stages
     kinds = set(graph.kinds)
     durations = {
@@ -269,10 +274,13 @@ def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
 
 
 def _destinations(graph: Precedence, kinds: set[Kind]) -> dict[Kind, int]:
-    """Return where values go: of ``SEND``s, or in a bare table of the ops that make them."""
+    """Return the destination stage of each kind of action that sends a value.
+
+    In a table without transfers, these are the actions that make values for other stages.
+    """
     if graph.schedule.is_lowered:
         return {kind: counterpart(action_of(kind)).stage for kind in kinds if kind[0] in SENDS}
-    assert not graph.schedule.skips, "a value with several destinations is timed in a lowered table"
+    assert not graph.schedule.skips, "tables with skips must be lowered before simulation"
     takers: dict[Kind, int] = {}
     for kind in kinds:
         if kind[0] not in REDUCTIONS:

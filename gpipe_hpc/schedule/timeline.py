@@ -1,4 +1,4 @@
-"""The timeline: when each rank ran what, simulated or measured."""
+"""The timeline of a step, simulated or measured: when each rank ran each action."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,18 +10,18 @@ from gpipe_hpc.schedule.table.schedule import Skip
 
 
 def idle_share(busy: float, num_ranks: int, span: float) -> float:
-    """Return the bubble: idle time of all ranks over their total time.
+    """Return the bubble: idle time of all ranks divided by their total time.
 
     `busy` is the compute time of all ranks together; `span` is the time from the first action of
-    any rank to the end of the last, which every rank has. 0 if no time passed. Some papers divide
-    by the ideal time; their numbers are larger.
+    any rank to the end of the last action of any. Returns 0 if no time passed. Some papers divide
+    by the ideal time instead, which gives larger numbers.
     """
     total = num_ranks * span
     return 1.0 - busy / total if total > 0 else 0.0
 
 
 class Event(NamedTuple):
-    """One executed action; times in the unit of the simulated costs, or seconds."""
+    """One executed action; times in seconds, or in the unit of the simulated costs."""
 
     rank: int
     action: Action
@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """Return how long it took."""
+        """Return the duration."""
         return self.end_s - self.start_s
 
 
@@ -38,8 +38,8 @@ class Event(NamedTuple):
 class Timeline:
     """The events of one step, rank by rank, in the order of the table.
 
-    Communication may overlap with compute. Times of a ``SEND`` are those of the transfer, times of
-    a ``RECV`` from its post to the arrival. The clock may start anywhere.
+    Communication may overlap with compute. A ``SEND`` lasts as long as its transfer, a ``RECV``
+    from its post to the arrival. The origin of the time axis is arbitrary.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -55,7 +55,7 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """Return when the first event starts."""
+        """Return the start of the first event."""
         return min((event.start_s for row in self.events for event in row), default=0.0)
 
     @cached_property
@@ -66,7 +66,7 @@ class Timeline:
 
     @cached_property
     def end_of_compute(self) -> float:
-        """Return the time at which the last compute action ends."""
+        """Return the end of the last compute action."""
         ends = (e.end_s for row in self.events for e in row if e.action.op in COMPUTE)
         return max(ends, default=self.start_s)
 
@@ -80,13 +80,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the bubble of all ranks; see `idle_share`."""
+        """Return the idle share of the total time of all ranks; see `idle_share`."""
         return idle_share(sum(self.busy), self.num_ranks, self.makespan)
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Return for each rank the most micro-batches of one stage that it keeps at once.
+        """Return the largest number of kept (stage, micro-batch) pairs per rank.
 
-        Counted in the order of the table, from ``F`` to the end of ``B`` or ``W``.
+        Counted in table order, from ``F`` to the end of ``B`` or ``W``.
         """
         return tuple(peak_activations([event.action for event in row]).size for row in self.events)

@@ -1,4 +1,4 @@
-"""What an event of a timeline waited for, and why, read off the data flow and the times."""
+"""Causes of waiting in a timeline: which value each event waited for, and when it was available."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from gpipe_hpc.schedule.timeline import Event, Timeline
 
 
 class Transfer(NamedTuple):
-    """A value that crossed ranks: who made it, its ``SEND``, who used it."""
+    """A value sent between ranks: its maker, its ``SEND``, and the event that used it."""
 
     maker: Event
     send: Event
@@ -25,9 +25,13 @@ class Transfer(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A need: who made it, if recorded the ``SEND`` or ``FETCH`` it came by, and what it is.
+    """A dependency of an event.
 
-    Of memory that a copy to the host leaves: the forward, its ``OFFLOAD``, and that copy.
+    Attributes:
+        maker: the event that made the value.
+        send: the recorded ``SEND`` or ``FETCH`` that delivered it, or None. For memory that an
+            offload must free first: its ``OFFLOAD``.
+        thing: the kind of value.
     """
 
     maker: Event
@@ -36,23 +40,23 @@ class Wait(NamedTuple):
 
     @property
     def over_s(self) -> float:
-        """Return when the value was there."""
+        """Return the time when the value was available."""
         return self.maker.end_s if self.send is None else self.send.end_s
 
 
 class DataFlow:
-    """The events of a timeline by what they provide."""
+    """The data flow between the recorded events of a timeline."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """Index all events but reductions, which nobody waits for."""
+        """Index all events except reductions, for which no other event waits."""
         self._timeline = timeline
         self._gathers: dict[tuple[int, int], list[Event]] = {}
         self._makers: dict[Action, Event] = {}
         self._of_kind: dict[tuple[Op, int], tuple[Need, ...]] = {}
-        self._offloads: dict[Action, Event] = {}  # that an action of compute waits for the end of
+        self._offloads: dict[Action, Event] = {}  # offload that a compute action waits for
         for row in timeline.events:
-            last: Event | None = None  # since the last action of compute; and before that
-            due: Event | None = None
+            last: Event | None = None  # offload since the last compute action
+            due: Event | None = None  # offload before that
             for event in row:
                 if event.action.op is Op.UNSHARD:
                     place = event.action.stage, event.rank
@@ -67,9 +71,9 @@ class DataFlow:
                     self._makers.update(dict.fromkeys(provides(event.action), event))
 
     def waits(self, event: Event) -> Iterator[Wait]:
-        """Yield all that an event needs and that was recorded."""
+        """Yield the recorded dependencies of an event."""
         for maker, thing in self._needs(event):
-            # Of what was fetched, its forward is the maker.
+            # The maker of fetched activations is their forward.
             forward = None
             if maker.action.op is Op.FETCH:
                 forward = self._makers.get(maker.action._replace(op=Op.F))
@@ -84,7 +88,7 @@ class DataFlow:
                 yield Wait(forward, offload, Thing.COPY)
 
     def waited_for(self, event: Event) -> Wait | None:
-        """Return the last of an event's needs to be there; None if it has none."""
+        """Return the dependency of an event that was available last, or None if it has none."""
         last: Wait | None = None
         for wait in self.waits(event):
             if last is None or wait.over_s >= last.over_s:
@@ -92,7 +96,7 @@ class DataFlow:
         return last
 
     def transfers(self) -> Iterator[Transfer]:
-        """Yield the transfers whose ``SEND`` was recorded, by their user."""
+        """Yield the transfers whose ``SEND`` was recorded, ordered by their users."""
         for row in self._timeline.events:
             for event in row:
                 if event.action.op in CONSUMERS:

@@ -1,6 +1,6 @@
-"""`python -m gpipe_hpc.verify`: compare a run in its layout with one plain process.
+"""`python -m gpipe_hpc.verify`: compare training in a layout with training in one plain process.
 
-`plain` is a plain training loop that imports nothing of the engine; `watching` records what layers
-make of each micro-batch; `comparing` says how close two numbers are; `judging` compares each step;
-`run` combines them.
+`plain` is a plain training loop that imports nothing from the engine; `watching` records the
+outputs of layers for each micro-batch; `comparing` classifies differences; `judging` compares each
+step; `run` combines them.
 """

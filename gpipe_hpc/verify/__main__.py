@@ -1,4 +1,4 @@
-"""The entry point of `python -m gpipe_hpc.verify`."""
+"""Entry point of `python -m gpipe_hpc.verify`."""
 
 import sys
 
@@ -10,10 +10,10 @@ DIFFERENT_EXIT_CODE = 3
 
 
 def main() -> None:
-    """Compose the settings from the command line, compare the layout with plain training, exit.
+    """Parse the settings of the command line, compare the layout with plain training, and exit.
 
-    Exit codes: 0 the same training, 1 failed, 2 settings that cannot work, 3 another training.
-    Of a sweep (-m) the first that is not 0.
+    Exit codes: 0 equal training, 1 failure, 2 invalid settings, 3 different training. A sweep (-m)
+    exits with the first code that is not 0.
     """
     sys.exit(run_jobs(_task, "verify"))
 

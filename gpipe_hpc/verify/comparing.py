@@ -1,4 +1,4 @@
-"""How two trainings compare: to the bit, within what an order of sums explains, or not at all."""
+"""Compare two trainings: bitwise equal, equal except for the order of summation, or different."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Verdict(IntEnum):
-    """How near two numbers are."""
+    """Result of a comparison of two tensors."""
 
     EXACT = 0
     ROUNDING = 1
@@ -18,17 +18,17 @@ class Verdict(IntEnum):
 
 @dataclass
 class Compared:
-    """One line of the report: how many tensors were compared, and which is the farthest off."""
+    """One line of the report: the number of compared tensors and the largest difference."""
 
     what: str
     count: int = 0
     verdict: Verdict = Verdict.EXACT
-    distance: float = 0.0  # relative: largest difference over largest magnitude
-    where: str = ""  # the first of the worst verdict
+    distance: float = 0.0  # largest difference relative to the largest magnitude
+    where: str = ""  # name of the first tensor with the worst verdict
     num_off: int = 0
 
     def add(self, name: str, ours: Tensor | None, theirs: Tensor | None, bound: float) -> None:
-        """Compare one tensor. `bound`: the largest difference that rounding explains."""
+        """Compare one tensor; `bound` is the largest difference that rounding explains."""
         self.count += 1
         verdict, distance = compare(ours, theirs, bound)
         self.num_off += verdict is not Verdict.EXACT
@@ -38,7 +38,7 @@ class Compared:
             self.distance = max(self.distance, distance)
 
     def __str__(self) -> str:
-        """Return the line's words."""
+        """Return the result as text."""
         if not self.count:
             return "none"
         if self.verdict is Verdict.EXACT:
@@ -50,7 +50,7 @@ class Compared:
 
 
 def compare(ours: Tensor | None, theirs: Tensor | None, bound: float) -> tuple[Verdict, float]:
-    """Return how near two tensors are, and their largest difference over their magnitude."""
+    """Return the verdict on two tensors, and their largest difference relative to the magnitude."""
     if ours is None or theirs is None:
         return (Verdict.EXACT, 0.0) if ours is theirs else (Verdict.DIFFERENT, float("inf"))
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
@@ -63,7 +63,7 @@ def compare(ours: Tensor | None, theirs: Tensor | None, bound: float) -> tuple[V
     difference = float((ours.to(wide) - theirs.to(wide)).abs().max())
     size = float(theirs.to(wide).abs().max())
     distance = difference / size if size else float("inf")
-    # A comparison with NaN is False: not rounding.
+    # A comparison with NaN is False, which gives DIFFERENT.
     return (Verdict.ROUNDING if difference <= bound else Verdict.DIFFERENT), distance
 
 
@@ -75,20 +75,20 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
 
 @dataclass
 class Report:
-    """What was compared, line by line, over all steps."""
+    """Results of all comparisons over all steps, one line per kind of tensor."""
 
     heading: str
     lines: dict[str, Compared] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    first: str = ""  # where the first difference is
+    first: str = ""  # location of the first difference
 
     def line(self, what: str) -> Compared:
-        """Return the line of a name, new ones behind those there are."""
+        """Return the line with a given name, appending it if it is new."""
         return self.lines.setdefault(what, Compared(what))
 
     @property
     def is_same(self) -> bool:
-        """Say whether nothing differed by more than rounding."""
+        """Return whether nothing differs by more than rounding."""
         return all(each.verdict is not Verdict.DIFFERENT for each in self.lines.values())
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ def add_all(
     bounds: Mapping[str, float],
     names: Iterable[str] | None = None,
 ) -> None:
-    """Compare tensors by name; a name that only one side has is a difference."""
+    """Compare tensors by name; a name that only one side has counts as a difference."""
     for name in names if names is not None else ours:
         if name not in theirs:
             line.add(name, ours[name], None, 0.0)

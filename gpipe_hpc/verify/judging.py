@@ -1,4 +1,4 @@
-"""Who holds each step of a layout against the plain training, on rank 0."""
+"""Comparison of each training step of a layout with the plain training, on rank 0."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,18 +20,18 @@ from gpipe_hpc.verify.plain import AUTOCAST, Layout, PlainStep, PlainTraining
 from gpipe_hpc.verify.watching import Kind, Observations
 
 Facts = dict[str, Any]
-"""What a rank says of a step, see `run_step`."""
+"""Results that a rank reports of a step, see `run_step`."""
 
 Piece = tuple[Nest, Nest, int]
 """Inputs, targets and the number of samples of a micro-batch."""
 
-_SLACK: Final = 16  # in units of the last place of the largest sum
-_ONE_SUM: Final = 32  # times that, where one kernel sums a whole batch
-_OTHER_KERNELS: Final = 4096  # the same, where layers run other kernels than the plain ones
+_SLACK: Final = 16  # in units in the last place (ulp) of the largest sum
+_ONE_SUM: Final = 32  # factor on this if one kernel sums a whole batch
+_OTHER_KERNELS: Final = 4096  # in ulp, if layers run different kernels than the plain training
 
 
 class Judge:
-    """The plain training beside a layout's, and the report on both."""
+    """Runs the plain training next to the layout's and records the comparison in `report`."""
 
     def __init__(self, config: Config, session: Session, start: Sequence[Facts]) -> None:
         pipe = session.pipe
@@ -56,15 +56,15 @@ class Judge:
         self.report = Report(_heading(config, pipe))
         self.observed = Observations()
         self._pieces: list[Piece] = []
-        self._uncut: list[Piece] = []  # each replica's
-        self._targets: list[Nest] = []  # of each, with the marks of what is not cut
+        self._uncut: list[Piece] = []  # the undivided batch of each replica
+        self._targets: list[Nest] = []  # of each replica, with marks of tensors that are not split
         self._order_effect = 0.0
-        self._outputs: list[Nest] = []  # of the model, by global micro-batch
-        self._whole: list[tuple[float, float | None]] = []  # by step: in pieces, and at once
+        self._outputs: list[Nest] = []  # outputs of the model, by global micro-batch
+        self._whole: list[tuple[float, float | None]] = []  # loss by step: in pieces, and at once
         self._begin(start, all(isinstance(layer, LayerSpec) for layer in layers))
 
     def _begin(self, start: Sequence[Facts], is_described: bool) -> None:
-        """Take over the weights that the layout starts from; those of specs must be ours."""
+        """Copy the layout's initial weights; those of LayerSpecs must equal the plain ones."""
         weights = _merged(start, "weights")
         if is_described:
             line = self.report.line("initial weights")
@@ -74,7 +74,7 @@ class Judge:
 
     @property
     def first_line(self) -> str:
-        """Return the first line of the report that differs."""
+        """Return the name of the first line of the report that differs, or ""."""
         differing = (
             w for w, each in self.report.lines.items() if each.verdict is Verdict.DIFFERENT
         )
@@ -82,11 +82,11 @@ class Judge:
 
     @property
     def first_name(self) -> str:
-        """Return the name of the first tensor that differs in that line."""
+        """Return the name of the first tensor that differs in that line, or ""."""
         return self.report.lines[self.first_line].where if self.first_line else ""
 
     def step(self, facts: Sequence[Facts]) -> bool:
-        """Run the same step plainly and compare; say whether the two are the same so far."""
+        """Run the same step in the plain training; return whether all steps agree so far."""
         first = facts[0]
         self._pieces = self._cut(facts)
         self.observed = Observations()
@@ -108,18 +108,18 @@ class Judge:
             self._outputs.append(map_tensors(lambda tensor: tensor.detach(), nest))
 
     def _whole_loss(self) -> float | None:
-        """Return the loss function's value of the whole batch; None if it has none."""
+        """Return the loss of the whole batch in one call, or None if it cannot be computed."""
         sizes = [size for *_, size in self._pieces if size]
         try:
             outputs = _joined(list(zip(self._outputs, sizes, strict=True)))
             return self._plain.whole_loss(outputs, put_together(self._targets, "targets"))
-        except Exception:  # of what cannot be put together, or of the user's loss
+        except Exception:  # outputs that cannot be concatenated, or an error in the user's loss
             return None
         finally:
             self._outputs = []
 
     def _compare_whole(self) -> None:
-        """Hold the loss in pieces, which the layout has, against that of the batch at once."""
+        """Compare the loss summed over micro-batches with that of the whole batch."""
         low = AUTOCAST.get(self._config.train.precision)
         slack = _ONE_SUM * self._slack if low is None else 4 * torch.finfo(low).eps
         line = Compared("loss of the whole batch at once")
@@ -138,7 +138,7 @@ class Judge:
     def end(
         self, loss: float, states: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> None:
-        """Compare an evaluation, and what a checkpoint brought back."""
+        """Compare an evaluation, and the state that a checkpoint restores."""
         self._compare_whole()
         plain = self._plain.evaluate(self._pieces)
         self._number("loss of an evaluation", loss, plain)
@@ -147,7 +147,7 @@ class Judge:
         line = self.report.line("what a checkpoint brings back")
         kept: dict[str, Any] = {}
         for saved, _ in reversed(states):
-            kept |= saved  # where copies may differ (buffers=each) a checkpoint has the first's
+            kept |= saved  # if replicas may differ (buffers=each), a checkpoint has the first's
         for rank, (saved, loaded) in enumerate(states):
             for name in saved:
                 line.add(f"{name} (rank {rank})", *_as_tensors(loaded.get(name), kept[name]), 0.0)
@@ -161,7 +161,7 @@ class Judge:
             self.report.first = f"first seen in {self.first_line} ({self.first_name})"
 
     def _cut(self, facts: Sequence[Facts]) -> list[Piece]:
-        """Return the global micro-batches: what ranks were given, cut as they cut it."""
+        """Return the global micro-batches, split from each rank's batch as the rank does."""
         pieces: list[Piece] = []
         self._uncut, self._targets = [], []
         given = [self._by_replica(facts, what) for what in ("inputs", "targets")]
@@ -178,10 +178,10 @@ class Judge:
         return pieces
 
     def _compare_uncut(self, loss: float) -> None:
-        """Note a loss that is another one if the batch of a replica is not cut."""
+        """Add a note to the report if the loss changes when a replica's batch is not split."""
         try:
             uncut = self._plain.evaluate(self._uncut)
-        except Exception as error:  # whatever the user's layers raise
+        except Exception as error:  # user layers may raise anything
             shown = f"{type(error).__name__}: {error}"
             self.report.notes.append(f"Batches were compared as they are cut alone: uncut, {shown}")
             return
@@ -196,7 +196,7 @@ class Judge:
         )
 
     def _first_mixing(self) -> str:
-        """Say which layer's output for a sample first depends on the other samples."""
+        """Return a sentence that names the first layer whose output depends on the split."""
         ours, theirs = (self._by_layer(pieces) for pieces in (self._pieces, self._uncut))
         for layer, name in enumerate(self.layer_names):
             pairs = zip(ours[layer], theirs[layer], strict=True)
@@ -207,7 +207,7 @@ class Judge:
         return "Outputs of layers do not."
 
     def _by_layer(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:
-        """Return the floating-point outputs of each layer for all samples, put together."""
+        """Return the floating-point outputs of each layer for all samples, concatenated."""
         found: list[list[list[Tensor]]] = [[] for _ in self.layer_names]
 
         def watch(layer: int, g: int, nest: Nest) -> None:
@@ -249,7 +249,7 @@ class Judge:
                     self._order_effect = max(self._order_effect, float(apart / size))
 
     def _compare_update(self, facts: Sequence[Facts]) -> None:
-        """Clip and update with the layout's own gradients: each step is judged by itself."""
+        """Clip and update the plain weights with the gradients of the layout."""
         own = _merged(facts, "gradients")
         parameters = self._plain.parameters
         for name, parameter in parameters.items():
@@ -283,7 +283,7 @@ class Judge:
 
     @property
     def _cut_slack(self) -> float:
-        """Return the same where layers run other kernels, as for another number of samples."""
+        """Return the relative rounding bound if layers run different kernels."""
         kernels = AUTOCAST.get(self._config.train.precision)
         if kernels is not None:
             return 4 * torch.finfo(kernels).eps
@@ -291,8 +291,8 @@ class Judge:
 
     @property
     def _slack(self) -> float:
-        """Return the largest rounding, relative to the magnitudes that were summed."""
-        # Gradients are added up in the dtype of the weights, whatever forwards compute in.
+        """Return the largest rounding error relative to the magnitudes that were summed."""
+        # Gradients are accumulated in the dtype of the weights, for any precision of forwards.
         kinds = {p.dtype for p in self._plain.parameters.values()} or {torch.float32}
         eps = max(torch.finfo(dtype).eps for dtype in kinds)
         train = self._config.train
@@ -320,7 +320,7 @@ def _heading(config: Config, pipe: Any) -> str:
 
 
 def _merged(facts: Sequence[Facts], what: str) -> dict[str, Any]:
-    """Return what ranks have, by name; that of the first rank where several have it."""
+    """Merge named values of all ranks; the first rank that has a name wins."""
     merged: dict[str, Any] = {}
     for each in facts:
         merged = each[what] | merged
@@ -328,13 +328,13 @@ def _merged(facts: Sequence[Facts], what: str) -> dict[str, Any]:
 
 
 def _seed(weight: float) -> Tensor:
-    """Return the power of two below 1 / weight that backward starts from, float64[]."""
+    """Return the initial gradient of backward: the power of two below 1 / weight, float64[]."""
     number = torch.tensor(weight if weight > 0 else 1.0, dtype=torch.float64)
     return torch.ldexp(torch.ones_like(number), -torch.frexp(number).exponent)
 
 
 def _joined(outputs: Sequence[tuple[Nest, int]]) -> Nest:
-    """Return outputs put together by samples; each has so many, or some rows of each sample."""
+    """Concatenate outputs along samples; each has one row, or several, per sample."""
     flat = [flatten(nest, lists_of(size)) for nest, size in outputs]
 
     def joined(column: Sequence[Any]) -> Any:
@@ -352,7 +352,7 @@ def _number(value: float | None) -> Tensor:
 
 
 def _as_tensors(ours: Any, theirs: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return two values as tensors to compare; values that are none compare as 1 and 0 or 1."""
+    """Return two values as tensors to compare; other values become 1 if equal, else 0, and 1."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours, theirs
     return torch.tensor(int(_alike(ours, theirs))), torch.tensor(1)

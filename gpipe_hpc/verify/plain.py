@@ -1,10 +1,10 @@
-"""The plain training that a layout is held against: layer by layer, micro-batch by micro-batch.
+"""The reference training that a layout is compared with: one layer and micro-batch at a time.
 
-It knows of a layout only what decides about the order of sums and about state: which copy of a
-layer runs which micro-batch, and in which order a rank adds up gradients. Nothing of the engine
-runs here, except what finds the generators of a layer. Legend: r a replica, k a rank of the
-pipeline, m a micro-batch of one replica, M their number, g = r M + m its index in the global
-batch; a strand (r, k) is one rank.
+It uses only those properties of a layout that determine the order of summation and state: which
+replica of a layer runs each micro-batch, and the order in which a rank accumulates gradients. It
+imports nothing from the engine, except the function that finds the generators of a layer. Notation:
+r is a replica, k a rank of the pipeline, m a micro-batch of one replica, M their number, g = r M +
+m its index in the global batch; a strand (r, k) is one rank.
 """
 
 import copy
@@ -43,10 +43,10 @@ from gpipe_hpc.schedule import Op, Schedule
 from gpipe_hpc.verify.statistics import PlainStatistics
 
 Strand = tuple[int, int]
-"""A replica and a rank of its pipeline."""
+"""A rank, given as (replica, rank of its pipeline)."""
 
 Watcher = Callable[[int, int, Nest], None]
-"""Takes a layer's index, the index of the global micro-batch, and the layer's output."""
+"""Called with the index of a layer, the index of the global micro-batch, and the output."""
 
 _LOW: Final = (torch.bfloat16, torch.float16)
 AUTOCAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,14 +54,14 @@ AUTOCAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Layout:
-    """What of a layout decides about sums and state: the cut, and the table of each replica."""
+    """The properties of a layout that determine sums and state: partition and schedule tables."""
 
     schedules: tuple[Schedule, ...]
     counts: tuple[int, ...]
 
     @property
     def portions(self) -> MicrobatchSplit:
-        """Return the micro-batches of each replica."""
+        """Return the division of the global micro-batches over replicas."""
         return MicrobatchSplit.of_counts(schedule.num_microbatches for schedule in self.schedules)
 
     @property
@@ -70,12 +70,12 @@ class Layout:
         return [stage for stage, count in enumerate(self.counts) for _ in range(count)]
 
     def strand(self, stage: int, microbatch: int) -> Strand:
-        """Return who runs a stage for a global micro-batch."""
+        """Return the rank that runs a stage for a global micro-batch."""
         replica, own = self.portions.owner(microbatch)
         return replica, self.schedules[replica].placement.rank_of(stage, own)
 
     def strands(self, stage: int) -> list[Strand]:
-        """Return all copies of a stage, by world rank."""
+        """Return all ranks that hold a stage, sorted by world rank."""
         return [
             (replica, rank)
             for replica, schedule in enumerate(self.schedules)
@@ -83,7 +83,7 @@ class Layout:
         ]
 
     def order(self, stage: int, strand: Strand) -> list[int]:
-        """Return the global micro-batches in the order in which a copy adds up gradients."""
+        """Return the global micro-batches in a rank's order of gradient accumulation."""
         replica, rank = strand
         row = self.schedules[replica].ranks[rank]
         split = {a.microbatch for a in row if a.op is Op.W and a.stage == stage}
@@ -99,7 +99,7 @@ class Layout:
 
 @dataclass
 class Sum:
-    """A parameter's gradients on one rank, added up in the order of the table."""
+    """Gradient of a parameter on one rank, accumulated in the order of the table."""
 
     order: Sequence[int]
     total: Tensor | None = None
@@ -107,7 +107,7 @@ class Sum:
     _waiting: dict[int, Tensor | None] = field(default_factory=dict)
 
     def add(self, microbatch: int, gradient: Tensor | None) -> None:
-        """Take a micro-batch's gradient; it is added once those ahead of it in the table are."""
+        """Add the gradient of a micro-batch once those before it in the table have been added."""
         self._waiting[microbatch] = gradient
         while self._next < len(self.order) and self.order[self._next] in self._waiting:
             ready = self._waiting.pop(self.order[self._next])
@@ -118,11 +118,16 @@ class Sum:
 
 @dataclass
 class PlainStep:
-    """What a plain step gave. Gradients are those before clipping, None where there is none.
+    """Result of a plain step.
 
-    `in_order`: gradients added up from the first micro-batch to the last, as most people would;
-    `magnitudes`: sums of absolute values, which bound what an order of sums can change. All lie on
-    the host. `main`: the loss function's part of the loss.
+    Attributes:
+        loss: loss of the step.
+        microbatch_losses: loss of each global micro-batch.
+        main: the part of the loss that the loss function returned.
+        gradients: gradients before clipping, on the host; None if a parameter has none.
+        in_order: gradients accumulated from the first micro-batch to the last.
+        magnitudes: sums of absolute values, which bound the effect of the order of summation.
+        is_skipped: whether float16 gradients overflowed.
     """
 
     loss: float
@@ -135,9 +140,9 @@ class PlainStep:
 
 
 class PlainTraining:
-    """One plain process with the model, and a copy of what layers keep for each rank that has it.
+    """Training of the model in one plain process, with a copy of layer state for each rank.
 
-    Parameters are one for all. `layers` are described or built; built ones are copied.
+    Parameters are shared by all copies. `layers` are LayerSpecs or modules; modules are copied.
     """
 
     def __init__(
@@ -164,7 +169,7 @@ class PlainTraining:
         self._statistics = PlainStatistics(self._copies)
 
     def _build(self, index: int, stage: int) -> dict[Strand, nn.Module]:
-        """Build a layer once for each rank that holds it; parameters are the first one's."""
+        """Build a layer once for each rank that holds it; all share the parameters of the first."""
         layer = self._layers[index]
         copies: dict[Strand, nn.Module] = {}
         first: nn.Module | None = None
@@ -212,7 +217,7 @@ class PlainTraining:
         }
 
     def take_over(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Start from these values, by global name: those that a pipeline starts from."""
+        """Copy the initial weights and buffers of a pipeline, given by global name."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(parameters[name])
@@ -229,8 +234,12 @@ class PlainTraining:
     ) -> PlainStep:
         """Run forward and backward of every global micro-batch; leave gradients in `.grad`.
 
-        `pieces`: (inputs, targets, samples) of each global micro-batch, on the host. `scale`: what
-        backward starts from, a power of two, and is divided by again.
+        Args:
+            pieces: (inputs, targets, number of samples) of each global micro-batch, on the host.
+            scale: initial gradient of backward, a power of two, by which gradients are divided
+                again.
+            loss_scale: the loss scale of float16.
+            watcher: called with the output of each layer.
         """
         self._statistics.begin()
         terms: list[_Terms] = []
@@ -291,7 +300,7 @@ class PlainTraining:
         self, g: int, inputs: Nest, targets: Nest, size: int, watcher: Watcher | None
     ) -> "_Terms":
         bring = self._device.bring
-        # The first layer may write into its input.
+        # The first layer may modify its input in place.
         nest: Any = map_tensors(lambda tensor: bring(tensor.clone()), inputs)
         stashed: dict[str, Any] = {}
         with self._casting(), reporting(Reports()) as reports, self._statistics.collecting(g):
@@ -302,7 +311,7 @@ class PlainTraining:
                 nest = run_layer(module, names, nest, stashed, f"layers.{index}")
                 if watcher is not None:
                     watcher(index, g, nest)
-            # As the statistics that layers of ours report stay theirs alone.
+            # Only losses are used; statistics that gpipe_hpc's layers report are discarded.
             further = dict(reports.take().losses)
             self._draw(g, len(self._layers), None)
             given = map_tensors(bring, targets)
@@ -313,9 +322,9 @@ class PlainTraining:
         return _Terms.of(value, weight, further, is_sum=self._is_sum)
 
     def whole_loss(self, outputs: Nest, targets: Nest) -> float | None:
-        """Return what the loss says of a whole batch at once; None if it draws random numbers."""
+        """Return the loss of a whole batch in one call; None if it draws random numbers."""
         loss_fn = self._loss_fn
-        if isinstance(loss_fn, nn.Module):  # its buffers stay as they are
+        if isinstance(loss_fn, nn.Module):  # do not change its buffers
             loss_fn = copy.deepcopy(loss_fn)
         with self._apart(), torch.no_grad(), self._casting(), reporting(Reports()):
             before = [generator.get_state() for generator in self._device.generators()]
@@ -333,7 +342,7 @@ class PlainTraining:
         return known is not None and known.reduction == "sum"
 
     def _draw(self, g: int, layer: int, module: nn.Module | None) -> None:
-        """Seed what a layer draws from, by the published formula."""
+        """Seed the generators that a layer uses, by the published formula."""
         key = microbatch_key(self.seed, self.steps_done, g, layer)
         seed_generators(key, self._device, module)
 
@@ -359,7 +368,7 @@ class PlainTraining:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Leave the process's generators as they are: the layout's ranks may be its threads."""
+        """Restore the process's random generators on exit, which ranks on threads share."""
         with GENERATOR_LOCK:
             states = torch.get_rng_state(), random.getstate(), np.random.get_state()
             try:
@@ -382,7 +391,7 @@ class PlainTraining:
                 module.training = was
 
     def _unite_buffers(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> None:
-        """Put together what the copies of a layer made of its buffers in this step."""
+        """Combine the buffers of a layer's copies after a step."""
         for index, copies in enumerate(self._copies):
             if len(copies) == 1:
                 continue
@@ -397,7 +406,7 @@ class PlainTraining:
 
 @dataclass
 class _Terms:
-    """What one micro-batch adds to the loss: where backward begins, their values, the weight."""
+    """Contribution of one micro-batch to the loss: roots of backward, their values, the weight."""
 
     roots: list[Tensor] = field(default_factory=list)
     main: float = 0.0
@@ -408,26 +417,26 @@ class _Terms:
     def of(
         cls, value: Any, weight: float, further: Mapping[str, Tensor], *, is_sum: bool = False
     ) -> "_Terms":
-        """Read what a loss function returned: a mean of a weight, a sum, or both in a pair."""
+        """Interpret a loss function's return value: a mean, a sum, or (sum, weight)."""
         if isinstance(value, tuple):
             pair = value[:2]
         elif is_sum:
             pair = value, weight
-        else:  # of weight 0 it is NaN
+        else:  # a mean of weight 0 is NaN
             pair = (value.reshape(()) * weight if weight else torch.zeros(())), weight
         roots = [pair[0].reshape(()), *further.values()]
         values = {name: float(total.detach()) for name, total in further.items()}
         return cls(roots, float(pair[0].detach()), values, float(pair[1]))
 
     def backward(self, scale: Tensor) -> None:
-        """Run backward from all losses at once, starting from `scale`."""
+        """Run backward from all losses at once with initial gradient `scale`."""
         roots = [root for root in self.roots if root.requires_grad]
         if roots:
             torch.autograd.backward(roots, [scale.to(root.device, root.dtype) for root in roots])
 
 
 def seed_generators(key: int, device: Device, layer: nn.Module | None) -> None:
-    """Seed all that a layer may draw from with its published key."""
+    """Seed all generators that a layer may use with its published key."""
     random.seed(source_key(key, 0))
     number = source_key(key, 1)
     np.random.seed([number & 0xFFFFFFFF, number >> 32])
@@ -440,9 +449,10 @@ def seed_generators(key: int, device: Device, layer: nn.Module | None) -> None:
 def unite(
     copies: Sequence[nn.Module], num_samples: Sequence[int], policy: str, left_out: frozenset[str]
 ) -> None:
-    """Make the buffers of copies of one layer one, as `pipeline.buffers` says.
+    """Combine the buffers of several copies of a layer according to `pipeline.buffers`.
 
-    `num_samples`: what each copy has seen in this step.
+    `num_samples` is the number of samples of each copy in this step; buffers named in `left_out`
+    are unchanged.
     """
     if policy == "each" or not any(num_samples):
         return
@@ -464,7 +474,7 @@ def unite(
 def _loss(
     terms: Sequence[_Terms], weight: float, *, is_sum: bool = False
 ) -> tuple[float, list[float]]:
-    """Return the loss, and that of each micro-batch: sums over the weight, in global order."""
+    """Return the loss of the step and that of each micro-batch, summed in global order."""
     main = _added(each.main for each in terms)
     further: dict[str, float] = {}
     for each in terms:
@@ -479,7 +489,7 @@ def _loss(
 
 
 def _added(numbers: Iterable[float]) -> float:
-    """Return the sum from left to right; from Python 3.12 on, `sum` makes up for rounding."""
+    """Return the sum from left to right; since Python 3.12, `sum` compensates rounding errors."""
     total = 0.0
     for number in numbers:
         total += number
@@ -487,9 +497,9 @@ def _added(numbers: Iterable[float]) -> float:
 
 
 def _divide(gradient: Tensor, divisor: Tensor) -> None:
-    """Divide in place by a float64[] of the host, rounding once, those in 16 bits in float32.
+    """Divide in place by a float64[] on the host with a single rounding; 16-bit values in float32.
 
-    A GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+    Division by a Python number on a GPU multiplies by the reciprocal, which rounds twice.
     """
     is_low = gradient.dtype in _LOW
     number = divisor.to(gradient.device, torch.float32 if is_low else gradient.dtype)
@@ -497,7 +507,7 @@ def _divide(gradient: Tensor, divisor: Tensor) -> None:
 
 
 def _united(by_strand: Mapping[Strand, Sum]) -> Tensor | None:
-    """Add up what ranks have, by world rank."""
+    """Sum the gradients of all ranks, in order of world rank."""
     totals = [each.total for _, each in sorted(by_strand.items()) if each.total is not None]
     if not totals:
         return None

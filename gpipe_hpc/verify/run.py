@@ -1,4 +1,4 @@
-"""From the settings to a report: a few steps of the layout, each held against a plain one."""
+"""Run a few steps of the configured layout and compare each with a plain step."""
 
 import shutil
 import tempfile
@@ -43,20 +43,22 @@ DEFAULT_STAGES: Final = 2
 
 
 def verify(config: Config) -> Report | None:
-    """Run the layout and the plain training side by side; return the report on rank 0.
+    """Run the layout and the plain training, and return the report (on rank 0 only).
 
-    Without a launcher the ranks are threads of this process, as many as the layout asks for (two
-    stages where it leaves that open), which share its devices; under one they are its processes,
-    all on this machine.
-    Raises ConfigError for settings that cannot be compared, and whatever the run itself raises.
+    Without a launcher, the ranks are threads of this process, as many as the layout needs (two
+    stages if it is open), which share its devices. Under a launcher, they are its processes, which
+    must all be on one machine.
+
+    Raises:
+        ConfigError: the settings cannot be compared with a plain process.
     """
     launch = detect_launch()
     settings = own_settings(config, launch.world_size)
     if launch.world_size > 1:
         if not launch.one_machine:
             raise ConfigError(
-                f"verify: expected all ranks on one machine, got {launch.local_size} of "
-                f"{launch.world_size} on this one; start it on one machine, with the same "
+                f"verify: all ranks must be on one machine, but only {launch.local_size} of "
+                f"{launch.world_size} are on this one; start verify on one machine, with the same "
                 f"pipeline.stages and replicas"
             )
         return verify_rank(settings, join_world(config))
@@ -71,7 +73,7 @@ def verify(config: Config) -> Report | None:
 
 
 def own_settings(config: Config, world_size: int) -> Config:
-    """Return the settings of a run that resumes nothing and has a layout; check them."""
+    """Return checked settings with a layout and without resuming from a checkpoint."""
     pipeline = config.pipeline
     if world_size == 1 and pipeline.stages is None:
         pipeline = replace(pipeline, stages=DEFAULT_STAGES)
@@ -90,7 +92,7 @@ def own_settings(config: Config, world_size: int) -> Config:
 
 
 def _check_comparable(config: Config) -> None:
-    """Refuse replicas that train otherwise than one process does."""
+    """Raise ConfigError for settings with which replicas train differently from one process."""
     pipeline = config.pipeline
     if pipeline.normalise_over_replicas and pipeline.num_replicas > 1:
         raise ConfigError(
@@ -103,29 +105,29 @@ def _check_comparable(config: Config) -> None:
     chosen += [f"outer.every={outer.every}"] if outer.uses_local_sgd else []
     if pipeline.num_replicas > 1 and chosen:
         raise ConfigError(
-            f"verify: expected an exact way for replicas to combine their gradients, got "
-            f"{' and '.join(chosen)}, with which they train otherwise than one process does; "
+            f"verify: expected an exact reduction of gradients over replicas, got "
+            f"{' and '.join(chosen)}, with which training differs from that of one process; "
             f"compare with outer=allreduce outer.compress=none"
         )
 
 
 def _check_room(config: Config) -> None:
-    """Refuse models of which this machine cannot hold the copies that a comparison takes."""
+    """Raise ConfigError if this machine lacks the memory for the copies that a comparison needs."""
     layers = normalise_layers(build_target("model", config.model))
     num_parameters = count_parameters(layers)
     free = free_bytes()
-    # Weights, gradients, two optimizer states in both trainings, and what is kept to compare.
+    # Weights, gradients, two optimizer states in both trainings, and copies for the comparison.
     needed = 4 * num_parameters * (16 + 2 * config.pipeline.num_replicas)
     if free is not None and needed > free:
         raise ConfigError(
-            f"verify: {num_parameters:,} parameters take about {needed / 1e9:.1f} GB to compare, "
-            f"expected at most the {free / 1e9:.1f} GB that are free here; scale the model "
-            f"down by its own settings (fewer or narrower layers of the same kinds)"
+            f"verify: a comparison of {num_parameters:,} parameters needs about "
+            f"{needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free; make the model smaller "
+            f"by its own settings (fewer or narrower layers of the same kinds)"
         )
 
 
 def verify_rank(config: Config, world: World) -> Report | None:
-    """Compare on one rank; `config`: that of `own_settings`. Rank 0 has the report."""
+    """Run the comparison on one rank, with settings of `own_settings`; rank 0 has the report."""
     exactly = world.device.deterministic() if config.train.deterministic else nullcontext()
     with exactly, _scratch(world) as folder:
         judge, failed = _compare(config, world, folder)
@@ -138,7 +140,7 @@ def verify_rank(config: Config, world: World) -> Report | None:
 
 @contextmanager
 def _scratch(world: World) -> Iterator[Path]:
-    """Yield a folder that all ranks share; rank 0 removes it in the end."""
+    """Yield a temporary folder that all ranks share; rank 0 removes it on exit."""
     own = tempfile.mkdtemp(prefix="gpipe_hpc_verify_") if world.rank == 0 else None
     folder = Path(world.everybody.broadcast_object(own, root=0))
     try:
@@ -149,7 +151,7 @@ def _scratch(world: World) -> Iterator[Path]:
 
 
 def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, int | None]:
-    """Run the steps; return who judged, and the step that differed, if one did."""
+    """Run the steps; return the judge (None except on rank 0) and the step that differs, if any."""
     num_steps = min(last_step(config.train), config.verify.steps)
     with closing(
         open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
@@ -182,7 +184,7 @@ def _start_facts(session: Session) -> Facts:
 
 
 def run_step(session: Session) -> Facts:
-    """Train one step as the loop does; return what it used and made, copied to the host."""
+    """Train one step as the training loop does; return inputs and results on the host."""
     pipe = session.pipe
     weight = pipe.loss_weight
     scale = 1.0 if pipe.loss_scale is None else pipe.loss_scale.value
@@ -201,7 +203,7 @@ def run_step(session: Session) -> Facts:
         "is_skipped": result.is_skipped,
         "gradients": gradients,
         "norm": trained.grad_norm,
-        "clipped": _gradients(session),  # which no optimizer changes
+        "clipped": _gradients(session),  # optimizers do not change gradients
         "lr": trained.lr,
         "weights": _weights(session),
         "buffers": _buffers(session),
@@ -231,7 +233,7 @@ def _host(nest: Nest) -> Any:
 
 
 def checkpoint_state(session: Session) -> dict[str, Any]:
-    """Return what a checkpoint must bring back: weights, buffers, the optimizer, extra state."""
+    """Return the state that a checkpoint must restore, by name."""
     state: dict[str, Any] = dict(_weights(session))
     for stage in session.pipe.stages.values():
         state |= {name: _host(b) for name, b in stage.named_buffers().items()}
@@ -247,7 +249,7 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
 
 
 def _locate(config: Config, world: World, folder: Path, step: int, judge: Judge | None) -> str:
-    """Run again up to the step that differed, watching layers; return the first difference."""
+    """Repeat the run up to the step that differs, recording layers; return the first difference."""
     with closing(
         open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
     ) as session:
@@ -255,7 +257,7 @@ def _locate(config: Config, world: World, folder: Path, step: int, judge: Judge 
             run_step(session)
         own = watch_pipeline(session.pipe)
         run_step(session)
-    # Watching ends with the session: its pipeline goes.
+    # The hooks end with the session, which discards its pipeline.
     everybody = world.everybody.all_gather_object(dict(own.seen))
     if judge is None:
         return ""
@@ -270,9 +272,9 @@ def _where(found: tuple[Place, Seen, Seen] | None, judge: Judge) -> str:
     if found is None:
         return (
             f"first seen in {judge.first_line} ({judge.first_name}); no layer's output, recomputed "
-            f"output or gradient of an output differs when the step is run again: look at what "
-            f"happens once or behind the layers (weight gradients, buffers, the optimizer, other "
-            f"threads)"
+            f"output or gradient of an output differs when the step is run again: check effects "
+            f"that occur once or outside of the layers (weight gradients, buffers, the optimizer, "
+            f"other threads)"
         )
     place, ours, theirs = found
     name = judge.layer_names[place.layer]

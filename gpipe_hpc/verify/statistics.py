@@ -1,7 +1,7 @@
-"""BatchNorm in the plain training: normalised by micro-batch, statistics of the whole global batch.
+"""BatchNorm of the plain training: normalisation per micro-batch, statistics per step.
 
-The documented rule, written a second time: within a step every micro-batch is normalised by
-itself; the running statistics move once, towards the mean and unbiased variance of all values of
+An independent implementation of the documented rule: within a step, every micro-batch is normalised
+by itself; the running statistics are updated once, with mean and unbiased variance of all values of
 the step, over all micro-batches and replicas.
 """
 
@@ -18,9 +18,9 @@ _PLAIN: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class PlainStatistics:
-    """The BatchNorm modules of a model and what they are given in a step.
+    """Records the inputs of a model's BatchNorm modules in a step and updates their statistics.
 
-    `copies`: for each layer its copies, alike except for what they keep.
+    `copies` maps ranks to copies of each layer, which share parameters.
     """
 
     def __init__(self, copies: Sequence[Mapping[Any, nn.Module]]) -> None:
@@ -44,7 +44,7 @@ class PlainStatistics:
         module.register_forward_pre_hook(note)
 
     def pooled_buffers(self, layer: int) -> frozenset[str]:
-        """Return the names within a layer of the buffers that are statistics."""
+        """Return the names, within a layer, of the buffers that are running statistics."""
         start = f"layers.{layer}"
         names = [name for name in self._copies if name == start or name.startswith(f"{start}.")]
         kinds = ("running_mean", "running_var", "num_batches_tracked")
@@ -53,14 +53,14 @@ class PlainStatistics:
         )
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._given = {}
         modules = [module for copies in self._copies.values() for module in copies]
         self._before = [(b, b.clone()) for module in modules for b in module.buffers()]
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Take note of what modules are given within the block: a forward, no re-run of one."""
+        """Record the inputs of BatchNorm modules within the context (first forwards only)."""
         self._is_collecting = True
         try:
             yield
@@ -68,7 +68,7 @@ class PlainStatistics:
             self._is_collecting = False
 
     def finish(self, *, is_kept: bool) -> None:
-        """Undo what single micro-batches did to the statistics, and move them once."""
+        """Revert the updates of single micro-batches and update the running statistics once."""
         for buffer, value in self._before:
             buffer.copy_(value)
         for name, moments in self._given.items() if is_kept else ():
@@ -83,7 +83,7 @@ def _is_pooled(module: nn.Module) -> bool:
 
 
 def _moments(given: Tensor) -> Tensor:
-    """Return float64[1 + 2 x channels]: count, then sums and sums of squares of each channel."""
+    """Return float64[1 + 2 x channels]: count, sums and sums of squares of each channel."""
     values = given.double().transpose(0, 1).flatten(1)
     count = values.new_tensor([values.shape[1]])
     return torch.cat([count, values.sum(1), values.square().sum(1)])

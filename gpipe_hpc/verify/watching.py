@@ -1,4 +1,4 @@
-"""What layers make of each micro-batch, kept as hashes: to find the first place that differs."""
+"""Record the outputs of layers as hashes, to find the first place where two trainings differ."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from gpipe_hpc.schedule import Action, Op
 
 
 class Kind(IntEnum):
-    """What was seen, in the order in which a difference spreads."""
+    """The kind of a recorded tensor, in the order in which a difference propagates."""
 
     OUTPUT = 0
     OUTPUT_AGAIN = 1
@@ -30,7 +30,7 @@ WORDS: Final = {
 
 
 class Place(NamedTuple):
-    """Where something was seen: `tensor` counts those of one output."""
+    """Identifies a recorded tensor; `tensor` is its index within one output."""
 
     kind: Kind
     microbatch: int
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A tensor as it was: a hash of its bits, and its size for messages."""
+    """A recorded tensor: a hash of its bits, and norm and shape for messages."""
 
     digest: str
     norm: float
@@ -47,18 +47,18 @@ class Seen(NamedTuple):
 
 
 class Observations:
-    """What was seen in one step. `scale`: what gradients are divided by, a power of two."""
+    """The recorded tensors of one step."""
 
     def __init__(self) -> None:
         self.seen: dict[Place, Seen] = {}
 
     def watch(self, kind: Kind, layer: int, microbatch: int, output: Nest) -> None:
-        """Take note of a layer's output now, and of its gradients when they come."""
+        """Record a layer's output now, and its gradients in the backward."""
         for number, tensor in enumerate(tensors_of(output)):
             self.seen[Place(kind, microbatch, layer, number)] = _seen(tensor)
             if tensor.requires_grad:
                 place = Place(Kind.GRADIENT, microbatch, layer, number)
-                register: Any = tensor.register_hook  # torch has left it without types
+                register: Any = tensor.register_hook  # untyped in torch
                 register(partial(self._note, place))
 
     def _note(self, place: Place, gradient: Tensor) -> None:
@@ -66,7 +66,10 @@ class Observations:
 
 
 def watch_pipeline(pipe: Pipeline) -> Observations:
-    """Watch every layer of a rank from now on; the world's activity says which micro-batch."""
+    """Record the outputs of every layer of a rank from now on.
+
+    The micro-batch is taken from the current activity of the world.
+    """
     found = Observations()
     first = pipe.microbatches.start
     for stage in pipe.stages.values():
@@ -89,9 +92,9 @@ def _hook(
 
 
 def first_difference(ours: Observations, plain: Observations) -> tuple[Place, Seen, Seen] | None:
-    """Return the first place that differs, and what was seen there; None if none does.
+    """Return the first place that differs with both recordings, or None if none does.
 
-    Forwards come first, by micro-batch and layer; then recomputations, each against the plain
+    Forwards come first, by micro-batch and layer; then recomputations, each compared with the plain
     forward; then gradients, from the last layer to the first.
     """
     differing = []
@@ -109,7 +112,7 @@ def _rank_of(place: Place) -> tuple[int, ...]:
 
 
 def _seen(tensor: Tensor) -> Seen:
-    # Adding 0 makes one of 0.0 and -0.0, which are equal.
+    # Adding 0 turns -0.0 into 0.0, which are equal.
     own = tensor.detach()
     own = (own.to_dense() if own.is_sparse else own).cpu().resolve_conj().resolve_neg()
     own = (

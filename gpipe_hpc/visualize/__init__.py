@@ -1,4 +1,4 @@
-"""Pictures of timelines: text, SVG, PNG, one HTML page, Chrome trace events. Pure Python."""
+"""Render timelines as text, SVG, PNG, one HTML page or Chrome trace events. Pure Python."""
 
 from gpipe_hpc.visualize.svg import draw_svg
 from gpipe_hpc.visualize.text import draw_text

@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace events, which Perfetto and chrome://tracing open.
+"""Convert timelines to Chrome trace events, which Perfetto and chrome://tracing open.
 
 Source: Trace Event Format, Google, 2016.
 """
@@ -15,17 +15,17 @@ from gpipe_hpc.visualize.colours import HUES
 
 TraceEvent = dict[str, Any]
 _US_PER_S: Final = 1e6
-# Viewers take thread 0 for an idle processor and a thread numbered as its process for the main one.
+# Viewers treat thread 0 as idle, and a thread with the number of its process as the main thread.
 _PIDS_APART: Final = 1_000_000
 _FIRST_TID: Final = 1
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> str:
-    """Return JSON in which each timeline is a process and each of its ranks a thread.
+    """Return trace JSON in which each timeline is a process and each of its ranks a thread.
 
-    A unit of the timeline's time becomes a second. Recorded transfers show as arrows from maker to
-    user and, with their times, as a track for each pair of ranks, copies to the host and back,
-    reductions and gatherings as tracks of each rank; live activations as counters.
+    One unit of the timeline's time becomes one second. Recorded transfers are arrows from maker to
+    user and, with their times, a track for each pair of ranks. Host copies, reductions and
+    all-gathers are tracks of each rank; live activations are counters.
     """
     events = [
         event
@@ -61,7 +61,7 @@ def _process(pid: int, timeline: Timeline) -> Iterator[TraceEvent]:
                 "ts": _us(time_s, timeline),
                 "args": {"micro-batches of one stage": live},
             }
-    # In the order of time: of two that meet at a moment, the one must end before the other begins.
+    # Sorted by time: at equal times, one transfer must end before the next begins.
     transfers = sorted(flow.transfers(), key=lambda each: (each.send.start_s, each.send.end_s))
     for number, transfer in enumerate(transfers):
         yield from _transfer(pid, number, transfer, timeline)
@@ -93,8 +93,7 @@ def _transfer(
     """Yield the arrow and the span of a transfer."""
     maker, send, user = transfer
     arrow = {"cat": "transfer", "name": str(send.action), "pid": pid, "id": f"{pid}.{number}"}
-    # An arrow hangs on the slices at its ends: it starts within the one and ends where the other
-    # starts.
+    # An arrow is attached to slices: it starts inside the maker's and ends at the user's start.
     leaves = (maker.start_s + maker.end_s) / 2
     yield {**arrow, "ph": "s", "tid": _FIRST_TID + maker.rank, "ts": _us(leaves, timeline)}
     yield {
@@ -104,12 +103,12 @@ def _transfer(
         "tid": _FIRST_TID + user.rank,
         "ts": _us(user.start_s, timeline),
     }
-    # Transfers over one link follow one another, so one track each suffices.
+    # Transfers over one link do not overlap, so one track per link suffices.
     yield from _span(pid, send, timeline, "transfer", f"rank {send.rank} to {user.rank}")
 
 
 def _span(pid: int, event: Event, timeline: Timeline, kind: str, link: str) -> Iterator[TraceEvent]:
-    """Yield begin and end of what runs beside compute, on a track of its link; not if no time."""
+    """Yield begin and end of an asynchronous action on its own track, unless it took no time."""
     track = {
         "cat": kind,
         "name": str(event.action),

@@ -1,6 +1,6 @@
-"""The colours of drawings: one hue an op, one tint a pipeline or stage of a rank.
+"""Colours of pictures: one hue per op, one tint per pipeline or per stage of a rank.
 
-Those of actions stay on a dark page, what they stand on changes with it.
+Colours of actions are the same on light and dark pages; other colours change.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from gpipe_hpc.schedule.timeline import Timeline
 
 
 class Hue(NamedTuple):
-    """How an op is drawn: its name in words, its lightest and its darkest colour."""
+    """How an op is drawn: its name, and the lightest and darkest of its colours."""
 
     words: str
     light: str
     dark: str
 
 
-# Apart from one another, and from idle time, for eyes without red, green or blue cones too: a test
-# holds every pair of them, tints included, to that.
+# Distinguishable from each other and from idle time, also with colour blindness; a test checks
+# every pair, including tints.
 HUES: Final[Mapping[Op, Hue]] = MappingProxyType(
     {
         Op.F: Hue("forward", "#a8d4ef", "#2370b4"),
@@ -31,7 +31,7 @@ HUES: Final[Mapping[Op, Hue]] = MappingProxyType(
         Op.R: Hue("recompute", "#ea9a7c", "#9c4630"),
     }
 )
-# What runs beside compute: thin bars below the row of its rank.
+# Actions in parallel with compute: thin bars below the row of their rank.
 BESIDE: Final[Mapping[Op, Hue]] = MappingProxyType(
     {
         Op.OFFLOAD: Hue("copy to the host", "#d9822b", "#d9822b"),
@@ -53,7 +53,7 @@ RULE: Final = "#bbbbbb"
 
 
 class Ground(NamedTuple):
-    """What a colour is for, and which one stands for it on a dark page."""
+    """The purpose of a colour, and its replacement on a dark page."""
 
     name: str
     dark: str
@@ -73,7 +73,7 @@ GROUNDS: Final[Mapping[str, Ground]] = MappingProxyType(
 
 @cache
 def fill(op: Op, tint: int, num_tints: int) -> str:
-    """Return the colour of an op, the lightest for tint 0."""
+    """Return the colour of an op for a tint; tint 0 is the lightest."""
     hue = HUES[op]
     share = tint / (num_tints - 1) if num_tints > 1 else 0.0
     ends = zip(_channels(hue.light), _channels(hue.dark), strict=True)
@@ -81,7 +81,7 @@ def fill(op: Op, tint: int, num_tints: int) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Return the colour in which text is readable on another."""
+    """Return a text colour that is readable on the given background colour."""
     red, green, blue = _channels(colour)
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else PALE_INK
 
@@ -91,14 +91,14 @@ def _channels(colour: str) -> tuple[int, int, int]:
 
 
 class Tints:
-    """Which tint each stage of each micro-batch gets, read off where it ran.
+    """The tint of each stage and micro-batch, derived from the ranks that ran them.
 
-    Where micro-batches go different ways through the ranks, one tint a way; else one for each of
-    the stages that a rank holds, in their order.
+    If micro-batches take different routes through the ranks, there is one tint per route; otherwise
+    one for each of the stages that a rank holds, in order.
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        """Find the ways."""
+        """Find the routes of the micro-batches."""
         ways: dict[int, dict[int, int]] = {}
         for rank, row in enumerate(timeline.events):
             for event in row:
@@ -116,7 +116,7 @@ class Tints:
         self.num_turns = 1 + max(self._turn_of.values(), default=0)
 
     def of(self, stage: int, microbatch: int | None) -> int:
-        """Return the tint of an action."""
+        """Return the tint index of an action."""
         if microbatch is None:
             return 0
         return self._way_of[microbatch] if self.num_ways > 1 else self._turn_of[stage]
@@ -127,7 +127,7 @@ class Tints:
 
     @property
     def words(self) -> str:
-        """Say what tints stand for; nothing where there is one."""
+        """Return the meaning of the tints as text, "" if there is only one."""
         if self.num_ways > 1:
             starts = ", ".join(map(str, self._starts))
             return f"light to dark: micro-batches that start on rank {starts}"
@@ -140,13 +140,13 @@ class Tints:
 
 
 def _range(stages: list[int]) -> str:
-    """Return stages that follow one another as text; what does not, by its ends."""
+    """Return consecutive stages as text, for example ``2-5``."""
     low, high = min(stages), max(stages)
     return str(low) if low == high else f"{low}-{high}"
 
 
 def _turns(rank_of: Mapping[int, int]) -> dict[int, int]:
-    """Return for each stage how many earlier ones its rank holds."""
+    """Return for each stage the number of earlier stages on the same rank."""
     seen: dict[int, int] = {}
     turns: dict[int, int] = {}
     for stage, rank in sorted(rank_of.items()):

@@ -1,4 +1,4 @@
-"""A measured timeline beside its simulation."""
+"""Compare a measured timeline with its simulation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from gpipe_hpc.visualize.scene import clock_for
 
 
 class Spent(NamedTuple):
-    """Where the time of all ranks went, for one kind of action."""
+    """Count and total time of one kind of action, and idle time before it, over all ranks."""
 
     actions: int = 0
     busy_s: float = 0.0
@@ -18,9 +18,9 @@ class Spent(NamedTuple):
 
 
 def time_by_kind(timeline: Timeline) -> dict[str, Spent]:
-    """Return by op the number of actions, the time they took, and that of ranks idle before them.
+    """Return count, busy time and preceding idle time of each op, summed over ranks.
 
-    ``end`` is the time ranks idle after their last action. All times sum to ranks x makespan.
+    ``end`` is the idle time of ranks after their last action. All times sum to ranks x makespan.
     """
     spent: dict[str, Spent] = {op.value: Spent() for op in HUES}
     end_s = timeline.start_s + timeline.makespan
@@ -40,10 +40,10 @@ def time_by_kind(timeline: Timeline) -> dict[str, Spent]:
 
 
 def compare(measured: Timeline, planned: Timeline, unit: str = "s") -> list[list[str]]:
-    """Return a table of text, a row for each kind of action: time of a rank, measured and planned.
+    """Return a table of strings that compares measured and simulated times for each kind of action.
 
-    Times are means over ranks: computing, and idle before an action of the kind. They sum to the
-    makespan, so the last column says which kind of action the difference between the two is at.
+    Times are means over ranks: busy time, and idle time before an action of the kind. They sum to
+    the makespan, so the last column shows which kind of action causes the difference.
     """
     clock = clock_for(measured.makespan, unit)
     unit_of = f" ({clock.unit})" if clock.unit else ""
@@ -60,7 +60,7 @@ def compare(measured: Timeline, planned: Timeline, unit: str = "s") -> list[list
 def _pairs(
     measured: Mapping[str, Spent], planned: Mapping[str, Spent]
 ) -> Iterator[tuple[str, Spent, Spent]]:
-    """Yield name and both sides of each kind that ran, and of all together."""
+    """Yield name, measured and simulated times of each kind that ran, and of the total."""
     words = {op.value: f"{op.value} {hue.words}" for op, hue in HUES.items()}
     for kind, one in measured.items():
         if kind == "end" or one.actions or planned[kind].actions:

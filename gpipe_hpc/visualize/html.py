@@ -1,4 +1,4 @@
-"""Timelines as one self-contained page: zoom, pan, and what each action waited for."""
+"""Render timelines as one self-contained HTML page with zoom, pan and the cause of each wait."""
 
 import json
 import re
@@ -17,13 +17,14 @@ _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
 
 
 def render_html(scene: Scene, title: str, table: Sequence[Sequence[str]] = ()) -> str:
-    """Return a scene as a page that needs no other file, with a table above the picture.
+    """Return a scene as an HTML page that needs no other file, with a table above the picture.
 
-    Lay the scene out without the table. The page is smooth at 8 ranks and 64 micro-batches and
-    usable at 64 and 512: it draws what is in view, and of boxes thinner than a pixel one each.
+    The scene must be laid out without the table. The page is smooth at 8 ranks and 64 micro-batches
+    and usable at 64 and 512: it draws only the visible part, and one box per pixel of thinner
+    boxes.
     """
     page = Path(__file__).with_name("page.html").read_text("utf-8")
-    # "</" would end the script that holds the data.
+    # "</" would end the script element that contains the data.
     data = json.dumps(_scene(scene), separators=(",", ":")).replace("</", "<\\/")
     parts = {"title": escape(title), "table": _table(table), "scene": data}
     return _MARK.sub(lambda mark: parts[mark[1]], page)
@@ -40,7 +41,7 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 
 
 def _scene(scene: Scene) -> dict[str, Any]:
-    """Return a scene in the form that page.html reads; times in the unit shown."""
+    """Return a scene as the data that page.html reads; times are in the displayed unit."""
     palette: dict[str, int] = {}
     kinds: dict[str, int] = {}
     sections = [_section(section, scene, palette, kinds) for section in scene.sections]
@@ -58,7 +59,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
         "letter": LETTER,
         "span": scene.span,
         "unit": scene.clock.unit,
-        # Of what is no action: by its name its colour on a light and on a dark page.
+        # Colours that change with the page, by name: on a light and on a dark page.
         "grounds": {each.name: [light, each.dark] for light, each in GROUNDS.items()},
         "markHeight": MARK_HEIGHT,
         "things": list(Thing),
@@ -74,7 +75,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
 
 
 def _name(colour: str) -> str:
-    """Return the name of a colour that changes with the page, any other as it is."""
+    """Return the name of a colour that changes with the page, or any other colour unchanged."""
     return GROUNDS[colour].name if colour in GROUNDS else colour
 
 
@@ -89,18 +90,18 @@ def _section(
             numbers[box.event] = len(numbers)
 
     def kind(action: Action) -> int:
-        """Return the number of an action's text, in which * stands for the micro-batch."""
+        """Return the index of an action's text, in which * replaces the micro-batch."""
         peer = "" if action.peer is None else f"@{action.peer}"
         return kinds.setdefault(f"{action.stage}{action.op.value}*{peer}", len(kinds))
 
     def ahead(box: Box) -> float:
-        """Return how long ahead of its start there was what a box waited for; mostly 0."""
+        """Return how long before its start a box's awaited value arrived; mostly 0."""
         if box.wait is None or box.wait.over_s == box.event.start_s:
             return 0
         return _short((box.event.start_s - box.wait.over_s) * factor)
 
     def columns(boxes: Sequence[Box]) -> dict[str, list[Any]]:
-        """Return one list for each property: a tenth of the size of an object for each box."""
+        """Return one list per property, which is a tenth of the size of one object per box."""
         waits = [box.wait for box in boxes]
         return {
             "start": [_short(box.start) for box in boxes],
@@ -149,5 +150,5 @@ def _section(
 
 
 def _short(number: float) -> float:
-    """Return a number without the digits that no zoom shows."""
+    """Round a number to the digits that are visible at any zoom."""
     return float(f"{number:.9g}")

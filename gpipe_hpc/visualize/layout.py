@@ -1,4 +1,4 @@
-"""Where everything of a picture stands: the one layout that SVG, PNG and HTML draw."""
+"""The layout of a picture: positions of all elements, shared by SVG, PNG and HTML."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from gpipe_hpc.visualize.scene import (
 _TICK_SIZE: Final = 11.0
 _NARROWEST, _WIDEST = 960.0, 1800.0
 _LEGEND_LINE: Final = 18.0
-_WORD_LETTER: Final = 6.6  # width of a letter of the words, on average
+_WORD_LETTER: Final = 6.6  # average width of a letter in pixels
 _SMALL_LABEL: Final = 8.0
 
 
@@ -42,12 +42,16 @@ def layout(
     since_s: float | None = None,
     beside: Mapping[Op, Hue] = BESIDE,
 ) -> Scene:
-    """Lay out timelines one above the other on one time scale, with legend and a table of text.
+    """Lay out timelines below each other on one time scale, with a legend and a table of text.
 
-    Times in seconds (`unit` ``s``) are shown in ms or us where they are short. `width` is in
-    pixels; None: wide enough for most numbers in the boxes, 960 to 1800. `since_s`: the moment
-    that stands at the left, for timelines of one clock; None: each begins with its first event.
-    `beside`: what is drawn below a row, and how.
+    Args:
+        timelines: the timelines to draw.
+        unit: name of the time unit; times in ``s`` are shown in ms or us if they are short.
+        width: width in pixels; None means wide enough for most numbers in the boxes, 960 to 1800.
+        table: rows of text for a table below the picture.
+        since_s: time at the left edge, for timelines with a common clock; None means that each
+            starts with its first event.
+        beside: ops that are drawn as bars below a row, with their colours.
     """
     longest = max((_end(timeline, since_s) for timeline in timelines), default=0.0)
     clock = clock_for(longest, unit)
@@ -68,7 +72,7 @@ def layout(
 
 
 def _natural_width(timelines: Sequence[Timeline], longest: float) -> float:
-    """Return the width at which nine boxes of ten have room for their number, within bounds."""
+    """Return the width at which nine of ten boxes fit their number, within bounds."""
     size = _label_size(_row_height(max((each.num_ranks for each in timelines), default=1)))
     scales = sorted(
         (len(str(event.action.microbatch)) * size * LETTER + 2) / event.duration_s
@@ -110,7 +114,7 @@ def _size_and_peaks(timeline: Timeline) -> str:
 
 
 def _unit_of_memory(timeline: Timeline) -> str:
-    """Say what activations are counted in: of another cut, it is as much larger or smaller."""
+    """Return the unit of activations as text; it depends on the number of stages."""
     of = "one stage" if timeline.num_stages == 1 else f"one of {timeline.num_stages} stages"
     return f"micro-batches of {of}"
 
@@ -120,14 +124,14 @@ def _count(number: int, word: str, plural: str = "s") -> str:
 
 
 class Legend(NamedTuple):
-    """What colours stand for: patches with their words, and what light and dark mean."""
+    """Colour patches with their meaning, and the meaning of light and dark tints."""
 
     entries: tuple[tuple[tuple[str, ...], str], ...]
     tints: str
 
 
 def _legend(timeline: Timeline, tints: Tints, hues: Mapping[Op, Hue]) -> Legend:
-    """Return the legend of what a timeline shows."""
+    """Return the legend of the ops and tints in a timeline."""
     used = {event.action.op for row in timeline.events for event in row}
     entries = [
         (tuple(fill(op, tint, len(tints)) for tint in range(len(tints))), hue.words)
@@ -142,7 +146,7 @@ def _legend(timeline: Timeline, tints: Tints, hues: Mapping[Op, Hue]) -> Legend:
 
 
 def _add_legend(scene: Scene, legend: Legend) -> None:
-    """Add patches and words, on as many lines as the width asks for."""
+    """Add the legend, with line breaks where the width requires them."""
     x = LEFT
 
     def make_room(width: float) -> float:
@@ -165,18 +169,18 @@ def _add_legend(scene: Scene, legend: Legend) -> None:
 
 
 class Since(NamedTuple):
-    """From when on a picture counts, and how many of its units one unit of the timeline has."""
+    """Time origin of a picture, and its number of displayed units per unit of the timeline."""
 
     moment: float
     factor: float
 
     def place(self, time: float) -> float:
-        """Return a moment as the picture has it."""
+        """Convert a time of the timeline to the picture's time axis."""
         return (time - self.moment) * self.factor
 
 
 def _end(timeline: Timeline, since_s: float | None) -> float:
-    """Return when a timeline ends, counted from its first event or from a moment."""
+    """Return the end of a timeline relative to its first event or to a given time."""
     begun = timeline.start_s if since_s is None else since_s
     return timeline.start_s - begun + timeline.makespan
 
@@ -188,7 +192,7 @@ def _add_section(
     since_s: float | None,
     hues: Mapping[Op, Hue],
 ) -> None:
-    """Add rows, their axis, memory curves, and an axis for those."""
+    """Add the rows of a timeline, their time axis, and memory curves with their axis."""
     clock, top = scene.clock, scene.height
     since = Since(timeline.start_s if since_s is None else since_s, clock.factor)
     height = _row_height(timeline.num_ranks)
@@ -216,7 +220,7 @@ def _add_section(
 
 
 def _label(scene: Scene, rank: int, y: float, height: float, pitch: float, right: str) -> None:
-    """Name a rank left and right of its row; where rows are too thin for text, every so many."""
+    """Label a rank left and right of its row; if rows are thin, only every few rows."""
     if rank % max(1, math.ceil(12 / pitch)):
         return
     base = y + height / 2 + 4
@@ -226,7 +230,7 @@ def _label(scene: Scene, rank: int, y: float, height: float, pitch: float, right
 
 
 def _boxes(timeline: Timeline, tints: Tints, since: Since) -> list[tuple[Box, ...]]:
-    """Return the compute of each rank."""
+    """Return the boxes of each rank's compute actions."""
     flow, factor = DataFlow(timeline), since.factor
     rows: list[tuple[Box, ...]] = []
     for row in timeline.events:
@@ -253,7 +257,7 @@ def _boxes(timeline: Timeline, tints: Tints, since: Since) -> list[tuple[Box, ..
 
 
 def _fitting_size(boxes: Sequence[tuple[Box, ...]], height: float, scene: Scene) -> float:
-    """Return the size at which all labels fit, within bounds; one for all, as print has it."""
+    """Return the font size, within bounds, at which all labels fit; one size for all boxes."""
     fitting = [
         (box.duration * scene.scale - 2) / (len(box.label) * LETTER)
         for row in boxes
@@ -265,7 +269,7 @@ def _fitting_size(boxes: Sequence[tuple[Box, ...]], height: float, scene: Scene)
 
 
 def _marks(timeline: Timeline, since: Since, hues: Mapping[Op, Hue]) -> list[tuple[Mark, ...]]:
-    """Return what ran beside the compute of each rank and took time."""
+    """Return marks for the actions of each rank that ran in parallel with compute."""
     return [
         tuple(
             Mark(
@@ -282,7 +286,7 @@ def _marks(timeline: Timeline, since: Since, hues: Mapping[Op, Hue]) -> list[tup
 
 
 def _add_axis(scene: Scene, top: float, span: float) -> Axis:
-    """Add a time axis below what was added last."""
+    """Add a time axis below the last element."""
     axis = Axis(scene.height, top, span)
     name = f"time ({scene.clock.unit})" if scene.clock.unit else "time"
     scene.fixed.append(Text(LEFT - 8, axis.y + 15, name, _TICK_SIZE, "end", ink=MUTED))
@@ -293,7 +297,7 @@ def _add_axis(scene: Scene, top: float, span: float) -> Axis:
 def _add_strips(
     scene: Scene, timeline: Timeline, row_height: float, span: float, since: Since
 ) -> tuple[Strip, ...]:
-    """Add the memory curve of every rank, all to one scale; none where nothing is kept."""
+    """Add the memory curve of every rank, all to the same scale; nothing if nothing is kept."""
     curves = [live_activations(timeline, rank) for rank in range(timeline.num_ranks)]
     full = max((step.live for curve in curves for step in curve), default=0)
     if not full:
@@ -314,7 +318,7 @@ def _add_strips(
 
 
 def _add_table(scene: Scene, table: Sequence[Sequence[str]]) -> None:
-    """Add a table: its first column to the left, numbers to the right, first and last row bold."""
+    """Add a table: first column left-aligned, others right-aligned, first and last row bold."""
     if not table:
         return
     right = LEFT

@@ -1,4 +1,4 @@
-"""A laid out picture as PNG, by Pillow."""
+"""Render a laid-out picture as PNG, with Pillow."""
 
 import io
 from functools import cache
@@ -19,13 +19,13 @@ from gpipe_hpc.visualize.scene import (
     label_fits,
 )
 
-# Dots per pixel of the layout: sharp on a high-density screen and in print.
+# Dots per layout pixel, for high-density screens and print.
 _DOTS: Final = 2
 _ANCHORS: Final = {"start": "ls", "middle": "ms", "end": "rs"}
 
 
 def render_png(scene: Scene) -> bytes:
-    """Return a scene as the bytes of a PNG file, two dots for each of its pixels."""
+    """Return a scene as the bytes of a PNG file, with two dots per layout pixel."""
     image = Image.new("RGB", (round(scene.width * _DOTS), round(scene.height * _DOTS)), PAGE)
     pen = _Pen(ImageDraw.Draw(image))
     for each in scene.fixed:
@@ -46,7 +46,7 @@ def render_png(scene: Scene) -> bytes:
 
 
 class _Pen:
-    """Draw in pixels of the layout."""
+    """Drawing functions in layout pixels."""
 
     def __init__(self, draw: ImageDraw.ImageDraw) -> None:
         self._draw = draw
@@ -59,7 +59,7 @@ class _Pen:
         self._draw.rectangle((left, top, right - 1, bottom - 1), fill=rect.fill)
 
     def text(self, text: Text) -> None:
-        # The font that Pillow brings has one weight: a stroke makes it bold.
+        # Pillow's default font has a single weight; a stroke makes it bold.
         stroke = 0.3 if text.bold else 0
         self._draw.text(
             (text.x * _DOTS, text.y * _DOTS),
@@ -80,7 +80,7 @@ def _draw_row(pen: _Pen, scene: Scene, row: Row) -> None:
     pen.rect(Rect(scene.x(0), row.y, row.span * scene.scale, row.height, IDLE))
     for box in row.boxes:
         left, width = scene.x(box.start), box.duration * scene.scale
-        # A gap of one dot sets off the next box, unless the box is hardly wider than that.
+        # Separate boxes by a gap of one dot, unless the box is hardly wider than that.
         gap = 0.5 if width >= 3 else 0.0
         pen.rect(Rect(left, row.y, width - gap, row.height, box.fill))
         if gap:

@@ -1,7 +1,7 @@
-"""What a picture consists of, for SVG, PNG and HTML alike.
+"""The elements of a picture, shared by SVG, PNG and HTML.
 
-Headings, labels and legend have places in pixels. What moves with the time axis, boxes and memory
-curves, keeps times, since the page that zooms gives them new places; `Scene.x` gives the first.
+Headings, labels and legend have positions in pixels. Boxes and memory curves keep times, because
+the HTML page changes their positions on zoom; `Scene.x` converts a time to its initial position.
 """
 
 import math
@@ -16,15 +16,15 @@ from gpipe_hpc.visualize.colours import INK, ink_on
 
 LEFT: Final = 76.0
 RIGHT: Final = 76.0
-# Width of a letter over its size, of the digits that boxes are labelled with.
+# Width of a digit relative to the font size.
 LETTER: Final = 0.62
-# The smallest label that can be read, and how high marks are.
+# Smallest readable font size, and height of marks, in pixels.
 LEAST_LABEL: Final = 7.0
 MARK_HEIGHT: Final = 4.0
 
 
 class Text(NamedTuple):
-    """A line of text; `y` is its base line."""
+    """A line of text; `y` is its baseline."""
 
     x: float
     y: float
@@ -46,7 +46,7 @@ class Rect(NamedTuple):
 
 
 class Box(NamedTuple):
-    """An action as it ran: from `start` for `duration`, the rank idle for `idle` right before."""
+    """A compute action: `start` and `duration`, and the idle time of the rank directly before."""
 
     start: float
     duration: float
@@ -58,7 +58,7 @@ class Box(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What runs beside compute, a copy or a reduction: from `start` for `duration`."""
+    """An action in parallel with compute, such as a copy or a reduction: `start` and `duration`."""
 
     start: float
     duration: float
@@ -67,7 +67,7 @@ class Mark(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The boxes of one rank, over the grey of its idle time up to `span`; marks below them."""
+    """The boxes of one rank on a grey background up to `span`, with marks below."""
 
     rank: int
     y: float
@@ -79,12 +79,12 @@ class Row(NamedTuple):
 
     @property
     def mark_y(self) -> float:
-        """Return where the marks stand."""
+        """Return the vertical position of the marks."""
         return self.y + self.height + 1.5
 
 
 class Strip(NamedTuple):
-    """The memory curve of one rank; `full` is the number that fills its height."""
+    """The memory curve of one rank; `full` is the value at full height."""
 
     rank: int
     y: float
@@ -95,7 +95,7 @@ class Strip(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A time axis from 0 to `span`, and the rows above that its lines cross."""
+    """A time axis from 0 to `span`; `top` is the upper end of its grid lines."""
 
     y: float
     top: float
@@ -103,13 +103,13 @@ class Axis(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """How times are shown: the unit's name, and how many of it one unit of the timeline has."""
+    """Display of times: the unit's name, and displayed units per unit of the timeline."""
 
     unit: str
     factor: float
 
     def show(self, time: float) -> str:
-        """Return a time, in the unit shown, as text."""
+        """Return a time, given in the displayed unit, as text."""
         return f"{time:.4g} {self.unit}".rstrip()
 
 
@@ -125,7 +125,7 @@ class Section:
 
 @dataclass
 class Scene:
-    """A whole picture; grows downwards as sections are added."""
+    """A whole picture; it grows downwards as sections are added."""
 
     width: float
     span: float
@@ -136,11 +136,11 @@ class Scene:
 
     @property
     def scale(self) -> float:
-        """Return the pixels that a unit of time takes."""
+        """Return the pixels per displayed unit of time."""
         return (self.width - LEFT - RIGHT) / self.span if self.span > 0 else 0.0
 
     def x(self, time: float) -> float:
-        """Return where a time stands."""
+        """Return the horizontal position of a time in pixels."""
         return LEFT + time * self.scale
 
     def ticks(self) -> Iterator[float]:
@@ -151,14 +151,14 @@ class Scene:
 
 
 def clock_for(longest: float, unit: str) -> Clock:
-    """Return how to show times of which `longest` is the longest."""
+    """Return the display unit for times of at most `longest`."""
     if unit == "s" and 0 < longest < 1:
         return Clock("ms", 1e3) if longest >= 1e-3 else Clock("us", 1e6)
     return Clock(unit, 1.0)
 
 
 def round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is not below a value."""
+    """Return the smallest of 1, 2 or 5 times a power of ten that is at least `least`."""
     if least <= 0:
         return 0.0
     power: float = 10.0 ** math.floor(math.log10(least))
@@ -166,10 +166,10 @@ def round_step(least: float) -> float:
 
 
 def label_fits(label: str, size: float, width: float) -> bool:
-    """Return whether a label fits into a box."""
+    """Return whether a label of a font size fits into a box of a width in pixels."""
     return size >= LEAST_LABEL and len(label) * size * LETTER + 2 <= width
 
 
 def ink_of(box: Box) -> str:
-    """Return the colour of a box's label."""
+    """Return the text colour of a box's label."""
     return ink_on(box.fill)

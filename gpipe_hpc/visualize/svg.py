@@ -1,4 +1,4 @@
-"""A timeline as a stand-alone SVG picture."""
+"""Render a timeline as a stand-alone SVG picture."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ from gpipe_hpc.visualize.scene import (
     label_fits,
 )
 
-# Colours stand in attributes, which every program reads; a dark page overrides them by class.
+# Colours are attributes, which every program reads; CSS classes override them on dark pages.
 _DARK: Final = "".join(f".{name}{{fill:{dark}}}" for name, dark in GROUNDS.values())
 _STYLE: Final = (
     "text{font-family:Helvetica,Arial,sans-serif}"
@@ -35,10 +35,15 @@ _STYLE: Final = (
 def draw_svg(
     timeline: Timeline, *, title: str = "", unit: str = "", width: int | None = None
 ) -> str:
-    """Draw a row of boxes for each rank, bubbles grey, and below how much it keeps over time.
+    """Draw a row of boxes for each rank, with idle time in grey and memory curves below.
 
-    Colour is the op, the number the micro-batch; hovering a box shows its action and times. `title`
-    defaults to the schedule's name, `unit` names the unit of time, `width` is in pixels.
+    The colour of a box is its op, the number its micro-batch; hovering shows action and times.
+
+    Args:
+        timeline: the timeline to draw.
+        title: title; default: the name of the schedule.
+        unit: name of the time unit.
+        width: width in pixels; None means as wide as needed, 960 to 1800.
     """
     named = replace(timeline, name=title or timeline.name)
     return render_svg(layout([named], unit=unit, width=width))
@@ -65,7 +70,7 @@ def render_svg(scene: Scene) -> str:
 
 
 def describe(box: Box, clock: Clock) -> str:
-    """Say what a box is, when it ran and what it waited for."""
+    """Return the action of a box, its times, and the value that it waited for as text."""
     event, factor = box.event, clock.factor
     text = (
         f"{event.action}, rank {event.rank}: {clock.show(box.start)} to "
@@ -73,7 +78,7 @@ def describe(box: Box, clock: Clock) -> str:
     )
     if box.wait is not None:
         maker, send, thing = box.wait
-        # Times of the timeline count from its own start.
+        # Convert to the time axis of the picture.
         over = box.start + (box.wait.over_s - event.start_s) * factor
         last = maker if send is None else send
         text += f"; waited for {last.action} of rank {last.rank} ({thing}), "
@@ -98,7 +103,7 @@ def _rect(rect: Rect) -> str:
 
 
 def _fill(colour: str) -> str:
-    """Return the attributes of a colour that a dark page may change."""
+    """Return the attributes of a colour, with a class if it changes on dark pages."""
     ground = f'class="{GROUNDS[colour].name}" ' if colour in GROUNDS else ""
     return f'{ground}fill="{colour}"'
 
@@ -107,7 +112,7 @@ def _row(scene: Scene, row: Row) -> Iterator[str]:
     yield _rect(Rect(scene.x(0), row.y, row.span * scene.scale, row.height, IDLE))
     for box in row.boxes:
         left, width = scene.x(box.start), box.duration * scene.scale
-        # An outline would cover what is hardly wider than itself.
+        # An outline would cover very thin boxes.
         kind = ' class="op"' if width >= 3 else ""
         text = (
             f"<g><title>{escape(describe(box, scene.clock))}</title>"

@@ -1,4 +1,4 @@
-"""A timeline as text: one line a rank."""
+"""Render a timeline as text, one line per rank."""
 
 import string
 import textwrap
@@ -11,9 +11,9 @@ from gpipe_hpc.schedule.timeline import Event, Timeline
 from gpipe_hpc.visualize.colours import BESIDE, HUES
 from gpipe_hpc.visualize.scene import clock_for
 
-# What fills an action's cell behind its label, so that ops differ without colour.
+# Fill characters after the label of an action, so that ops differ without colour.
 _FILL: Final = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+", Op.R: "*"}
-# What fills the time in which a rank computes nothing, and a bucket is summed or gathered.
+# Fill character for idle time in which a bucket is reduced or gathered.
 _BESIDE_FILL: Final = ":"
 _DIGITS: Final = "." + string.digits[1:] + string.ascii_lowercase
 _WIDEST: Final = 240
@@ -23,15 +23,18 @@ _LEAST_PANEL: Final = 20
 def draw_text(
     timeline: Timeline, width: int | None = None, unit: str = "", page: int | None = None
 ) -> str:
-    """Draw a line of cells for each rank, dots where it idles, and a legend.
+    """Draw a line of cells for each rank, with dots for idle time, and a legend.
 
-    Where a rank computes nothing while gradients are summed, or parameters gathered, are colons.
+    Colons mark idle time in which gradients are reduced or parameters gathered. A cell shows op and
+    micro-batch (`F0`), with the stage if a rank holds several (`2F0`), shortened if the action is
+    too short.
 
-    A cell holds op and micro-batch (`F0`), with stage where a rank holds several (`2F0`), cut off
-    where time is too short for it. `width` is the number of columns the time axis takes; None: just
-    enough for every label, 240 at most. `unit` names the unit of time; times in ``s`` are shown in
-    ms or us where they are short. `page` is the number of columns of the page, the names of ranks
-    included: longer lines go on in panels below. None: no end.
+    Args:
+        timeline: the timeline to draw.
+        width: columns of the time axis; None means enough for every label, at most 240.
+        unit: name of the time unit; times in ``s`` are shown in ms or us if they are short.
+        page: columns of the page, including the names of ranks; longer lines continue in panels
+            below. None means no limit.
     """
     cells = _cells(timeline)
     with_stage = _with_stage(cells)
@@ -44,10 +47,10 @@ def draw_text(
 
 
 def draw_text_memory(timeline: Timeline, width: int | None = None, page: int | None = None) -> str:
-    """Draw a line for each rank with the most micro-batches of one stage kept in each column.
+    """Draw a line for each rank with the largest number of live activations in each column.
 
-    Beyond 9 it counts on in letters (a is 10), beyond 35 it stays at ``+``; a dot is none. The
-    columns and panels are those of `draw_text`.
+    Activations are counted in micro-batches of one stage. Numbers above 9 are letters (a is 10),
+    above 35 ``+``; a dot is 0. Columns and panels are those of `draw_text`.
     """
     columns = width or num_columns([timeline])
     ranks = range(timeline.num_ranks)
@@ -59,9 +62,9 @@ def draw_text_memory(timeline: Timeline, width: int | None = None, page: int | N
 
 
 def _panels(timeline: Timeline, lines: Sequence[str], page: int | None) -> Iterator[str]:
-    """Yield the lines of all ranks with their names; what is too long for the page goes on below.
+    """Yield the labelled lines of all ranks, divided into panels of the page's width.
 
-    Panels have a blank line between them, and each says at which column of the whole it starts.
+    Panels are separated by a blank line; each names its range of columns.
     """
     names = [f"{_rank(timeline, rank)} " for rank in range(timeline.num_ranks)]
     longest = max(map(len, lines), default=0)
@@ -82,9 +85,10 @@ def _fold(words: str, page: int | None) -> str:
 
 
 def num_columns(timelines: Sequence[Timeline]) -> int:
-    """Return the columns of the longest timeline at which the tightest label of all just fits.
+    """Return the columns at which the tightest label of all timelines fits, at most 240.
 
-    240 at most. On the scale of the longest, another takes columns in proportion to its makespan.
+    This is the width of the longest timeline; on the same scale, others are narrower in proportion
+    to their makespan.
     """
     longest = max((timeline.makespan for timeline in timelines), default=0.0)
     scale = max(map(_tightest_scale, timelines), default=0.0)
@@ -109,7 +113,7 @@ def _label(event: Event, with_stage: bool) -> str:
 
 
 def _tightest_scale(timeline: Timeline) -> float:
-    """Return the columns a unit of time needs for every label to fit."""
+    """Return the columns per unit of time at which every label fits."""
     cells = _cells(timeline)
     with_stage = _with_stage(cells)
     return max(
@@ -124,12 +128,12 @@ def _tightest_scale(timeline: Timeline) -> float:
 
 
 def _of_buckets(row: Sequence[Event]) -> list[Event]:
-    """Return what was summed or gathered beside compute, and took time."""
+    """Return the reductions and all-gathers that took time."""
     return [event for event in row if event.action.op in OF_BUCKETS and event.duration_s > 0]
 
 
 def _columns(timeline: Timeline, event: Event, scale: float) -> tuple[int, int]:
-    """Return the columns in which an event begins and ends."""
+    """Return the first and the end column of an event."""
     ends = event.start_s, event.end_s
     first, end = (round((moment_s - timeline.start_s) * scale) for moment_s in ends)
     return first, end

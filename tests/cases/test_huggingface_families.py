@@ -219,7 +219,9 @@ def test_experts_train(kind: str):
 
 def test_a_start_that_nobody_sets_is_refused_before_anything_is_built():
     """Its activations have parameters that transformers sets only where it makes them."""
-    with pytest.raises(ModelError, match=r"does not initialise .*alpha_p of a ApertusForCausalLM"):
+    with pytest.raises(
+        ModelError, match=r"leaves some values of .*alpha_p of a ApertusForCausalLM"
+    ):
         huggingface_layers(config_of("apertus"))
 
 

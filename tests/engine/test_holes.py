@@ -192,14 +192,20 @@ def test_copies_of_a_stage_of_real_processes_are_one(processes, tmp_path, alone)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"schedule": "zb_v"}, r"expected one of gpipe, one_f_one_b, zb_h1.*start 2 or 4 ranks"),
+        ({"schedule": "zb_v"}, r"use one of gpipe, one_f_one_b, zb_h1.*start 2 or 4 ranks"),
         ({"schedule": "auto", "schedule_options": {"placement": "wave"}}, "auto with placement"),
-        ({"outer": {"every": 2}}, "outer.every: 3 ranks make pipelines of 2 stages with holes"),
-        ({"outer": {"weights": [1, 2]}}, "outer.weights: 3 ranks"),
-        ({"normalise_over_replicas": True}, "normalise_over_replicas: 3 ranks"),
-        ({"noise_over": "replicas"}, "noise_over: 3 ranks"),
+        (
+            {"outer": {"every": 2}},
+            "outer.every: .* complete replicas, but 3 ranks are not a multiple of 2 stages",
+        ),
+        ({"outer": {"weights": [1, 2]}}, "outer.weights: .* but 3 ranks"),
+        ({"normalise_over_replicas": True}, "normalise_over_replicas: .* but 3 ranks"),
+        ({"noise_over": "replicas"}, "noise_over: .* but 3 ranks"),
         ({"stages": "fitting"}, "stages: expected one of fit, got 'fitting'"),
-        ({"schedule": "rerouted", "schedule_options": {"stages": 3}}, "no option stages beside"),
+        (
+            {"schedule": "rerouted", "schedule_options": {"stages": 3}},
+            "the option stages=3 conflicts with stages=2",
+        ),
     ],
 )
 def test_what_holes_cannot_do_is_refused_with_a_remedy(settings, words):

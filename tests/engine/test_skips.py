@@ -176,19 +176,22 @@ def test_a_layer_that_forgets_its_stash_is_named():
 
     model = [LayerSpec(Forgets, 0, 1).stashing("a"), LayerSpec(Block, 1, 0).popping("a")]
     pipe = Pipeline(model, loss_fn)
-    with pytest.raises(Exception, match=r"layers\.0: stashes a, expected its forward to return"):
+    with pytest.raises(Exception, match=r"layers\.0: stashes a, so its forward must return"):
         pipe.step(*BATCH)
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ([("a", ""), ("", "")], r"layers\.0 \(Block\): stashes 'a', expected a layer behind it"),
-        ([("a", ""), ("", "a"), ("", "a")], r"layers\.2 .*pops 'a'.*by layers\.1 .*already"),
-        ([("a", ""), ("a", ""), ("", "a")], r"layers\.1 .*stashes 'a'.*by layers\.0 .*already"),
-        ([("", ""), ("", "a")], r"layers\.1 .*pops 'a'.*got none"),
-        ([("", "a"), ("a", "")], r"layers\.0 .*pops 'a', expected it from a layer ahead"),
-        ([("a", "a"), ("", "")], r"layers\.0 .*pops 'a', expected it from a layer ahead"),
+        ([("a", ""), ("", "")], r"layers\.0 \(Block\): stashes 'a', but no later layer pops it"),
+        ([("a", ""), ("", "a"), ("", "a")], r"layers\.2 .*pops 'a'.*already popped by layers\.1 "),
+        (
+            [("a", ""), ("a", ""), ("", "a")],
+            r"layers\.1 .*stashes 'a'.*already stashed by layers\.0 ",
+        ),
+        ([("", ""), ("", "a")], r"layers\.1 .*pops 'a', but no earlier layer stashes it"),
+        ([("", "a"), ("a", "")], r"layers\.0 .*pops 'a', but layers\.1 .* is not an earlier layer"),
+        ([("a", "a"), ("", "")], r"layers\.0 .*pops 'a', but layers\.1 .* is not an earlier layer"),
     ],
 )
 def test_stashes_and_pops_that_do_not_fit_are_refused_at_build_time(model, message):
@@ -212,7 +215,7 @@ def test_writing_in_place_into_what_waits_is_refused():
         LayerSpec(nn.ReLU, inplace=True),
         LayerSpec(Block, 1, 0).popping("a"),
     ]
-    with pytest.raises(ActionError, match=r"layers\.1: wrote in place into .* stashed as a, "):
+    with pytest.raises(ActionError, match=r"layers\.1: wrote in place into .* stashed as a; "):
         Pipeline(model, loss_fn).step(*BATCH)
 
 
@@ -245,5 +248,5 @@ def test_a_layer_that_overwrites_what_it_also_pops_is_named(writes_popped):
             return x + popped
 
     model = [LayerSpec(Both, WIDTH, WIDTH).stashing("a"), LayerSpec(Overwrites).popping("a")]
-    with pytest.raises(Exception, match=r"layers\.1.*wrote in place into its input, which is also"):
+    with pytest.raises(Exception, match=r"layers\.1.*wrote in place into its input, which shares"):
         Pipeline(model, lambda y, t: y.sum()).step(*(x.float() for x in BATCH))

@@ -319,8 +319,8 @@ def _ended_badly(case: Case, found: Ended) -> Iterator[str]:
         return
     (message,) = messages
     said = found.stderr[found.stderr.index(message) :]
-    if not ("expected" in said and "got" in said and ";" in said):
-        yield f"not of the form 'where: what, expected, got; remedy': {said}"
+    if ";" not in said:
+        yield f"not of the form 'where: what is wrong; remedy': {said}"
     if not any(part in said for word in case.words for part in _parts(word)):
         yield f"names none of the settings: {said}"
 

@@ -127,7 +127,7 @@ def test_seeded_generators_nest():
     ("layer", "message"),
     [
         (LayerSpec(nn.Linear, 3), r"layers\.6: the factory Linear failed.*TypeError.*out_feat"),
-        (LayerSpec(dict, a=1), r"layers\.6: the factory dict gave no layer.*got dict"),
+        (LayerSpec(dict, a=1), r"layers\.6: the factory dict must return an nn.Module, got dict"),
         (LayerSpec(nn.LazyLinear, 3), r"layers\.6: weight has no shape yet.*give the layer"),
     ],
 )
@@ -139,7 +139,7 @@ def test_failures_name_layer_and_factory(layer: LayerSpec, message: str):
 def test_built_meta_modules_are_refused():
     with torch.device("meta"):
         module = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"layers\.1: weight has no values.*LayerSpec"):
+    with pytest.raises(ModelError, match=r"layers\.1: weight is on the meta device.*LayerSpec"):
         build_layer(module, index=1, seed=0)
 
 

@@ -87,9 +87,9 @@ class Pretrained(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ([], r"has no layers.*add a layer"),
+        ([], r"has no layers; add at least one"),
         (nn.Sequential(), r"has no layers"),
-        (nn.Linear(2, 2), r"one Linear; give its parts as nn.Sequential"),
+        (nn.Linear(2, 2), r"one Linear; pass its parts as nn.Sequential"),
         (Pretrained(), r"a Pretrained of transformers .*save_pretrained\(folder\).*model\.path="),
         ("gpt", r"not a sequence.*got str"),
         (iter([nn.ReLU()]), r"not a sequence.*put the layers into a list"),

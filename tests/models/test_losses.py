@@ -161,7 +161,7 @@ def test_shapes_that_do_not_match_are_refused():
     outputs, targets = bert_batch(2)
     with pytest.raises(ModelError, match=r"bert_pretraining.*\[2, 8\] and \[2\], got \[2, 8\] and"):
         bert_pretraining(outputs, (targets[0], targets[1][:1]))
-    with pytest.raises(ModelError, match=r"segmentation.*\[2, 3, 4, 5\] and \[2, 4\]; give one"):
+    with pytest.raises(ModelError, match=r"segmentation.*\[2, 3, 4, 5\] and \[2, 4\]; pass one"):
         segmentation(torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(ModelError, match=r"mean_squared_error.*\[4, 1\], got \[4\]"):
         mean_squared_error(torch.zeros(4, 1), torch.zeros(4))

@@ -53,8 +53,11 @@ def test_hosts_that_are_all_alike_are_a_number(tmp_path):
         ("hosts: [2]\nlinks: 4\n", "links, expected keys with values, got 4"),
         ("hosts: [2]\nspeed: 4\n" + LINKS, "got 'hosts, speed, links'"),
         ("hosts: [2]\n" + LINKS.replace("4e9", "fast"), "links.between.bandwidth.*got 'fast'"),
-        ("hosts: [2]\n" + LINKS.replace("4e9", "0"), "a link has a latency of 0 or more"),
-        ("hosts: [2]\n" + LINKS + "slow_ranks: {2: 2.0}", "a rank that there is not"),
+        ("hosts: [2]\n" + LINKS.replace("4e9", "0"), "a link needs a latency of 0 or more"),
+        (
+            "hosts: [2]\n" + LINKS + "slow_ranks: {2: 2.0}",
+            "names rank 2, but there are only 0 to 1",
+        ),
         ("hosts: [2]\n" + LINKS + "slow_ranks: {a: 2.0}", "slow_ranks, expected a whole number"),
         ("hosts: [2]\n" + LINKS + "  ranks: 4\n", "links.ranks, expected a list, got 4"),
         ("hosts: [2]\n" + LINKS + "  ranks: [{source: 0}]\n", r"links.ranks\[0\], expected the k"),

@@ -54,5 +54,5 @@ def test_a_smaller_micro_batch_takes_its_share():
 @pytest.mark.parametrize("shares", [(1.0,), (1.0, 2.0), (1.0, -1.0)])
 def test_shares_that_cannot_be_are_refused(shares):
     table = build("gpipe", ranks=1, microbatches=2)
-    with pytest.raises(ScheduleError, match="shares has a number from 0 to 1 for each micro-batch"):
+    with pytest.raises(ScheduleError, match="shares needs a number from 0 to 1 for each of"):
         simulate(table, replace(COSTS, shares=shares))

@@ -37,29 +37,35 @@ def edited(schedule, rank, old, new):
 @pytest.mark.parametrize(
     ("schedule", "rank", "old", "new", "message"),
     [
-        (BARE, 0, "0F0", "0F0 0F0", r"rank 0, position 1, 0F0: 0F0 is done twice.*position 0"),
-        (BARE, 0, "0B1", "0I1 0B1", r"rank 0, position 3, 0B1: 0I1 is done twice"),
-        (BARE, 0, "0B1", "0B1 0W1", r"0W1: 0W1 is done twice"),
-        (BARE, 0, "0B0", "", r"rank 0: 0I0 is missing, expected it or 0B0 once"),
+        (
+            BARE,
+            0,
+            "0F0",
+            "0F0 0F0",
+            r"rank 0, position 1, 0F0: 0F0 occurs twice, first at rank 0, position 0",
+        ),
+        (BARE, 0, "0B1", "0I1 0B1", r"rank 0, position 3, 0B1: 0I1 occurs twice"),
+        (BARE, 0, "0B1", "0B1 0W1", r"0W1: 0W1 occurs twice"),
+        (BARE, 0, "0B0", "", r"rank 0: 0I0 or 0B0 is missing"),
         (BARE, 0, "0B0", "0I0", r"rank 0: 0W0 is missing"),
-        (BARE, 1, "1F0", "", r"rank 1, position 2, 1B0: waits for 1F0.*nowhere"),
+        (BARE, 1, "1F0", "", r"rank 1, position 2, 1B0: waits for 1F0, which is missing"),
         (
             BARE,
             1,
             "1F0",
             "0F0",
-            r"rank 1, position 0, 0F0: wrong rank, expected rank 0, got rank 1",
+            r"rank 1, position 0, 0F0: wrong rank, the stage is on rank 0",
         ),
-        (BARE, 1, "1F0", "2F0", r"2F0: no such stage, expected 0 to 1, got 2"),
-        (BARE, 1, "1F0", "1F7", r"1F7: no such micro-batch, expected 0 to 1, got 7"),
+        (BARE, 1, "1F0", "2F0", r"2F0: stage must be 0 to 1, got 2"),
+        (BARE, 1, "1F0", "1F7", r"1F7: micro-batch must be 0 to 1, got 7"),
         (BARE, 0, "0F0", "0OFFLOAD0 0F0 0FETCH0", r"position 0, 0OFFLOAD0: waits for 0F0"),
-        (BARE, 0, "0F0", "0F0 0OFFLOAD0", r"0OFFLOAD0: is not brought back, expected 0FETCH0"),
-        (BARE, 0, "0F0", "0F0 0FETCH0", r"0FETCH0: waits for 0OFFLOAD0, expected it in the table"),
+        (BARE, 0, "0F0", "0F0 0OFFLOAD0", r"0OFFLOAD0: is never fetched; add 0FETCH0"),
+        (BARE, 0, "0F0", "0F0 0FETCH0", r"0FETCH0: waits for 0OFFLOAD0, which is missing"),
         (BARE, 0, "0F0", "0F0 0FETCH0 0OFFLOAD0", r"position 1, 0FETCH0: waits for 0OFFLOAD0"),
-        (BARE, 1, "1F1 1B1", "1B1 1F1", r"position 1, 1B1: waits for 1F1, .* got it at position 2"),
+        (BARE, 1, "1F1 1B1", "1B1 1F1", r"position 1, 1B1: waits for 1F1, .* at position 2"),
         (BARE, 0, "0B1", "0B1 0R1", r"0B1: waits for 0R1.*position 3"),
-        (LOWERED, 0, "0SEND_F0 ", "", r"1RECV_F0: waits for 0SEND_F0.*nowhere"),
-        (LOWERED, 1, "1RECV_F0 ", "", r"1F0: waits for 1RECV_F0.*nowhere"),
+        (LOWERED, 0, "0SEND_F0 ", "", r"1RECV_F0: waits for 0SEND_F0, which is missing"),
+        (LOWERED, 1, "1RECV_F0 ", "", r"1F0: waits for 1RECV_F0, which is missing"),
         (LOWERED, 0, "0F0 0SEND_F0", "0SEND_F0 0F0", r"0SEND_F0: waits for 0F0"),
         (LOWERED, 1, "1RECV_F1 1F0 1F1", "1F0 1F1 1RECV_F1", r"1F1: waits for 1RECV_F1"),
         (
@@ -67,29 +73,29 @@ def edited(schedule, rank, old, new):
             1,
             "1RECV_F0 1RECV_F1",
             "1RECV_F1 1RECV_F0",
-            r"rank 1, position 0, 1RECV_F1: is out of order among what rank 0 sends here, "
-            r"expected 1RECV_F0 ahead of it, to match rank 0, position 1, 0SEND_F0",
+            r"rank 1, position 0, 1RECV_F1: is out of order: rank 0 first sends the message of "
+            r"1RECV_F0 \(rank 0, position 1, 0SEND_F0\)",
         ),
         (
             ACROSS,
             1,
             "1RECV_B0 1RECV_F2",
             "1RECV_F2 1RECV_B0",
-            r"1RECV_F2: is out of order among what rank 0 sends here, "
-            r"expected 1RECV_B0 ahead of it, to match rank 0, position \d+, 2SEND_B0; post in the",
+            r"1RECV_F2: is out of order: rank 0 first sends the message of 1RECV_B0 "
+            r"\(rank 0, position \d+, 2SEND_B0\); post receives in the",
         ),
         (LOWERED, 0, " 0REDUCE_GRAD", "", r"rank 0: 0REDUCE_GRAD is missing"),
         (LOWERED, 0, "0B0 0REDUCE_GRAD", "0REDUCE_GRAD 0B0", r"0REDUCE_GRAD: waits for 0B0"),
-        (LOWERED, 0, "0REDUCE_GRAD", "0REDUCE_GRAD 0REDUCE_GRAD", r"0REDUCE_GRAD is done twice"),
+        (LOWERED, 0, "0REDUCE_GRAD", "0REDUCE_GRAD 0REDUCE_GRAD", r"0REDUCE_GRAD occurs twice"),
         (LOWERED, 0, "0REDUCE_GRAD", "0REDUCE_GRAD 1REDUCE_GRAD", r"1REDUCE_GRAD: wrong rank"),
         (IN_BUCKETS, 0, "0REDUCE_GRAD1 ", "", r"rank 0: 0REDUCE_GRAD1 is missing"),
-        (IN_BUCKETS, 0, "D1 0REDUCE_GRAD2", "D1 0REDUCE_GRAD1", r"0REDUCE_GRAD1 is done twice"),
+        (IN_BUCKETS, 0, "D1 0REDUCE_GRAD2", "D1 0REDUCE_GRAD1", r"0REDUCE_GRAD1 occurs twice"),
         (
             IN_BUCKETS,
             0,
             "D1 0REDUCE_GRAD2",
             "D1 0REDUCE_GRAD",
-            r"is of one bucket beside",
+            r"is for one bucket, but 0REDUCE_GRAD already covers all",
         ),
         (IN_BUCKETS, 0, "0B0 0REDUCE_GRAD0", "0REDUCE_GRAD0 0B0", r"0REDUCE_GRAD0: waits for 0B0"),
     ],
@@ -101,9 +107,9 @@ def test_refusals_name_rank_position_action_and_reason(schedule, rank, old, new,
 
 
 def test_a_transfer_within_a_rank_or_behind_the_last_stage_is_refused():
-    with pytest.raises(ScheduleError, match="0SEND_F0: moves a value within its rank"):
+    with pytest.raises(ScheduleError, match="0SEND_F0: transfers a value within one rank"):
         check(from_text("0F0,0SEND_F0,1RECV_F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD\n"))
-    with pytest.raises(ScheduleError, match="1SEND_F0: has no partner, expected 2RECV_F0"):
+    with pytest.raises(ScheduleError, match="1SEND_F0: has no partner; add 2RECV_F0"):
         check(edited(LOWERED, 1, "1F0", "1F0 1SEND_F0"))
 
 
@@ -135,8 +141,11 @@ def test_reductions_that_wait_for_one_another_are_refused():
     crossed = edited(mirrored, 0, "1REDUCE_GRAD 0REDUCE_GRAD", "0REDUCE_GRAD 1REDUCE_GRAD")
     with pytest.raises(ScheduleError) as error:
         check(crossed)
-    assert "rank 0, position 8, 0REDUCE_GRAD: waits for its copy on rank 1" in str(error.value)
-    assert "reduces 1REDUCE_GRAD first" in str(error.value)
+    assert (
+        "rank 0, position 8, 0REDUCE_GRAD: deadlock: waits for the same reduction on rank 1"
+        in str(error.value)
+    )
+    assert "runs 1REDUCE_GRAD first" in str(error.value)
 
 
 def test_declared_bounds_are_kept():
@@ -158,7 +167,7 @@ def test_tables_that_only_evaluate_are_legal_but_reduce_and_recompute_nothing():
 
 def test_ranks_and_placement_must_agree():
     placement = Placement(((0, 1),), (0,))
-    with pytest.raises(ScheduleError, match="expected 2, got 1"):
+    with pytest.raises(ScheduleError, match="has 1 rows, but its placement has 2 ranks"):
         check(Schedule("short", placement, ((parse_action("0F0"),),)))
 
 
@@ -167,7 +176,9 @@ def test_mirrored_stages_have_the_same_buckets_on_all_holders_in_one_order():
     mirrored = lower(build("gems", ranks=2, microbatches=2), {0: 2, 1: 2})
     check(mirrored)
     crossed = edited(mirrored, 0, "1REDUCE_GRAD0 1REDUCE_GRAD1", "1REDUCE_GRAD1 1REDUCE_GRAD0")
-    with pytest.raises(ScheduleError, match=r"1REDUCE_GRAD[01]: waits for its copy on rank 1"):
+    with pytest.raises(
+        ScheduleError, match=r"1REDUCE_GRAD[01]: deadlock: waits for the same reduction on rank 1"
+    ):
         check(crossed)
     with pytest.raises(ScheduleError, match="rank 0: 1REDUCE_GRAD1 is missing"):
         check(edited(mirrored, 0, "1REDUCE_GRAD0 1REDUCE_GRAD1", "1REDUCE_GRAD0"))
@@ -202,7 +213,9 @@ def test_a_block_whose_backward_comes_first_is_refused():
     forward, backward = bare.overlaps[0]
     swap = {forward: backward, backward: forward}
     rows = tuple(tuple(swap.get(action, action) for action in row) for row in bare.ranks)
-    with pytest.raises(ScheduleError, match=f"{forward}: overlaps {backward}, expected it behind"):
+    with pytest.raises(
+        ScheduleError, match=f"{forward}: overlaps {backward}, which must come later"
+    ):
         check(replace(bare, ranks=rows))
 
 

@@ -50,7 +50,7 @@ def test_a_file_is_read(tmp_path):
         ("gpipe", {"waves": 2}, "unknown option.*waves is an option of hanayo"),
         ("auto", {"placment": "best"}, "unknown option.*did you mean placement"),
         ("interleaved", {"stages_per_rank": 0}, "stages_per_rank must be a whole number"),
-        ("auto", {"placement": "best"}, "expected placement one_each"),
+        ("auto", {"placement": "best"}, "placement must be one_each"),
     ],
 )
 def test_what_is_unknown_is_refused(name, options, said):

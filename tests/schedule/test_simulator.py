@@ -107,7 +107,7 @@ def test_transfers_share_the_link_between_two_ranks():
 
 @pytest.mark.parametrize("bandwidth", [0, -1, float("nan")])
 def test_links_that_make_no_sense_are_refused(bandwidth):
-    with pytest.raises(ScheduleError, match="a link has a latency"):
+    with pytest.raises(ScheduleError, match="a link needs a latency"):
         Link(latency=0, bandwidth=bandwidth)
 
 
@@ -132,7 +132,9 @@ def test_buckets_share_the_reduction_and_may_leave_within_the_last_backward():
     assert found["0REDUCE_GRAD0"] == (2, 4) and found["0REDUCE_GRAD1"] == (5, 11)
     found = spans(simulate(lowered, Costs(forward=1, backward=4, reduction=8)))
     assert found["0REDUCE_GRAD0"] == (5, 9) and found["0REDUCE_GRAD1"] == (9, 13)
-    with pytest.raises(ScheduleError, match="bucket_shares of stage 0, expected an amount for"):
+    with pytest.raises(
+        ScheduleError, match="bucket_shares of stage 0 need one amount of 0 or more for"
+    ):
         simulate(lowered, replace(costs, bucket_shares={0: [1]}))
 
 
@@ -208,7 +210,7 @@ def test_a_slow_rank_takes_as_many_times_as_long_for_compute_and_for_nothing_els
 
 @pytest.mark.parametrize("paces", [{2: 1.5}, {-1: 1.0}, {0: 0.0}, {0: float("inf")}])
 def test_paces_that_make_no_sense_are_refused(paces):
-    with pytest.raises(ScheduleError, match="costs: paces, expected a factor above 0 for ranks of"):
+    with pytest.raises(ScheduleError, match="costs: paces must be factors above 0 for ranks of"):
         simulate(SPLIT, Costs(forward=1, input_gradient=1, weight_gradient=1, paces=paces))
 
 

@@ -169,13 +169,15 @@ def test_a_table_of_three_ranks_in_full():
 @pytest.mark.parametrize("skips", [((0, 1),), ((2, 0),), ((0, 4),), ((-1, 2),), ((1, 1),)])
 def test_skips_that_cannot_be_are_refused(skips):
     bare = build("gpipe", ranks=4, microbatches=1)
-    with pytest.raises(ScheduleError, match=r"no such skip, expected stages of 0 to 3.*got \("):
+    with pytest.raises(
+        ScheduleError, match=r"invalid skip \(.*stages of 0 to 3 that are at least two apart"
+    ):
         replace(bare, skips=skips)
 
 
 @pytest.mark.parametrize("skips", [((1, 3), (0, 2)), ((0, 2), (0, 2))])
 def test_skips_are_in_order_and_named_once(skips):
-    with pytest.raises(ScheduleError, match=r"each pair of stages once and in order"):
+    with pytest.raises(ScheduleError, match=r"skips must be sorted and unique"):
         replace(build("gpipe", ranks=4, microbatches=1), skips=skips)
 
 
@@ -241,11 +243,11 @@ def test_no_wrong_transfer_passes(schedule):
 @pytest.mark.parametrize(
     ("rank", "old", "new", "message"),
     [
-        (0, "0SEND_F0@2", "0SEND_F0@3", r"goes over no skip of the table, expected one of 0 to 2"),
-        (0, "0SEND_F0@2", "", r"2RECV_F0@0: waits for 0SEND_F0@2, expected it in the table"),
-        (2, "2RECV_F0@0", "", r"2F0: waits for 2RECV_F0@0, expected it in the table"),
-        (2, "2SEND_B0@0", "2SEND_B0@1", r"expected one of 0 to 2, got 1 to 2"),
-        (0, "0SEND_F0@2", "0SEND_F0@2 0SEND_F0@2", r"0SEND_F0@2 is done twice"),
+        (0, "0SEND_F0@2", "0SEND_F0@3", r"uses the skip 0 to 3, but the table declares 0 to 2"),
+        (0, "0SEND_F0@2", "", r"2RECV_F0@0: waits for 0SEND_F0@2, which is missing"),
+        (2, "2RECV_F0@0", "", r"2F0: waits for 2RECV_F0@0, which is missing"),
+        (2, "2SEND_B0@0", "2SEND_B0@1", r"the skip 1 to 2, but the table declares 0 to 2"),
+        (0, "0SEND_F0@2", "0SEND_F0@2 0SEND_F0@2", r"0SEND_F0@2 occurs twice"),
     ],
 )
 def test_refusals_name_the_skip(rank, old, new, message):
@@ -261,9 +263,9 @@ def test_refusals_name_the_skip(rank, old, new, message):
 def test_compute_has_no_peer():
     bare = build("gpipe", ranks=3, microbatches=1)
     row = (Action(Op.F, 0, 0, 2), *bare.ranks[0][1:])
-    with pytest.raises(ScheduleError, match="is no transfer, expected no peer, got 2"):
+    with pytest.raises(ScheduleError, match="only SEND and RECV take a peer, got 2"):
         check(replace(bare, ranks=(row, *bare.ranks[1:]), skips=((0, 2),)))
-    with pytest.raises(ScheduleError, match="F has no other end"):
+    with pytest.raises(ScheduleError, match="only SEND and RECV take a peer such as @2"):
         parse_action("0F0@2")
 
 

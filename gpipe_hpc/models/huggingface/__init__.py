@@ -1,6 +1,6 @@
-"""Models of the transformers library as sequences of layers.
+"""Hugging Face transformers models as sequences of layers.
 
-transformers and safetensors are optional: they are loaded when a model is asked for.
+The libraries transformers and safetensors are optional; they are imported on first use.
 """
 
 from gpipe_hpc.models.huggingface.building import huggingface_layers

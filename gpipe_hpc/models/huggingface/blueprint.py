@@ -1,4 +1,4 @@
-"""A model without values, of which every layer is a copy of a part, filled on its rank."""
+"""A transformers model on the meta device, from which each rank copies and fills its layers."""
 
 import copy
 import json
@@ -28,14 +28,21 @@ from gpipe_hpc.models.randomness import GENERATOR_LOCK
 from gpipe_hpc.models.ties import first_names
 
 _INITIALISED = "_is_hf_initialized"
-_MOST_BYTES: Final = 512  # tokens of a vocabulary of bytes: those, some special ones, and padding
+_MOST_BYTES: Final = 512  # largest byte vocabulary: 256 bytes, special tokens and padding
 
 
 class Blueprint:
-    """A model of transformers on the meta device, its structure, and where its weights are.
+    """A transformers model on the meta device, with its structure and the location of its weights.
 
-    One object serves all layers of a model; it is picklable, without the model itself. `source`:
-    the folder, file or dictionary that it came from, for what goes with exported weights.
+    All layers of a model share one object. Pickling stores the config instead of the model.
+
+    Args:
+        config: config object of transformers.
+        attention: ``eager``, ``sdpa`` or None for the default of transformers.
+        dtype: name of the weights' dtype.
+        weights: folder with the weights; None to initialise them.
+        source: folder, file or dictionary that the config came from; its other files are exported
+            with the weights.
     """
 
     def __init__(
@@ -50,16 +57,16 @@ class Blueprint:
         self.source = source
         self.model = _quiet(empty_model(config, attention, dtype))
         self.kind = type(self.model).__name__
-        # Of a copy: some modules keep what they last computed, such as rotary frequencies.
+        # Use a copy, because some modules store state in a forward, such as rotary frequencies.
         self.structure = find_structure(self.copied(self.model))
         self.weights = weights
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what the model is made of."""
+        """Return the constructor and its arguments for pickling."""
         return Blueprint, (*self._made_of, self.weights, self.source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Blueprint":
-        """Return this one: nobody changes it."""
+        """Return this object, which is immutable."""
         return self
 
     def __repr__(self) -> str:
@@ -67,17 +74,17 @@ class Blueprint:
 
     @property
     def sees_ahead(self) -> bool:
-        """Say whether blocks attend to later positions, as those of an encoder do."""
+        """Return whether blocks attend to later positions, as in an encoder."""
         blocks = self.model.get_submodule(self.structure.blocks)
         return any(getattr(part, "is_causal", None) is False for part in blocks.modules())
 
     @property
     def looks_back(self) -> bool:
-        """Say whether it is a causal language model."""
+        """Return whether the model is a causal language model."""
         return self.structure.main_input == "input_ids" and not self.sees_ahead
 
     def check_bytes(self) -> None:
-        """Raise ConfigError if the model's tokens are not the bytes of a text."""
+        """Raise ConfigError if the tokens of the model are not the bytes of a text."""
         found = tokenizer_file(self.source)
         vocabulary = self.model.config.get_text_config().vocab_size
         if found is None and vocabulary <= _MOST_BYTES:
@@ -85,25 +92,25 @@ class Blueprint:
         got = f"a vocabulary of {vocabulary:,}" if found is None else f"its tokenizer, {found}"
         raise ConfigError(
             f"config: bad data, expected tokens of the model's own tokenizer for a {self.kind} "
-            f"with {got}, got the bytes of texts, which are other tokens; encode the texts with "
-            f"the tokenizer and give data=tokens, or train a config.json with a vocab_size of at "
-            f"most {_MOST_BYTES} from new weights"
+            f"with {got}, got the bytes of texts; encode the texts with the tokenizer and use "
+            f"data=tokens, or train new weights for a config.json with a vocab_size of at most "
+            f"{_MOST_BYTES}"
         )
 
     @property
     def most_positions(self) -> int | None:
-        """Return how long a sequence may be, None for any length."""
+        """Return the longest allowed sequence, or None if there is no limit."""
         found = [value for _, _, value in stretched(self.model)]
         return min(found, default=None)
 
     def check_positions(self, num_positions: int) -> None:
-        """Raise ModelError if a sequence is too long."""
+        """Raise ModelError if a sequence of `num_positions` is too long."""
         most = self.most_positions
         if most is not None and num_positions > most:
             raise too_long(most, num_positions)
 
     def ties(self) -> dict[str, str]:
-        """Return, for each name of a tied parameter, the first of its names."""
+        """Map each name of a tied parameter to the first of its names."""
         first: dict[int, str] = {}
         names: dict[str, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -112,16 +119,20 @@ class Blueprint:
         return {name: label for name, label in names.items() if label in shared}
 
     def copied(self, module: nn.Module, instead: Mapping[int, nn.Module] | None = None) -> Any:
-        """Return a copy of a part; `instead`: what stands in for modules, by their id."""
+        """Return a deep copy of a module; `instead` maps ids of submodules to replacements."""
         config = self.model.config
-        # deepcopy takes what it finds in its memo for copies already made.
+        # deepcopy uses objects in its memo instead of copying.
         return copy.deepcopy(module, {id(config): config, **(instead or {})})
 
     def fill(self, layer: nn.Module, path: str, part: nn.Module | None = None) -> None:
-        """Give a layer its values: those of the folder, or transformers' own start.
+        """Give a layer its weights, loaded from the folder or initialised as transformers does.
 
-        `path`: where the model has the layer's part, and the layer too, unless it is `part`.
-        Draws from torch's generator, as its caller seeded it. On the meta device nothing happens.
+        Draws from torch's generator, which the caller has seeded. Does nothing on the meta device.
+
+        Args:
+            layer: the layer, allocated here.
+            path: path of the layer's part in the model, and in the layer unless `part` is given.
+            part: the module to initialise.
         """
         part = layer.get_submodule(path) if part is None else part
         for module in part.modules():
@@ -131,7 +142,7 @@ class Blueprint:
         names = first_names(layer)
         layer.to_empty(device="cpu")
         for name, first in names.items():
-            if name != first:  # to_empty makes a parameter of its own for each name
+            if name != first:  # to_empty creates separate parameters for tied names
                 owner, _, leaf = name.rpartition(".")
                 setattr(layer.get_submodule(owner), leaf, layer.get_parameter(first))
         with torch.no_grad(), GENERATOR_LOCK, _default_dtype(self.model.dtype):
@@ -146,10 +157,10 @@ class Blueprint:
             module.__dict__.pop(_INITIALISED, None)
 
     def perhaps_unset(self) -> list[str]:
-        """Return names of tensors that perhaps neither the folder nor transformers' start sets.
+        """Return names of tensors that neither the folder nor transformers' initialisation may set.
 
-        Without values it is only seen what is written to, and not by all of torch's functions;
-        of blocks that are alike the first counts. `fill` knows.
+        Without values, only in-place writes are observed, and not those of all torch functions; of
+        equal blocks only the first is checked. `fill` checks the actual values.
         """
         first: dict[str, nn.Module] = {}
         blocks = self.model.get_submodule(self.structure.blocks).children()
@@ -173,9 +184,9 @@ class Blueprint:
         for name, tensor in tensors.items():
             if torch.isnan(tensor).any():
                 raise ModelError(
-                    f"huggingface: transformers {transformers().__version__} does not initialise "
-                    f"{name} of a {self.kind} made without weights, expected all numbers set, got "
-                    f"some not; use another version, or a folder that has it"
+                    f"huggingface: transformers {transformers().__version__} leaves some values of "
+                    f"{name} of a {self.kind} uninitialised; use another version, or a folder that "
+                    f"contains the tensor"
                 )
 
     def _load(self, layer: nn.Module) -> list[Tensor]:
@@ -191,8 +202,8 @@ class Blueprint:
             for other in found[1:]:
                 if not torch.equal(values, self.weights.read(other)):
                     raise ModelError(
-                        f"huggingface: {found[0]} and {other} differ, expected one tensor, as the "
-                        f"config ties them, got two; set tie_word_embeddings to false"
+                        f"huggingface: the config ties {found[0]} and {other}, but their stored "
+                        f"values differ; set tie_word_embeddings to false"
                     )
             tensor.copy_(values)
             setattr(tensor, _INITIALISED, True)
@@ -200,7 +211,7 @@ class Blueprint:
         return loaded
 
     def _whole_around(self, path: str, part: nn.Module) -> Any:
-        """Return the model without values except for one part; what others hold is left out."""
+        """Return the model with real values for one part, and stand-ins for the blocks."""
         if not path:
             return part
         model = self.model
@@ -212,9 +223,9 @@ class Blueprint:
         return whole
 
     def _initialise(self, part: nn.Module, whole: Any) -> None:
-        """Let the models that a part belongs to set what is not loaded, as transformers does.
+        """Initialise tensors of a part that are not loaded, in the order of transformers.
 
-        Children come first; a model may go over the parameters of all its parts once more.
+        Children come first; a model may visit the parameters of all its parts once more.
         """
 
         def go(module: nn.Module, responsible: Any, within: bool) -> None:
@@ -229,7 +240,7 @@ class Blueprint:
         go(whole, whole, False)
 
     def stored_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors, given by the model's names, under the names that files have."""
+        """Rename tensors from the model's names to those that weight files use."""
         loading = transformers_part("core_model_loading")
         ignored = self.model._keys_to_ignore_on_save or ()
         kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
@@ -237,7 +248,7 @@ class Blueprint:
         return stored
 
     def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
-        """Return what goes with weights of `dtype`: texts, and files to copy as they are."""
+        """Return the files that accompany the weights, by name: contents, or paths to copy."""
         entries = stored_config(self.source)
         if entries is None:
             entries = json.loads(self.model.config.to_json_string())
@@ -250,13 +261,13 @@ class Blueprint:
 
 
 def _numbers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of floating point."""
+    """Return the floating-point parameters and buffers by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor for name, tensor in named if tensor.is_floating_point()}
 
 
 def _poisoned(layer: nn.Module) -> dict[str, Tensor]:
-    """Fill the numbers that are not loaded with NaN, so that none can stay unset unnoticed."""
+    """Fill tensors that are not loaded with NaN, to detect values that are never initialised."""
     unset = {n: t for n, t in _numbers(layer).items() if not hasattr(t, _INITIALISED)}
     for tensor in unset.values():
         tensor.fill_(torch.nan)
@@ -265,7 +276,7 @@ def _poisoned(layer: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Compute constants in the dtype in which transformers computes them at construction."""
+    """Set torch's default dtype, so that constants are computed as transformers does."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -275,7 +286,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _quiet(model: Any) -> Any:
-    """Return the model without a warning that it reads values of tokens for, at every forward."""
+    """Disable a warning of transformers that reads token values in every forward."""
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _say_nothing
@@ -287,7 +298,11 @@ def _say_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def stretched(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return rotary embeddings whose angles longer sequences change, and how long these may be."""
+    """Return (module, attribute, limit) of rotary embeddings that longer sequences would change.
+
+    These are embeddings of rope_type ``dynamic``, which change their angles for good when a
+    sequence exceeds the limit.
+    """
     return [
         (module, name, value)
         for module in model.modules()
@@ -298,10 +313,10 @@ def stretched(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def too_long(most: int, num_positions: int) -> ModelError:
-    """Return the error for a sequence that changes the angles of later ones."""
+    """Return the error for a sequence that would change the rotary angles of later sequences."""
     return ModelError(
-        f"huggingface: with rope_type 'dynamic' a sequence that is longer than all before it "
-        f"changes the angles of later ones, so training would depend on the order of "
-        f"micro-batches; expected at most {most} positions (max_position_embeddings), got "
-        f"{num_positions}; give shorter sequences, or set another rope_type in the config"
+        f"huggingface: with rope_type 'dynamic' a sequence longer than all before changes the "
+        f"angles of later ones, so training would depend on the order of micro-batches; expected "
+        f"at most {most} positions (max_position_embeddings), got {num_positions}; use shorter "
+        f"sequences, or set another rope_type in the config"
     )

@@ -1,4 +1,4 @@
-"""`huggingface_layers`: a model of transformers as layers."""
+"""`huggingface_layers`: convert a transformers model to a list of layers."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from gpipe_hpc.models.huggingface.weights import open_weights
 from gpipe_hpc.models.layers import LayerSpec
 
 Source = str | Path | Mapping[str, Any] | Any
-"""A folder, a config.json, a dictionary as in one, or a config object of transformers."""
+"""A model folder, a path of a config.json, its content as a dictionary, or a config object."""
 
 
 def huggingface_layers(
@@ -31,21 +31,24 @@ def huggingface_layers(
     dtype: str = "float32",
     fresh: Sequence[str] = (),
 ) -> list[LayerSpec]:
-    """Return a causal language model or image classifier: embedding, blocks, norm, head.
+    """Return the layers of a causal language model or image classifier of transformers.
 
-    A rank builds its own layers and reads its own tensors. Nothing is downloaded or unpickled.
-    Parameters have the model's own names after their layer: ``layers.<i>.lm_head.weight``. The
-    layers compute what the model does with ``use_cache=False``; the output is its logits.
+    The layers are embedding, blocks, norm and head. Each rank builds its own layers and reads only
+    their tensors. Nothing is downloaded or unpickled. Parameters keep the model's names after their
+    layer: ``layers.<i>.lm_head.weight``. The layers compute the same as the model with
+    ``use_cache=False``; the output is its logits.
 
     Args:
-        path: a local folder with config.json and safetensors weights, or a config alone
-            (config.json, dictionary, config object), for new weights as transformers initializes
+        path: a local folder with config.json and safetensors weights, or only a config
+            (config.json, dictionary, config object), for new weights as transformers initialises
             them.
-        attention: eager or sdpa; None: as transformers prefers.
-        dtype: of the weights.
-        fresh: patterns (``classifier.*``) of tensors that are initialized again.
+        attention: ``eager`` or ``sdpa``; None means the default of transformers.
+        dtype: dtype of the weights.
+        fresh: name patterns (``classifier.*``) of tensors to initialise again.
 
-    Raises `ModelError` for a folder or model that cannot be used, `ConfigError` for settings.
+    Raises:
+        ModelError: the folder or the model cannot be used.
+        ConfigError: a keyword is invalid.
     """
     config = read_config(path)
     source = Path(path).resolve() if isinstance(path, str | Path) else path
@@ -67,13 +70,13 @@ def huggingface_layers(
     doubtful = {_owner(name, prefixes) for name in blueprint.perhaps_unset()}
     for index, (prefix, layer) in enumerate(layers):
         if prefix in doubtful:
-            build_layer(layer, index=index, seed=0)  # raises ModelError for what stays unset
+            build_layer(layer, index=index, seed=0)  # raises ModelError if a tensor stays unset
     ties = _by_layer(blueprint.ties(), prefixes)
     return [layer.tied(ties[prefix]) if ties[prefix] else layer for prefix, layer in layers]
 
 
 def _check_ends(blueprint: Blueprint) -> None:
-    """Run all but the blocks without values, as layers; raise ModelError if logits differ."""
+    """Run all layers but the blocks on the meta device; raise if the shape of logits differs."""
     parts = blueprint.structure
     inputs = example_inputs(blueprint.model)
     hidden = HuggingFaceEmbedding(blueprint)(inputs).hidden
@@ -87,17 +90,17 @@ def _check_ends(blueprint: Blueprint) -> None:
 
 
 def _index(blueprint: Blueprint, index: int) -> BlockIndex:
-    """Return which block it is; blocks of one make and one kind of attention cost the same."""
+    """Return the index of a block, which compares equal for blocks of equal cost."""
     block = blueprint.model.get_submodule(f"{blueprint.structure.blocks}.{index}")
     kinds = getattr(blueprint.model.config, "layer_types", None) or ()
     kind = kinds[index] if index < len(kinds) else ""
-    # The last one returns less.
+    # The last block returns hidden states only.
     is_last = index == blueprint.structure.num_blocks - 1
     return BlockIndex(index, f"{kind} {block} {is_last}")
 
 
 def _by_layer(ties: Mapping[str, str], prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Sort tied names into layers: each belongs to the layer with the longest fitting prefix."""
+    """Assign tied names to layers by the longest matching prefix."""
     sorted_in: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
     for name, label in ties.items():
         sorted_in[_owner(name, prefixes)][name] = label

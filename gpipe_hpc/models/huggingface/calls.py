@@ -1,4 +1,4 @@
-"""How a model calls its blocks: what goes in beside the hidden states, and what comes out."""
+"""Arguments with which a transformers model calls its blocks, besides the hidden states."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _PLAIN: Final = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.S
 
 
 class Call(NamedTuple):
-    """Arguments of one call of a block, without its hidden states."""
+    """Arguments of one call of a block, with the hidden states separated."""
 
     hidden: Tensor
     leaves: list[Any]
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> "Call":
-        """Take the hidden states out of the arguments; raise `ModelError` if there are none."""
+        """Separate the hidden states from the arguments; raise `ModelError` if there are none."""
         by_name = not args
         rest = {name: value for name, value in kwargs.items() if not by_name or name != HIDDEN}
         hidden = kwargs.get(HIDDEN) if by_name else args[0]
@@ -39,13 +39,13 @@ class Call(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The shape of a call: the containers of its arguments, and how hidden states are given."""
+    """Structure of a call: containers of its arguments, and whether hidden states go by name."""
 
     tree: Tree
     by_name: bool
 
     def call(self, block: nn.Module, hidden: Tensor, leaves: Sequence[Any]) -> Any:
-        """Call a block with these leaves."""
+        """Call a block with hidden states and argument leaves."""
         args, kwargs = unflatten(leaves, self.tree)
         if self.by_name:
             return block(*args, **{HIDDEN: hidden}, **kwargs)
@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 def bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, keywords beyond the signature included."""
+    """Return the arguments of a call by name, including keywords beyond the signature."""
     signature = inspect.signature(function)
     named = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
@@ -63,7 +63,7 @@ def bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 
 
 def same_values(one: Tensor, other: object) -> bool:
-    """Say whether a tensor is another, or a view of all of it in the same order."""
+    """Return whether two tensors are the same object or views of the same elements in order."""
     if one is other:
         return True
     if not isinstance(other, Tensor) or other._base is None:
@@ -78,9 +78,9 @@ def same_values(one: Tensor, other: object) -> bool:
 
 
 def unknown(where: str, what: str, got: str) -> ModelError:
-    """Return the refusal of a model that works in a way nobody taught us."""
+    """Return the error for a model that cannot be split into layers."""
     return ModelError(
-        f"huggingface: {where} {what}, expected a model of blocks in a row, each called with the "
-        f"hidden states and tensors that need no gradient, got {got}; this model cannot be cut "
-        f"into layers: write it as a sequence of layers"
+        f"huggingface: {where} {what}, expected a model of consecutive blocks, each called with "
+        f"the hidden states and tensors that need no gradient, got {got}; this model cannot be "
+        f"split into layers: write it as a sequence of layers"
     )

@@ -1,7 +1,7 @@
-"""What lies beside the weights of a model and goes with them: its config, tokenizer, and the like.
+"""Files that accompany a model's weights: config, tokenizer, generation settings and so on.
 
-All of it is copied as it is. In config.json only the type of the weights is set, and the class of
-the model if none is named.
+All are copied unchanged, except that the dtype of the weights is set in config.json, and the class
+of the model if none is named.
 """
 
 import copy
@@ -17,9 +17,9 @@ from gpipe_hpc.models.huggingface.configs import CONFIG_FILE, read_json
 
 GENERATION_FILE: Final = "generation_config.json"
 Companion = str | Path
-"""The text of a file, or the file it is a copy of."""
+"""The content of a file, or the path of a file to copy."""
 
-# Weights of this and other libraries, and what training leaves beside them.
+# Weights of this and other libraries, and files that training writes next to them.
 _WEIGHTS: Final = (
     "*.safetensors*",
     "*.bin",
@@ -37,7 +37,7 @@ _WEIGHTS: Final = (
     "*.npz",
     "*.ot",
 )
-# Beside a config.json that was given by itself may lie anything: these belong to it.
+# If only a config.json is given, its folder may contain other files; these belong to the model.
 _OF_A_MODEL: Final = (
     GENERATION_FILE,
     "*tokenizer*",
@@ -52,22 +52,21 @@ _OF_A_MODEL: Final = (
     "LICENSE*",
 )
 _OF_A_TOKENIZER: Final = ("*tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-_TEMPLATES: Final = "additional_chat_templates"  # the one folder that transformers reads
+_TEMPLATES: Final = "additional_chat_templates"  # the only subfolder that transformers reads
 
 
 def stored_config(source: Any) -> dict[str, Any] | None:
-    """Return the entries of a config.json or dictionary; None for a config object."""
+    """Return the entries of a config.json or dictionary, or None for a config object."""
     if isinstance(source, str | Path):
         return dict(read_json(Path(source)))
     return copy.deepcopy(dict(source)) if isinstance(source, Mapping) else None
 
 
 def files_beside(source: Path) -> dict[str, Path]:
-    """Return the files that go with a model, by name: `source` is its folder, or its config.json.
+    """Return the files that accompany a model, by name; `source` is its folder or config.json.
 
-    Neither weights nor config.json are among them, nor hidden files or folders, nor links that lead
-    out of the folder: what they show is not the model's. (Links to the blobs of a cache of the hub
-    stay within it.)
+    Weights, config.json, hidden files, hidden folders, and links that leave the folder are omitted.
+    (Links to the blobs of the hub's cache stay within it.)
     """
     folder = source if source.is_dir() else source.parent
     own = (folder.resolve(), folder.resolve().parent.parent / "blobs")
@@ -87,7 +86,7 @@ def files_beside(source: Path) -> dict[str, Path]:
 
 
 def tokenizer_file(source: Any) -> str | None:
-    """Return the name of a tokenizer's file that goes with a model; None if there is none."""
+    """Return the name of a tokenizer file of the model, or None if there is none."""
     if not isinstance(source, Path):
         return None
     found = [name for name in files_beside(source) if _matches(name, _OF_A_TOKENIZER)]
@@ -95,7 +94,7 @@ def tokenizer_file(source: Any) -> str | None:
 
 
 def config_text(entries: Mapping[str, Any], kind: str, dtype: torch.dtype) -> str:
-    """Return a config.json for a model of class `kind` with weights of `dtype`."""
+    """Return the content of a config.json for a model of class `kind` with weights of `dtype`."""
     written = _with_dtype(entries, str(dtype).removeprefix("torch."))
     written["dtype"] = str(dtype).removeprefix("torch.")
     written["architectures"] = entries.get("architectures") or [kind]
@@ -103,7 +102,7 @@ def config_text(entries: Mapping[str, Any], kind: str, dtype: torch.dtype) -> st
 
 
 def _with_dtype(entries: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Name the type as transformers 5 does, in the configs of parts of a model too."""
+    """Set the dtype under the key that transformers 5 uses, also in nested configs."""
     written: dict[str, Any] = {}
     for name, value in entries.items():
         if name in ("dtype", "torch_dtype"):

@@ -1,4 +1,4 @@
-"""From what a user gives (folder, file, dictionary, config object) to a config and its model."""
+"""Load a config of transformers and create its model on the meta device."""
 
 import copy
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ CONFIG_FILE: Final = "config.json"
 ATTENTIONS: Final = ("eager", "sdpa")
 _DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 _SPECIAL: Final = ("Infinity", "-Infinity", "NaN")
-# With these a model's forward returns more than the last hidden state and the logits.
+# If one of these is set, a forward returns more than the last hidden state and the logits.
 _EXTRAS: Final = (
     "output_hidden_states",
     "output_attentions",
@@ -27,44 +27,46 @@ _EXTRAS: Final = (
 
 
 def read_config(source: Any) -> Any:
-    """Return the config object of a folder or a config.json, of a dictionary, or a copy of one.
+    """Return the config object of a folder, config.json or dictionary; config objects are copied.
 
-    Nothing is downloaded, and no code that comes with a model is run. Raises `ModelError`, and
-    `ConfigError` for None.
+    Nothing is downloaded, and no code that comes with a model is run.
+
+    Raises:
+        ModelError: the config is missing, damaged or of an unknown model type.
+        ConfigError: `source` is None.
     """
     if isinstance(source, transformers().PreTrainedConfig):
         return copy.deepcopy(source)
     if source is None:
         raise ConfigError(
-            f"huggingface: no model, expected path to be a folder of transformers or its "
-            f"{CONFIG_FILE}, got null; set model.path=/folder"
+            f"huggingface: no model is given; set model.path to a model folder or its {CONFIG_FILE}"
         )
     if isinstance(source, str | Path):
         source = read_json(Path(source))
     if not isinstance(source, Mapping):
         raise ModelError(
-            f"huggingface: expected a folder, a {CONFIG_FILE}, a dictionary as in one or a config "
-            f"object of transformers, got {type(source).__name__}; set model.path=/folder"
+            f"huggingface: expected a folder, a {CONFIG_FILE}, its content as a dictionary or a "
+            f"config object of transformers, got {type(source).__name__}; set model.path=/folder"
         )
     known = transformers().CONFIG_MAPPING
     kind = source.get("model_type")
     if kind not in known:
         raise ModelError(
-            f"huggingface: unknown model_type, expected one that transformers "
-            f"{transformers().__version__} knows, got {kind!r}; code that comes with a model is "
-            f"not run: use a newer transformers, or correct it"
+            f"huggingface: transformers {transformers().__version__} does not know the model_type "
+            f"{kind!r}, and code that comes with a model is not run; use a newer transformers, or "
+            f"correct the model_type"
         )
     try:
         return known[kind].from_dict(_with_floats(dict(source)))
     except Exception as error:
         raise ModelError(
-            f"huggingface: transformers refuses the config, expected one of a {kind}, got "
-            f"{type(error).__name__}: {error}; correct it"
+            f"huggingface: transformers rejects the config of a {kind}: {type(error).__name__}: "
+            f"{error}; correct the config"
         ) from error
 
 
 def _with_floats(entry: Any) -> Any:
-    """Return what transformers writes as {"__float__": "Infinity"} as the number."""
+    """Convert values that transformers writes as {"__float__": "Infinity"} to floats."""
     if isinstance(entry, Mapping):
         if entry.keys() == {"__float__"} and entry["__float__"] in _SPECIAL:
             return float(entry["__float__"])
@@ -75,33 +77,36 @@ def _with_floats(entry: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a config.json holds, by its path or that of its folder; or `ModelError`."""
+    """Parse a config.json, given its path or its folder; raise `ModelError` if that fails."""
     if not path.exists():
         raise ModelError(
-            f"huggingface: expected a local folder or its {CONFIG_FILE}, got {str(path)!r}, which "
-            f"is not there; nothing is downloaded: for a model of the hub run "
-            f"`hf download NAME --local-dir FOLDER` first, and give FOLDER"
+            f"huggingface: {str(path)!r} does not exist, expected a local folder or its "
+            f"{CONFIG_FILE}; nothing is downloaded: for a model of the hub run "
+            f"`hf download NAME --local-dir FOLDER` first, and pass FOLDER"
         )
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
         return small_files.read_json(file)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"huggingface: expected a {CONFIG_FILE} at {file}, got {type(error).__name__}: "
-            f"{error}; {os_remedy(error) or 'give a folder written by save_pretrained'}"
+            f"huggingface: cannot read {file}: {type(error).__name__}: {error}; "
+            f"{os_remedy(error) or 'pass a folder written by save_pretrained'}"
         ) from error
 
 
 def empty_model(config: Any, attention: str | None, dtype: str) -> Any:
-    """Return the model of a config on the meta device: its modules, without any number in them.
+    """Return the model of a config on the meta device, without values.
 
-    A causal language model or an image classifier, as the config says; raises `ModelError` for
-    what is neither, and `ConfigError` for an unknown attention or dtype.
+    The model is a causal language model or an image classifier, as the config says.
+
+    Raises:
+        ModelError: the config is of another kind of model, or transformers rejects it.
+        ConfigError: `attention` or `dtype` is unknown.
     """
     if attention is not None and attention not in ATTENTIONS:
         raise ConfigError(
-            f"huggingface: bad attention, expected {', '.join(ATTENTIONS)} or null for what "
-            f"transformers prefers, got {attention!r}; choose one of them"
+            f"huggingface: bad attention, expected {', '.join(ATTENTIONS)} or null for the default "
+            f"of transformers, got {attention!r}; choose one of them"
         )
     if dtype not in _DTYPES:
         raise ConfigError(
@@ -110,19 +115,19 @@ def empty_model(config: Any, attention: str | None, dtype: str) -> Any:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"huggingface: {config.model_type} is an encoder with a decoder, which cannot be cut "
-            f"into one sequence of layers: both feed every layer of the decoder; take a causal "
-            f"language model or an image classifier"
+            f"huggingface: {config.model_type} is an encoder-decoder model, which cannot be split "
+            f"into one sequence of layers, because the encoder feeds every layer of the decoder; "
+            f"use a causal language model or an image classifier"
         )
     extras = [name for name in _EXTRAS if getattr(config, name, None)]
     if extras:
         raise ModelError(
-            f"huggingface: cannot be cut into layers with {extras[0]}, expected it unset, got "
-            f"{getattr(config, extras[0])!r}; remove it from the config"
+            f"huggingface: a model with {extras[0]}={getattr(config, extras[0])!r} cannot be split "
+            f"into layers; remove it from the config"
         )
     auto = _task(config)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    if dtype == "float64":  # of which transformers' first choice for experts has no kernel
+    if dtype == "float64":  # the default experts implementation has no float64 kernel
         options["experts_implementation"] = "batched_mm"
     # transformers sets torch's default dtype meanwhile, and replaces its initialisers.
     with GENERATOR_LOCK, torch.device("meta"):
@@ -130,13 +135,13 @@ def empty_model(config: Any, attention: str | None, dtype: str) -> Any:
             return auto.from_config(config, dtype=getattr(torch, dtype), **options)
         except Exception as error:
             raise ModelError(
-                f"huggingface: transformers cannot make a {config.model_type} of the config, got "
+                f"huggingface: transformers cannot build a {config.model_type} from the config: "
                 f"{type(error).__name__}: {error}; correct the config"
             ) from error
 
 
 def _task(config: Any) -> Any:
-    """Return the auto class that makes the model: the one its config names."""
+    """Return the auto class of transformers for the architecture that the config names."""
     library = transformers()
     named = getattr(config, "architectures", None)
     for auto in (library.AutoModelForCausalLM, library.AutoModelForImageClassification):
@@ -148,5 +153,5 @@ def _task(config: Any) -> Any:
             return auto
     raise ModelError(
         f"huggingface: expected a causal language model or an image classifier, got a "
-        f"{config.model_type} with architectures {named}; models of other tasks are not cut"
+        f"{config.model_type} with architectures {named}; models of other tasks are not supported"
     )

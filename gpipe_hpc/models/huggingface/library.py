@@ -1,4 +1,4 @@
-"""The libraries behind this package: optional, loaded on first use, of a known range."""
+"""Lazy imports of the optional libraries transformers and safetensors, with a version check."""
 
 from importlib import import_module
 from typing import Any, Final
@@ -7,42 +7,42 @@ from gpipe_hpc.errors import ConfigError
 
 OLDEST: Final = (5, 5)
 NEWEST_MAJOR: Final = 5
-"""Tested: 5.5, 5.12 and 5.23. Before, models do not run on the meta device."""
+"""Tested versions: 5.5, 5.12 and 5.23. Older ones do not run models on the meta device."""
 
 _INSTALL: Final = "pip install 'gpipe-hpc[huggingface]'"
 
 
 def transformers() -> Any:
-    """Return the transformers library; raise `ConfigError` where it is missing or unknown."""
+    """Import transformers; raise `ConfigError` if it is missing or its version is unsupported."""
     library = _load("transformers")
     found = tuple(int(part) for part in library.__version__.split(".")[:2] if part.isdigit())
     if not OLDEST <= found < (NEWEST_MAJOR + 1, 0):
         raise ConfigError(
-            f"huggingface: this transformers is unknown, expected {OLDEST[0]}.{OLDEST[1]} or newer "
-            f"of {NEWEST_MAJOR}.x, got {library.__version__}; {_INSTALL}"
+            f"huggingface: unsupported version of transformers, expected {OLDEST[0]}.{OLDEST[1]} "
+            f"or newer of {NEWEST_MAJOR}.x, got {library.__version__}; {_INSTALL}"
         )
     return library
 
 
 def transformers_part(name: str) -> Any:
-    """Return a module of transformers, such as ``core_model_loading``."""
+    """Import a submodule of transformers, such as ``core_model_loading``."""
     transformers()
     return _load(f"transformers.{name}")
 
 
 def safetensors() -> Any:
-    """Return the safetensors library; raise `ConfigError` where it is missing."""
+    """Import safetensors; raise `ConfigError` if it is missing."""
     return _load("safetensors")
 
 
 def safetensors_torch() -> Any:
-    """Return the part of safetensors that knows torch's tensors."""
+    """Import the submodule ``safetensors.torch``."""
     safetensors()
     return _load("safetensors.torch")
 
 
 def _load(name: str) -> Any:
-    # By name: neither library is a requirement, nor need its types be known.
+    # Imported by name, because the libraries are optional, also for type checking.
     try:
         return import_module(name)
     except ImportError as error:

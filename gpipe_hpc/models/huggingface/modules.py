@@ -1,7 +1,7 @@
-"""The layers a model becomes: each runs a part of the model's own code, with the model's names.
+"""The layers of a transformers model; each runs a part of its code under the model's own names.
 
-Between them travel the hidden states and what the core calls its blocks with (masks, positions,
-rotary angles), each tensor once: `Boundary`.
+The layers pass on a `Boundary`: the hidden states and the other arguments of the blocks (masks,
+positions, rotary angles), each tensor once.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ _TENSOR_INPUTS: Final = frozenset(
 
 
 class Boundary(NamedTuple):
-    """What goes from layer to layer ahead of the last block.
+    """The tensors passed between layers before the last block.
 
-    Block i is called with ``[values[k] for k in slots[kinds[i]]]``: most models have one kind of
-    call, those with sliding windows two.
+    Block i is called with ``[values[k] for k in slots[kinds[i]]]``. Most models have one kind of
+    call; those with sliding windows have two.
     """
 
     hidden: Tensor
@@ -38,27 +38,27 @@ class Boundary(NamedTuple):
 
 
 class HuggingFaceLayer(nn.Module):
-    """A part of a model; its parameters have the names they have in the model."""
+    """Base class of layers that run a part of a model; parameters keep their names in the model."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
         self.blueprint = blueprint
 
     def _fill(self, path: str, part: nn.Module | None = None) -> None:
-        """Give this layer its values, see `Blueprint.fill`."""
+        """Load or initialise the weights of this layer, see `Blueprint.fill`."""
         self.blueprint.fill(self, path, part)
         self._built = frozenset(self.state_dict())
 
     @property
     def num_layers(self) -> int:
-        """Return how many layers the model has."""
+        """Return the number of layers of the whole model."""
         parts = self.blueprint.structure
         return 2 + parts.num_blocks + len(parts.closing)
 
     def exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of this layer, given by name, under the names files have.
+        """Rename this layer's tensors to the names in weight files.
 
-        Raises `ModelError` if they are no longer those that transformers knows.
+        Raises `ModelError` if the layer's tensors no longer match the transformers model.
         """
         self._check_unchanged(self.state_dict() | dict(tensors))
         return self.blueprint.stored_names(tensors)
@@ -70,17 +70,17 @@ class HuggingFaceLayer(nn.Module):
         got = next(filter(None, changes), "")
         if got:
             raise ModelError(
-                f"export: a layer was changed since it was built, expected the tensors of a "
-                f"{kind}, which transformers reads, got {got}; merge adapters into the weights "
-                f"(peft's merge_and_unload) and dequantize first, or save a checkpoint instead"
+                f"export: a layer was changed after it was built, expected the tensors of a "
+                f"{kind}, got {got}; merge adapters into the weights (peft's merge_and_unload) and "
+                f"dequantize first, or save a checkpoint instead"
             )
 
     def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
-        """Return the files that go with exported weights, by name: their text, or their copy."""
+        """Return the files that accompany exported weights, by name: contents, or paths to copy."""
         return self.blueprint.companion_files(dtype)
 
     def _place(self, path: str, module: nn.Module) -> None:
-        """Put a module where the model has it, so that its parameters keep their names."""
+        """Register a module under its path in the model, so that parameters keep their names."""
         owner: nn.Module = self
         *folders, leaf = path.split(".")
         for folder in folders:
@@ -91,7 +91,7 @@ class HuggingFaceLayer(nn.Module):
 
 
 def _change(name: str, tensor: Tensor, known: Tensor | None) -> str:
-    """Say what about a tensor transformers would not read as the model's; nothing if it would."""
+    """Return how a tensor differs from the model's tensor, or "" if it does not."""
     if known is None:
         return f"{name}, which the model does not have"
     if tensor.shape != known.shape:
@@ -104,10 +104,10 @@ def _change(name: str, tensor: Tensor, known: Tensor | None) -> str:
 
 
 class HuggingFaceEmbedding(HuggingFaceLayer):
-    """From inputs to the first block: the core's own forward, with listeners for blocks.
+    """First layer: runs the core's forward up to the blocks and records how it calls them.
 
-    Takes token ids [B, S] or images [B, C, H, W], or a dictionary with these and an
-    attention_mask [B, S] (1 for tokens, 0 for padding) or position_ids [B, S].
+    Takes token ids [B, S] or images [B, C, H, W], or a dictionary of these with an attention_mask
+    [B, S] (1 for tokens, 0 for padding) or position_ids [B, S].
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -124,11 +124,11 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         core = blueprint.copied(model.get_submodule(parts.core), instead)
         self._place(parts.core, core)
         self._fill(parts.core)
-        # Rotary embeddings whose angles change for good with the first longer sequence.
+        # Rotary embeddings whose angles change permanently with the first longer sequence.
         self._stretched = stretched(core)
 
     def forward(self, inputs: Any) -> Boundary:
-        """Embed a micro-batch and work out what each block is to be called with."""
+        """Embed a micro-batch and return the arguments of all blocks."""
         parts, calls = self.blueprint.structure, self._calls
         arguments = parts.inputs | self._named(inputs)
         try:
@@ -138,12 +138,12 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
                 self._refuse_stretching()
             found = [Call.of(args, kwargs, "embedding") for args, kwargs in calls]
         finally:
-            calls.clear()  # or what a micro-batch made would live till the next
+            calls.clear()  # free the tensors of this micro-batch
         if tuple(call.form for call in found) != parts.forms:
             raise ModelError(
-                f"huggingface: {self.blueprint.kind} calls its blocks otherwise than without "
-                f"values, expected {parts.num_blocks} calls of the same form, got {len(found)}; "
-                f"give other inputs, or write the model as a sequence of layers"
+                f"huggingface: {self.blueprint.kind} calls its blocks differently for these inputs "
+                f"than on the meta device, expected {parts.num_blocks} calls of the same form, got "
+                f"{len(found)}; use other inputs, or write the model as a sequence of layers"
             )
         return _boundary(found)
 
@@ -162,13 +162,13 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
             got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
             raise ModelError(
                 f"huggingface: bad inputs, expected a tensor {parts.main_input} or a dictionary "
-                f"with some of {', '.join(known)}, got {got}; give labels as targets"
+                f"with some of {', '.join(known)}, got {got}; pass labels as targets"
             )
         return dict(inputs)
 
 
 def _boundary(calls: list[Call]) -> Boundary:
-    """Collect what the blocks are called with: each value once."""
+    """Collect the arguments of all block calls, each value once."""
     slot_of: dict[Any, int] = {}
     values: list[Any] = []
     slots: dict[tuple[int, ...], int] = {}
@@ -186,7 +186,7 @@ def _boundary(calls: list[Call]) -> Boundary:
 
 
 class HuggingFaceBlock(HuggingFaceLayer):
-    """Block `index` of the model; the last one returns hidden states alone."""
+    """Block `index` of the model; the last one returns hidden states only."""
 
     def __init__(self, blueprint: Blueprint, index: "BlockIndex") -> None:
         super().__init__(blueprint)
@@ -201,7 +201,7 @@ class HuggingFaceBlock(HuggingFaceLayer):
         """Run the block on the hidden states."""
         hidden, values, slots, kinds = boundary
         parts = self.blueprint.structure
-        # Recomputation marks every boundary as in need of a gradient: these are not.
+        # Recomputation makes all boundary tensors require gradients; these do not need them.
         values = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
         leaves = [values[slot] for slot in slots[kinds[self.index]]]
         block = self.get_submodule(self._path)
@@ -215,7 +215,7 @@ class HuggingFaceBlock(HuggingFaceLayer):
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """Which block; equal to that of a block that costs the same to run, for those who measure."""
+    """Index of a block; equal for blocks of equal cost, so that only one of them is measured."""
 
     value: int = field(compare=False)
     kind: str
@@ -225,7 +225,7 @@ class BlockIndex:
 
 
 class HuggingFaceNorm(HuggingFaceLayer):
-    """A module behind the blocks, mostly the last norm: [B, S, H] -> [B, S, H]."""
+    """A module after the blocks, usually the final norm: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, blueprint: Blueprint, path: str) -> None:
         super().__init__(blueprint)
@@ -240,7 +240,7 @@ class HuggingFaceNorm(HuggingFaceLayer):
 
 
 class HuggingFaceHead(HuggingFaceLayer):
-    """From hidden states to logits: the model's own forward around what its core returned."""
+    """Last layer: runs the model's forward on given core outputs, from hidden states to logits."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint)
@@ -248,14 +248,14 @@ class HuggingFaceHead(HuggingFaceLayer):
         core = model.get_submodule(blueprint.structure.core)
         given = Given(core, blueprint.structure.returned)
         whole = blueprint.copied(model, {id(core): given})
-        # What the model has is ours, and under its own names: it is no submodule of this layer.
+        # Share the model's parameters under their own names, without a submodule prefix.
         self._parameters, self._buffers = whole._parameters, whole._buffers
         self._modules = whole._modules
         self._whole, self._given = (whole,), (given,)
         self._fill("", whole)
 
     def forward(self, hidden: Tensor) -> Any:
-        """Compute logits: [B, S, V] of tokens, [B, classes] of images."""
+        """Compute logits: [B, S, V] for tokens, [B, classes] for images."""
         (whole,), (given,) = self._whole, self._given
         whole.training = self.training
         given.hidden = hidden

@@ -1,4 +1,4 @@
-"""Modules without parameters that stand where a copy of a model has no part of its own."""
+"""Modules without parameters that replace modules held by other layers in a copy of a model."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from gpipe_hpc.models.huggingface.structure import LAST
 
 
 class StandIn(nn.Module):
-    """Stands where a module is that other layers hold."""
+    """Replacement of a module that another layer holds; attributes are read from that module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module = (module,)  # in a tuple: no submodule, its parameters are another layer's
+        self._module = (module,)  # in a tuple, so that it is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
-        """Answer as the module would: some models ask a block for its kind of attention."""
+        """Return an attribute of the replaced module; some models read a block's attention type."""
         return getattr(self.__dict__["_module"][0], name)
 
 
 class Listener(StandIn):
-    """Notes what a block is called with and returns the hidden states."""
+    """Stand-in for a block that records its arguments and returns the hidden states."""
 
     def __init__(self, block: nn.Module, calls: list[Any], num_returned: int) -> None:
         super().__init__(block)
@@ -29,7 +29,7 @@ class Listener(StandIn):
         self._num_returned = num_returned
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Note a call."""
+        """Record a call."""
         self._calls.append((args, kwargs))
         hidden = Call.of(args, kwargs, "block").hidden
         nothing = (None,) * (self._num_returned - 1)
@@ -37,7 +37,7 @@ class Listener(StandIn):
 
 
 class Given(StandIn):
-    """Stands where the core is: returns what the layers ahead have computed."""
+    """Stand-in for the core that returns hidden states computed by earlier layers."""
 
     def __init__(self, core: nn.Module, returned: type) -> None:
         super().__init__(core)
@@ -45,5 +45,5 @@ class Given(StandIn):
         self.hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states as the core returns them."""
+        """Return the hidden states in the output type of the core."""
         return self.returned(**{LAST: self.hidden})

@@ -1,8 +1,8 @@
-"""The parts of a model of transformers, found by running it once on the meta device.
+"""Find the parts of a transformers model by tracing one forward on the meta device.
 
-The model calls a *core* (LlamaModel, GPT2Model, ViTModel: whoever owns the list of blocks), which
-makes hidden states, runs its blocks one after the other, and then its closing modules (a norm).
-The model makes logits of what the core returns. Whatever does not go that way is refused.
+The model calls a *core* (LlamaModel, GPT2Model, ViTModel: the module that owns the list of blocks).
+The core creates hidden states, runs its blocks in order, and then its closing modules (a norm). The
+model computes logits from the core's output. Models with a different data flow are rejected.
 """
 
 import inspect
@@ -25,17 +25,17 @@ LAST: Final = "last_hidden_state"
 
 
 class Structure(NamedTuple):
-    """Where the parts of a model are, by module path, and how they are called."""
+    """Module paths of the parts of a model, and how they are called."""
 
     core: str
     blocks: str
-    closing: tuple[str, ...]  # modules behind the blocks, in their order
+    closing: tuple[str, ...]  # modules after the blocks, in order
     main_input: str
-    inputs: dict[str, Any]  # what the core is called with, inputs themselves None
+    inputs: dict[str, Any]  # arguments of the core; None for the model's inputs
     forms: tuple[Form, ...]  # of each block's call
-    num_returned: int  # values in the tuple that a block returns, 0 for a tensor
-    returned: type  # what the core returns
-    logits: tuple[int, ...]  # their shape for the inputs of `example_inputs`
+    num_returned: int  # length of the tuple that a block returns, 0 for a tensor
+    returned: type  # output type of the core
+    logits: tuple[int, ...]  # shape for the inputs of `example_inputs`
 
     @property
     def num_blocks(self) -> int:
@@ -52,7 +52,7 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Trace:
-    """What was called within the core, in order: blocks, and other modules it calls itself."""
+    """Recorded calls in the core, in order: blocks, and other modules that it calls directly."""
 
     core_calls: list[_Step] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
@@ -60,16 +60,17 @@ class _Trace:
 
 
 def find_structure(model: nn.Module) -> Structure:
-    """Run `model`, which is on the meta device, and take down how it works.
+    """Run `model`, which is on the meta device, and return its structure.
 
-    Raises `ModelError` for a model that does not go the way described above.
+    Raises:
+        ModelError: the data flow of the model differs from that described above.
     """
     kind = type(model).__name__
     blocks = _largest_list(model, kind)
     above = blocks.split(".")[:-1]
     if not above:
         raise unknown(kind, "has its blocks at the top", "no core with a norm of its own")
-    # The nearest owner of the blocks may be called with embeddings: then its caller is the core.
+    # If the nearest owner of the blocks is called with embeddings, its caller is the core.
     for depth in range(len(above), 0, -1):
         try:
             return _structure_under(model, ".".join(above[:depth]), blocks, kind)
@@ -79,7 +80,7 @@ def find_structure(model: nn.Module) -> Structure:
 
 
 class _CoreIsHigher(Exception):
-    """What was taken for the core is called with more than the model's inputs."""
+    """The candidate for the core is called with computed tensors instead of the model's inputs."""
 
     def __init__(self, reason: ModelError) -> None:
         super().__init__(str(reason))
@@ -111,7 +112,10 @@ def _structure_under(model: nn.Module, core: str, blocks: str, kind: str) -> Str
 
 
 def _runs_of_blocks(model: nn.Module, blocks: str, trace: _Trace, kind: str) -> list[_Step]:
-    """Return the calls of the blocks: once each, in order, hidden states handed on as they are."""
+    """Return the calls of the blocks.
+
+    Raises ModelError unless each block runs once, in order, on the output of the previous one.
+    """
     paths = [f"{blocks}.{name}" for name, _ in model.get_submodule(blocks).named_children()]
     ran = [step for step in trace.steps if step.path in paths]
     if [step.path for step in ran] != paths:
@@ -131,7 +135,7 @@ def _runs_of_blocks(model: nn.Module, blocks: str, trace: _Trace, kind: str) -> 
 
 
 def example_inputs(model: Any) -> dict[str, Tensor]:
-    """Return inputs without values, of the kind that the model takes."""
+    """Return example inputs of the model on the meta device."""
     name, config = model.main_input_name, model.config
     if name == "input_ids":
         return {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.int64, device="meta")}
@@ -144,7 +148,7 @@ def example_inputs(model: Any) -> dict[str, Tensor]:
 
 
 def run_on_meta(kind: str, function: Any) -> Any:
-    """Call a function on the meta device; raise `ModelError` where that cannot be done."""
+    """Call a function on the meta device; raise `ModelError` if that fails."""
     try:
         with torch.device("meta"), torch.enable_grad(), SayYes():
             return function()
@@ -173,16 +177,16 @@ def _largest_list(model: nn.Module, kind: str) -> str:
     }
     if not sizes:
         raise unknown(kind, "has no list of blocks", "no ModuleList")
-    # The first of the largest: lists within blocks come later and are smaller.
+    # The first of the largest; lists inside blocks come later and are smaller.
     return max(sizes.items(), key=lambda entry: entry[1])[0]
 
 
 @contextmanager
 def _traced(model: nn.Module, core: str, blocks: str, trace: _Trace) -> Iterator[None]:
-    """Take down the calls of the core, of blocks, and of what the core calls itself."""
+    """Record the calls of the core, of the blocks, and of modules that the core calls directly."""
     handles = []
     for path, module in model.named_modules():
-        # What lies between the core and its blocks (an encoder) is seen through.
+        # Modules between the core and its blocks (an encoder) are not recorded themselves.
         between = path != core and f"{blocks}.".startswith(f"{path}.")
         within_block = path.startswith(f"{blocks}.") and "." in path.removeprefix(f"{blocks}.")
         if between or within_block or not f"{path}.".startswith(f"{core}."):
@@ -209,7 +213,7 @@ def _traced(model: nn.Module, core: str, blocks: str, trace: _Trace) -> Iterator
 
 
 def _hidden_of(step: _Step, kind: str) -> Tensor:
-    """Return the hidden states that a block or module gives, alone or first in a tuple."""
+    """Return the hidden states that a block or module returns, alone or first in a tuple."""
     output = step.output[0] if isinstance(step.output, tuple) else step.output
     if not isinstance(output, Tensor):
         raise unknown(kind, f"has a {step.path} without hidden states", type(output).__name__)
@@ -219,7 +223,7 @@ def _hidden_of(step: _Step, kind: str) -> Tensor:
 def _closing(
     behind: list[_Step], last: _Step, result: Any, steps: list[_Step], kind: str
 ) -> tuple[str, ...]:
-    """Return the modules behind the blocks; each takes what the one before it gave."""
+    """Return the modules after the blocks, each of which takes the output of the previous one."""
     hidden = _hidden_of(last, kind)
     for step in behind:
         alone = len(step.args) == 1 and not step.kwargs
@@ -243,7 +247,7 @@ def _closing(
 def _core_inputs(
     core: nn.Module, called: _Step, inputs: dict[str, Tensor], kind: str
 ) -> dict[str, Any]:
-    """Return what the core is called with, by name, with None for the inputs themselves."""
+    """Return the arguments of the core by name, with None for the model's inputs."""
     given = list(inputs.values())
     arguments = bound(core.forward, called.args, called.kwargs)
     for name, value in arguments.items():

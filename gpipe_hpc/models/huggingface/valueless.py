@@ -1,4 +1,4 @@
-"""Run a model where it asks for values that are not there, as it would run with them."""
+"""Run a model on tensors without values along the code path that it takes with values."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from gpipe_hpc.models.huggingface.library import transformers_part
 from gpipe_hpc.torch_compat import FakeTensor
 
-# One thread at a time may tell transformers what to take for tracing.
+# Serialises changes of transformers' detection of tracing.
 _TOLD: Final = threading.Lock()
 
-# What multiplies the rows of each expert with its own weights, in new and old versions of torch.
+# The grouped matmul of experts, in new and old versions of torch.
 _GROUPED: Final = tuple(
     getattr(owner, name)
     for owner, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
@@ -24,11 +24,11 @@ _GROUPED: Final = tuple(
 
 
 class SayYes(TorchFunctionMode):
-    """Answer yes where a model asks whether something holds of tensors without values.
+    """Mode in which boolean conditions on tensors without values are true.
 
-    transformers asks whether all tokens count, and whether all positions are of one sequence, to
-    leave out masks that mask nothing. Products of experts have no kernel without values but for
-    some shapes in bfloat16: one product of all rows takes their place.
+    transformers checks whether all tokens are unmasked, and whether all positions belong to one
+    sequence, to omit masks that mask nothing. Grouped matmuls of experts have a meta kernel only
+    for some shapes in bfloat16, so they are replaced by a single matmul of all rows.
     """
 
     def __torch_function__(
@@ -38,7 +38,7 @@ class SayYes(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one function of torch."""
+        """Run one torch function."""
         if func is Tensor.__bool__ and is_valueless(args[0]) and args[0].dtype == torch.bool:
             return True
         if func in _GROUPED and is_valueless(args[0]):
@@ -48,16 +48,16 @@ class SayYes(TorchFunctionMode):
 
 
 def is_valueless(tensor: Tensor) -> bool:
-    """Say whether a tensor has a shape alone: on the meta device, or it claims another one."""
+    """Return whether a tensor has no values: it is on the meta device or a FakeTensor."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def run_as_with_values(given: Tensor) -> Iterator[None]:
-    """Let a model take the way that it takes with values, if what it is given has none.
+    """Make a model take the code path of an eager run if `given` has no values.
 
-    transformers takes a FakeTensor for a sign that a graph is traced which must hold for all
-    values. It then makes every mask, where an eager run leaves out those that mask nothing.
+    transformers treats a FakeTensor as a sign that a graph is traced for all values. It then builds
+    every mask, while an eager run omits masks that mask nothing.
     """
     if not is_valueless(given):
         yield

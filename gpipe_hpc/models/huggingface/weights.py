@@ -1,4 +1,4 @@
-"""A folder of safetensors weights, read lazily: each rank takes the tensors that are its own."""
+"""Lazy access to a folder of safetensors weights: each rank reads only its own tensors."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -21,25 +21,25 @@ Shape = tuple[int, ...]
 
 
 class Stored(NamedTuple):
-    """Where a tensor is: the file, and what it is called there."""
+    """Location of a tensor: its file and its name in the file."""
 
     file: Path
     name: str
 
 
 class WeightFolder:
-    """The tensors of a folder, by the model's own names. Opening reads headers only."""
+    """The tensors of a folder, by the model's names. Opening reads only the headers."""
 
     def __init__(self, folder: Path, places: Mapping[str, Stored]) -> None:
         self.folder = folder
         self._places = dict(places)
 
     def __contains__(self, name: object) -> bool:
-        """Say whether the folder has a tensor of the model."""
+        """Return whether the folder contains a tensor of the model."""
         return name in self._places
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU; nothing else of its file is read."""
+        """Read one tensor to the CPU; no other data of its file is read."""
         place = self._places[name]
         try:
             with safetensors().safe_open(place.file, framework="pt", device="cpu") as file:
@@ -50,11 +50,17 @@ class WeightFolder:
 
 
 def open_weights(folder: Path, model: Any, fresh: Iterable[str] = ()) -> WeightFolder:
-    """Open the weights of `model`, on the meta device; `fresh`: patterns of names not taken over.
+    """Open the weights of `model`, which is on the meta device.
 
-    Raises `ModelError` for files that are missing, pickled or damaged, and for tensors that the
-    model has and the folder lacks, that the model lacks, or that have another shape;
-    `ConfigError` for a pattern that fits no tensor of the model.
+    Args:
+        folder: the folder with safetensors files.
+        model: the model whose tensors are expected.
+        fresh: name patterns of tensors not to load.
+
+    Raises:
+        ModelError: files are missing, pickled or damaged, or the names or shapes of tensors differ
+            from the model's.
+        ConfigError: a pattern matches no tensor of the model.
     """
     stored = {name: place for file in _files(folder) for name, place in _header(file).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -70,9 +76,9 @@ def open_weights(folder: Path, model: Any, fresh: Iterable[str] = ()) -> WeightF
             continue
         if shape != expected[name]:
             raise ModelError(
-                f"huggingface: {folder} does not fit the config, expected {name} of shape "
-                f"{list(expected[name])}, got {list(shape)}; correct the config, or let it start "
-                f"anew by fresh=[{name}]"
+                f"huggingface: {folder} does not match the config, expected {name} of shape "
+                f"{list(expected[name])}, got {list(shape)}; correct the config, or initialise the "
+                f"tensor again with fresh=[{name}]"
             )
         places[name] = place
     tied = _tied_names(model)
@@ -105,13 +111,13 @@ def _files(folder: Path) -> list[Path]:
     pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
     if pickled and not index.exists():
         raise ModelError(
-            f"huggingface: {folder} has pickled weights alone, expected {WEIGHTS_FILE}, got "
-            f"{pickled[0]}; nothing is unpickled: convert it where you trust it, by "
+            f"huggingface: {folder} has only pickled weights, expected {WEIGHTS_FILE}, got "
+            f"{pickled[0]}; nothing is unpickled: if you trust the file, convert it with "
             f"from_pretrained(...).save_pretrained(FOLDER)"
         )
     raise ModelError(
-        f"huggingface: {folder} lacks a file, expected {missing[0]}, got none of that name; "
-        f"download the folder again, or give its config.json to start from new weights"
+        f"huggingface: {folder} lacks the file {missing[0]}; download the folder again, or pass "
+        f"its config.json to start from new weights"
     )
 
 
@@ -128,7 +134,7 @@ def _header(file: Path) -> dict[str, tuple[Stored, Shape]]:
 def _renamed(
     model: Any, stored: Mapping[str, tuple[Stored, Shape]]
 ) -> dict[str, tuple[str, tuple[Stored, Shape]]]:
-    """Key what is stored by the model's names: files may have older ones, or lack the prefix."""
+    """Key stored tensors by the model's names; files may use older names or lack the prefix."""
     loading = transformers_part("core_model_loading")
     mapping = transformers_part("conversion_mapping").get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
@@ -141,16 +147,16 @@ def _renamed(
         )
         if converter is not None:
             raise ModelError(
-                f"huggingface: {original} is not stored as the model has it, expected tensors to "
-                f"rename at most, got one that transformers merges or splits; convert the folder "
-                f"by from_pretrained(...).save_pretrained(FOLDER, save_original_format=False)"
+                f"huggingface: {original} is stored in a format that transformers merges or splits "
+                f"on loading, which is not supported; convert the folder with "
+                f"from_pretrained(...).save_pretrained(FOLDER, save_original_format=False)"
             )
         found[name] = (original, entry)
     return found
 
 
 def _tied_names(model: Any) -> dict[str, tuple[str, ...]]:
-    """Return, for each name of a tied parameter, all of its names."""
+    """Map each name of a tied parameter to all of its names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -162,8 +168,8 @@ def _check_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
     idle = [each for each in patterns if not any(_matches(name, (each,)) for name in known)]
     if idle:
         raise ConfigError(
-            f"huggingface: a pattern of fresh fits nothing, expected names of the model's "
-            f"tensors, as {known[-1]}, got {idle[0]!r}; correct or remove it"
+            f"huggingface: the pattern {idle[0]!r} of fresh matches no tensor of the model, such "
+            f"as {known[-1]}; correct or remove it"
         )
 
 
@@ -185,6 +191,6 @@ def _refuse(folder: Path, what: str, expected: str, names: list[str]) -> None:
 
 def _unreadable(file: Path, error: Exception) -> ModelError:
     return ModelError(
-        f"huggingface: {file} cannot be read, expected a whole file, got {type(error).__name__}: "
-        f"{error}; {os_remedy(error) or 'download or export it again'}"
+        f"huggingface: cannot read {file}: {type(error).__name__}: {error}; "
+        f"{os_remedy(error) or 'download or export it again'}"
     )

@@ -1,1 +1,1 @@
-"""The models that have a name, each a sequence of layers."""
+"""The named models, each a sequence of layers."""

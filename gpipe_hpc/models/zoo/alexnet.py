@@ -2,7 +2,7 @@
 
 Krizhevsky, One weird trick for parallelizing convolutional neural networks, 2014: one tower,
 no local response normalisation. Shapes: images [B, C, H, W], logits [B, classes]. Pooling
-averages to 6 x 6 before the classifier, so the weights fit images of any size from 63 up.
+averages to 6 x 6 before the classifier, so images may have any size of at least 63 pixels a side.
 """
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc.models.layers import LayerSpec
 from gpipe_hpc.models.zoo.checks import check_dropout, check_sizes
 
-_POOLED = 6  # pixels on a side that reach the classifier
+_POOLED = 6  # side length in pixels of the classifier's input
 
 
 def build_alexnet(
@@ -20,7 +20,7 @@ def build_alexnet(
     hidden: int = 4096,
     dropout: float = 0.5,
 ) -> list[LayerSpec]:
-    """Return AlexNet as 22 layers: 61,100,840 parameters as published.
+    """Return AlexNet as 22 layers; 61,100,840 parameters by default, as published.
 
     ``width`` is the number of channels of the first convolution; the others have 3, 6, 4 and 4
     times as many. ``hidden`` is the width of the classifier. Weights are initialized as in torch.

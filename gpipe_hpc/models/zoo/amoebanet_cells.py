@@ -1,8 +1,8 @@
-"""The cells of AmoebaNet-D and the operations in them.
+"""The cells of AmoebaNet-D and their operations.
 
-Real et al., Regularized evolution for image classifier architecture search, 2019. A cell has
-seven states: 0 and 1 are its two inputs, squeezed to C channels, and each further one is the sum
-of two operations on earlier states. It gives some of the states, concatenated.
+Real et al., Regularized evolution for image classifier architecture search, 2019. A cell has seven
+states: 0 and 1 are its two inputs, projected to C channels, and each further one is the sum of two
+operations on earlier states. The output is the concatenation of some of the states.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ Operation = Callable[[int, int], nn.Module]  # (channels, stride) -> module
 
 
 class FactorizedReduce(nn.Module):
-    """Halve an image without losing every other pixel: [B, C, H, W] -> [B, C', H/2, W/2].
+    """Halve height and width, using all pixels: [B, C, H, W] -> [B, C', H/2, W/2].
 
-    Half of the channels look at the even pixels, half at the odd ones.
+    Half of the output channels read the even pixels, half the odd ones.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
@@ -31,7 +31,7 @@ class FactorizedReduce(nn.Module):
         self.norm = nn.BatchNorm2d(num_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return both halves, normalised."""
+        """Return the concatenation of both halves, normalised."""
         x = self.relu(x)
         halves = self.even(x), self.odd(self.pad(x[:, :, 1:, 1:]))
         out: Tensor = self.norm(torch.cat(halves, dim=1))
@@ -39,7 +39,7 @@ class FactorizedReduce(nn.Module):
 
 
 def relu_conv_norm(num_inputs: int, num_outputs: int) -> nn.Module:
-    """Return ReLU, 1 x 1 convolution and norm."""
+    """Return ReLU, 1 x 1 convolution and BatchNorm."""
     return nn.Sequential(*_unit(num_inputs, num_outputs))
 
 
@@ -55,7 +55,7 @@ def _unit(
 
 
 def _none(channels: int, stride: int) -> nn.Module:
-    assert stride == 1, "no cell of this genotype passes a state on at half its size"
+    assert stride == 1, "the identity cannot halve a state"
     return nn.Identity()
 
 
@@ -63,7 +63,7 @@ def _average_3x3(channels: int, stride: int) -> nn.Module:
     return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
 
 
-# The genotype says max pooling here; the code that published counts and speeds averages.
+# The genotype names max pooling, but the code behind the published counts and speeds averages.
 _max_3x3: Final = _average_3x3
 
 
@@ -96,10 +96,13 @@ def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Genotype:
-    """What a kind of cell computes.
+    """The operations of one kind of cell.
 
-    State 2 + k is the sum of operations 2 k and 2 k + 1, each (state it works on, operation);
-    `outputs` are the states that the cell gives; `stride` is that of the operations on 0 and 1.
+    Attributes:
+        operations: pairs (index of the input state, operation). State 2 + k is the sum of
+            operations 2 k and 2 k + 1.
+        outputs: states that are concatenated to the output.
+        stride: stride of the operations on states 0 and 1.
     """
 
     operations: tuple[tuple[int, Operation], ...]
@@ -115,7 +118,7 @@ NORMAL: Final = Genotype(
         *((2, _max_3x3), (2, _none)),
         *((1, _average_3x3), (5, _conv_1x1)),
     ),
-    # As in the TensorFlow code; with the paper's (4, 5, 6) no published size comes out.
+    # As in the TensorFlow code; the paper's (4, 5, 6) does not reproduce the published sizes.
     outputs=(0, 3, 4, 6),
     stride=1,
 )
@@ -137,9 +140,15 @@ States = tuple[Tensor, Tensor]
 class Cell(nn.Module):
     """One cell: (the last output, the one before that) -> (its own output, the last one).
 
-    A first cell takes one tensor for both. `num_before` and `num_last` are the channels of the two
-    inputs, ``channels`` those of each state. `halved` says that the cell before was a reduction,
-    so that the output of the one before that is twice as large as its own.
+    The first cell takes one tensor for both inputs.
+
+    Args:
+        genotype: the operations of the cell.
+        num_before: channels of the output before the last one.
+        num_last: channels of the last output.
+        channels: channels of each state.
+        halved: whether the previous cell was a reduction, so that `before` has twice the height and
+            width of `last`.
     """
 
     def __init__(
@@ -170,14 +179,14 @@ class Cell(nn.Module):
 
 
 class NormalCell(Cell):
-    """A cell that keeps the size of its input."""
+    """A cell that keeps the height and width of its input."""
 
     def __init__(self, num_before: int, num_last: int, channels: int, halved: bool) -> None:
         super().__init__(NORMAL, num_before, num_last, channels, halved)
 
 
 class ReductionCell(Cell):
-    """A cell that halves its input's height and width, which are even."""
+    """A cell that halves the height and width of its input, which must be even."""
 
     def __init__(self, num_before: int, num_last: int, channels: int, halved: bool) -> None:
         super().__init__(REDUCTION, num_before, num_last, channels, halved)

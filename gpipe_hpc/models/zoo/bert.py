@@ -1,17 +1,16 @@
-"""BERT with both its heads as a sequence of layers.
+"""BERT with both of its heads as a sequence of layers.
 
-Devlin et al., BERT: Pre-training of deep bidirectional transformers, 2019; with 48 layers of
-width 1024 it is Bert-48 of Li and Hoefler, Chimera, 2021. A layer of the paper is two layers
-here, attention and MLP, each with its residual and, as in BERT, the norm behind it::
+Devlin et al., BERT: Pre-training of deep bidirectional transformers, 2019; with 48 layers of width
+1024 it is Bert-48 of Li and Hoefler, Chimera, 2021. A layer of the paper is two layers here,
+attention and MLP, each with its residual connection and, as in BERT, a LayerNorm after it::
 
     embedding | attention, mlp | ... | next sentence | transform | decoder
 
 Shapes: B samples, S positions, H width, A heads, V vocabulary. Tokens are [B, S] integers, all of
-them of the first segment and none of them padding; activations [B, S, H], logits [B, S, V].
-
-With ``next_sentence`` the logits of that head, [B, 2], travel beside the activations to the end,
-which gives the pair (token logits, next-sentence logits). Without it pooler and classifier are
-there, as in the published count, but take no part: their gradients stay None.
+the first segment and without padding; activations are [B, S, H], logits [B, S, V]. With
+``next_sentence``, the logits of that head, [B, 2], are passed on with the activations, and the
+output is the pair (token logits, next-sentence logits). Without it, pooler and classifier exist, as
+in the published parameter count, but are not used: their gradients stay None.
 """
 
 from collections.abc import Callable
@@ -29,11 +28,11 @@ _NORM_EPS = 1e-12
 _NUM_SEGMENTS = 2
 
 Activations = Tensor | tuple[Tensor, Tensor]
-"""What the heads hand on: [B, S, H], or that and the next-sentence logits [B, 2]."""
+"""Values passed between the heads: [B, S, H], or that and the next-sentence logits [B, 2]."""
 
 
 class BertEmbedding(nn.Module):
-    """Token, position and segment embedding, norm, dropout: [B, S] -> [B, S, H]."""
+    """Token, position and segment embedding, LayerNorm, dropout: [B, S] -> [B, S, H]."""
 
     def __init__(self, vocab_size: int, block_size: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class BertEmbedding(nn.Module):
             nn.init.normal_(embedding.weight, std=_INIT_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed a micro-batch of token ids; raise `ModelError` when it is longer than a block."""
+        """Embed token ids [B, S]; raise `ModelError` if S is greater than ``block_size``."""
         length, block_size = tokens.shape[-1], self.position.num_embeddings
         if length > block_size:
             raise ModelError(
@@ -59,7 +58,7 @@ class BertEmbedding(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Self-attention over all positions, residual, norm: [B, S, H] -> [B, S, H]."""
+    """Bidirectional self-attention, residual, LayerNorm: [B, S, H] -> [B, S, H]."""
 
     sees_ahead: Final = True
 
@@ -72,7 +71,7 @@ class BertAttention(nn.Module):
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what each position gathers from all, and normalise."""
+        """Apply attention over all positions, add the residual and normalise."""
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, A, S, H / A]
         attended = F.scaled_dot_product_attention(
@@ -84,7 +83,7 @@ class BertAttention(nn.Module):
 
 
 class BertMLP(nn.Module):
-    """Two linear layers around an exact GELU, residual, norm: [B, S, H] -> [B, S, H]."""
+    """Two linear layers with an exact GELU, residual, LayerNorm: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -94,13 +93,13 @@ class BertMLP(nn.Module):
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the position-wise network's output, and normalise."""
+        """Apply the position-wise network, add the residual and normalise."""
         normed: Tensor = self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
         return normed
 
 
 class BertNextSentence(nn.Module):
-    """Pooler and next-sentence classifier on the first position, beside the activations."""
+    """Pooler and next-sentence classifier on the first position."""
 
     def __init__(self, width: int, takes_part: bool) -> None:
         super().__init__()
@@ -109,14 +108,14 @@ class BertNextSentence(nn.Module):
         self.classifier = _linear(width, 2)
 
     def forward(self, x: Tensor) -> Activations:
-        """Return the activations, and the logits [B, 2] with them if this head takes part."""
+        """Return the activations, with the logits [B, 2] if this head is used."""
         if not self.takes_part:
             return x
         return x, self.classifier(self.pooler(x[:, 0]).tanh())
 
 
 class BertTransform(nn.Module):
-    """The token head's linear layer, exact GELU and norm: [B, S, H] -> [B, S, H]."""
+    """Linear layer, exact GELU and LayerNorm of the token head: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -124,19 +123,19 @@ class BertTransform(nn.Module):
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
 
     def forward(self, activations: Activations) -> Activations:
-        """Transform the activations; next-sentence logits pass by."""
+        """Transform the activations; next-sentence logits are passed through."""
         return _beside(lambda x: self.norm(F.gelu(self.linear(x))), activations)
 
 
 class BertDecoder(nn.Module):
-    """Map to logits over the vocabulary, with a matrix of its own: [B, S, H] -> [B, S, V]."""
+    """Linear map to logits over the vocabulary, with its own matrix: [B, S, H] -> [B, S, V]."""
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__()
         self.linear = _linear(width, vocab_size)
 
     def forward(self, activations: Activations) -> Activations:
-        """Return the logits of the tokens; next-sentence logits pass by."""
+        """Return the token logits; next-sentence logits are passed through."""
         return _beside(self.linear, activations)
 
 
@@ -162,12 +161,15 @@ def build_bert(
     dropout: float = 0.1,
     next_sentence: bool = False,
 ) -> list[LayerSpec]:
-    """Return a BERT as 2 ``num_layers`` + 4 layers, its decoder not tied to its embedding.
+    """Return a BERT as 2 ``num_layers`` + 4 layers; decoder and embedding are not tied.
 
-    ``block_size`` is the longest sequence. ``next_sentence``: the output is the pair (token
-    logits, next-sentence logits), for the loss `bert_pretraining`, instead of token logits alone.
-    Parameters: embedding (V + S + 4) H, layers 12 H^2 + 13 H each, next sentence H^2 + 3 H + 2,
-    transform H^2 + 3 H, decoder V H + V. Raises `ModelError` for sizes that cannot work.
+    ``block_size`` is the longest sequence. With ``next_sentence``, the output is the pair (token
+    logits, next-sentence logits), for the loss `bert_pretraining`, instead of the token logits
+    alone. Parameters: embedding (V + S + 4) H, layers 12 H^2 + 13 H each, next sentence H^2 + 3 H +
+    2, transform H^2 + 3 H, decoder V H + V.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     sizes = {"vocab_size": vocab_size, "block_size": block_size, "num_layers": num_layers}
     check_sizes("bert", **sizes, num_heads=num_heads, width=width)

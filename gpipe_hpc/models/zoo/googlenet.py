@@ -1,9 +1,9 @@
 """GoogLeNet (Inception v1) as a sequence of layers.
 
-Szegedy et al., Going deeper with convolutions, 2015. An Inception module is one layer, each
-convolution, norm, ReLU and pooling of the stem as well. Auxiliary heads, used in training alone,
-stash their logits for the last layer. Shapes: images [B, C, H, W], logits [B, classes]; with
-heads, in training, (logits, logits of head 1, of head 2).
+Szegedy et al., Going deeper with convolutions, 2015. An Inception module is one layer, as is each
+convolution, norm, ReLU and pooling of the stem. Auxiliary heads, used in training only, stash their
+logits for the last layer. Shapes: images [B, C, H, W], logits [B, classes]; with auxiliary heads,
+in training, (logits, logits of head 1, logits of head 2).
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from gpipe_hpc.models.layers import LayerSpec
 from gpipe_hpc.models.zoo.checks import check_dropout, check_sizes
 
 _FORMS = ("torchvision", "caffe")
-_WIDTH = 64  # channels of the first convolution that all other numbers go with
-_STEP = 8  # all of these divide by it
+_WIDTH = 64  # channels of the first convolution, to which all other numbers are relative
+_STEP = 8  # common divisor of all numbers of channels
 _HEAD_CHANNELS, _HEAD_SIDE = 128, 4
 _HEAD_HIDDEN = 1024
 _HEAD_DROPOUT = 0.7
 
-# Channels of: 1x1 | 1x1 ahead of 3x3, 3x3 | 1x1 ahead of 5x5, 5x5 | 1x1 behind the pooling.
+# Channels of: 1x1 | 1x1 before 3x3, 3x3 | 1x1 before 5x5, 5x5 | 1x1 after the pooling.
 _MODULES: Final = (
     (("3a", (64, 96, 128, 16, 32, 32)), ("3b", (128, 128, 192, 32, 96, 64))),
     (
@@ -35,11 +35,11 @@ _MODULES: Final = (
     ),
     (("5a", (256, 160, 320, 32, 128, 128)), ("5b", (384, 192, 384, 48, 128, 128))),
 )
-_HEADS: Final = {"4a": "head1", "4d": "head2"}  # behind these modules
+_HEADS: Final = {"4a": "head1", "4d": "head2"}  # after these modules
 
 
 class GoogLeNetConv(nn.Conv2d):
-    """A convolution padded to keep the size, from small weights."""
+    """A convolution with padding that keeps the size, initialised with small weights."""
 
     def __init__(
         self, num_inputs: int, num_outputs: int, kernel_size: int, stride: int, bias: bool
@@ -51,7 +51,7 @@ class GoogLeNetConv(nn.Conv2d):
 
 
 class GoogLeNetLinear(nn.Linear):
-    """A linear layer from small weights."""
+    """A linear layer initialised with small weights."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_outputs)
@@ -59,12 +59,12 @@ class GoogLeNetLinear(nn.Linear):
 
 
 class Inception(nn.Module):
-    """Four branches side by side: [B, C, H, W] -> [B, C', H, W], C' the sum of their channels."""
+    """Four parallel branches, concatenated: [B, C, H, W] -> [B, C', H, W]."""
 
     def __init__(self, num_inputs: int, widths: Sequence[int], form: str) -> None:
         super().__init__()
         one, three_in, three, five_in, five, pooled = widths
-        # torchvision's weights were trained with 3 x 3 in the branch that the paper has 5 x 5 in.
+        # torchvision uses 3 x 3 in the branch that is 5 x 5 in the paper.
         side = 5 if form == "caffe" else 3
         pool = nn.MaxPool2d(3, stride=1, padding=1)
         self.branches = nn.ModuleList(
@@ -77,12 +77,12 @@ class Inception(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the branches' channels one after the other."""
+        """Return the concatenated channels of the branches."""
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
 class AuxiliaryHead(nn.Module):
-    """Classify in the middle of the network: x -> (x, logits to stash); None when evaluating."""
+    """Auxiliary classifier in the middle of the network: x -> (x, logits to stash)."""
 
     def __init__(self, num_inputs: int, width: int, num_classes: int, form: str) -> None:
         super().__init__()
@@ -98,17 +98,17 @@ class AuxiliaryHead(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the input, and the head's logits."""
+        """Return the input, and the head's logits (None in evaluation)."""
         return x, self.classify(x) if self.training else None
 
 
 class GatheredLogits(nn.Module):
-    """Put the heads' logits beside the main ones: what `classification_with_auxiliary` takes."""
+    """Combine main and auxiliary logits for the loss `classification_with_auxiliary`."""
 
     def forward(
         self, logits: Tensor, head1: Tensor | None, head2: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return (logits, head1, head2), or the logits alone when evaluating."""
+        """Return (logits, head1, head2), or only the logits in evaluation."""
         if head1 is None or head2 is None:
             return logits
         return logits, head1, head2
@@ -122,12 +122,15 @@ def build_googlenet(
     auxiliary: bool = False,
     form: str = "torchvision",
 ) -> list[LayerSpec]:
-    """Return GoogLeNet; ``auxiliary`` adds both heads, for `classification_with_auxiliary`.
+    """Return GoogLeNet; ``auxiliary`` adds heads for the loss `classification_with_auxiliary`.
 
-    ``form``: ``torchvision`` has norms and no biases (6,624,904 parameters, 13,004,888 with heads);
-    ``caffe``, as published, has biases, local response norms and a true 5 x 5 branch (6,998,552 and
-    13,378,280). ``width`` is the number of channels of the first convolution; all others scale with
-    it. Raises `ModelError` for sizes that cannot work.
+    ``form`` is ``torchvision``, with norms and without biases (6,624,904 parameters, 13,004,888
+    with heads), or ``caffe``, as published, with biases, local response norms and a 5 x 5 branch
+    (6,998,552 and 13,378,280). ``width`` is the number of channels of the first convolution; all
+    others scale with it.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     _check(num_classes, in_channels, width, dropout, form)
     layers, num_inputs = _stem(in_channels, width, form), _scaled(192, width)
@@ -155,7 +158,7 @@ def build_googlenet(
 
 
 def _stem(in_channels: int, width: int, form: str) -> list[LayerSpec]:
-    """Return everything ahead of the second pooling."""
+    """Return all layers before the second pooling."""
     response = [LayerSpec(nn.LocalResponseNorm, 5)] if form == "caffe" else []
     return [
         *_unit(form, in_channels, width, 7, stride=2),
@@ -193,8 +196,8 @@ def _check(num_classes: int, in_channels: int, width: int, dropout: float, form:
     check_dropout("googlenet", dropout)
     if width % _STEP:
         raise ModelError(
-            f"googlenet: impossible width, expected a multiple of {_STEP}, by which all numbers "
-            f"of channels divide, got {width}; take {_STEP * max(1, round(width / _STEP))}"
+            f"googlenet: width must be a multiple of {_STEP}, so that all channels scale to whole "
+            f"numbers, got {width}; use {_STEP * max(1, round(width / _STEP))}"
         )
     if form not in _FORMS:
         raise ModelError(

@@ -1,7 +1,7 @@
 """The GPT-2 family as a sequence of layers.
 
 Radford et al., Language models are unsupervised multitask learners, 2019. A block is two layers,
-attention and MLP, each with its own residual, so that a cut may fall inside a block::
+attention and MLP, each with its own residual, so that a stage boundary may be inside a block::
 
     embedding | attention, mlp | attention, mlp | ... | norm | head
 
@@ -35,7 +35,7 @@ class GPTEmbedding(nn.Module):
         nn.init.normal_(self.position.weight, std=_INIT_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed a micro-batch of token ids; raise `ModelError` when it is longer than a block."""
+        """Embed token ids [B, S]; raise `ModelError` if S is greater than ``block_size``."""
         length, block_size = tokens.shape[-1], self.position.num_embeddings
         if length > block_size:
             raise ModelError(
@@ -47,7 +47,7 @@ class GPTEmbedding(nn.Module):
 
 
 class GPTAttention(nn.Module):
-    """Causal self-attention with its norm and residual: [B, S, H] -> [B, S, H]."""
+    """Causal self-attention with LayerNorm and residual: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, width: int, num_heads: int, dropout: float, residual_std: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class GPTAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what each position gathers from itself and the positions before it."""
+        """Apply attention to this and earlier positions, and add the residual."""
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, A, S, H / A]
         attended = F.scaled_dot_product_attention(
@@ -69,7 +69,7 @@ class GPTAttention(nn.Module):
 
 
 class GPTMLP(nn.Module):
-    """Two linear layers around a tanh GELU with norm and residual: [B, S, H] -> [B, S, H]."""
+    """Two linear layers with a tanh GELU, LayerNorm and residual: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, width: int, dropout: float, residual_std: float) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class GPTMLP(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the position-wise network's output."""
+        """Apply the position-wise network and add the residual."""
         hidden = F.gelu(self.up(self.norm(x)), approximate="tanh")
         residual: Tensor = self.dropout(self.down(hidden))
         return x + residual
 
 
 class GPTHead(nn.Linear):
-    """Map to logits over the vocabulary, without bias: [B, S, H] -> [B, S, V]."""
+    """Linear map to logits over the vocabulary, without bias: [B, S, H] -> [B, S, V]."""
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__(width, vocab_size, bias=False)
@@ -109,13 +109,15 @@ def build_gpt(
     dropout: float = 0.0,
     tied: bool = False,
 ) -> list[LayerSpec]:
-    """Return a GPT as 2 ``num_layers`` + 3 layers; ``tied``: embedding and head share a matrix.
+    """Return a GPT as 2 ``num_layers`` + 3 layers; ``tied`` shares embedding and head weights.
 
-    ``block_size`` is the longest sequence. ``num_layers`` counts blocks, as GPT-2's papers do.
-    Weights are GPT-2's: normal with std 0.02, projections into the residual divided by
-    sqrt(2 ``num_layers``), biases zero. Parameters: V H + S H + L (12 H^2 + 13 H) + 2 H tied,
-    V H more untied.
-    Raises `ModelError` for sizes that cannot work.
+    ``block_size`` is the longest sequence. ``num_layers`` counts blocks, as in the GPT-2 paper.
+    Weights are initialised as GPT-2's: normal with std 0.02, projections into the residual divided
+    by sqrt(2 ``num_layers``), biases zero. Parameters: V H + S H + L (12 H^2 + 13 H) + 2 H tied, V
+    H more untied.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     check_sizes(
         "gpt",

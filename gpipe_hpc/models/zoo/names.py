@@ -1,4 +1,4 @@
-"""The models that have a name."""
+"""Registry of the named models."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from gpipe_hpc.models.zoo.vgg import build_vgg
 
 
 def _gpt2(name: str, **sizes: Any) -> dict[str, Callable[..., list[LayerSpec]]]:
-    """Return a GPT-2 as published, and with a head of its own (vocab_size x width more)."""
+    """Return a GPT-2 as published, and the same with an untied head."""
     build = partial(build_gpt, vocab_size=50257, block_size=1024, **sizes)
     return {name: partial(build, tied=True), f"{name}_untied": build}
 
@@ -43,7 +43,7 @@ _MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
         **_gpt2("gpt2_medium", num_layers=24, num_heads=16, width=1024),
         **_gpt2("gpt2_large", num_layers=36, num_heads=20, width=1280),
         **_gpt2("gpt2_xl", num_layers=48, num_heads=25, width=1600),
-        # Of Chimera's measurements: the width of GPT-2 large, deeper.
+        # The model of Chimera's measurements: width of GPT-2 large with 64 layers.
         "gpt2_64": partial(
             build_gpt, vocab_size=50257, block_size=1024, num_layers=64, num_heads=20, width=1280
         ),
@@ -71,8 +71,10 @@ def model_names() -> tuple[str, ...]:
 def build_model(name: str, **overrides: Any) -> list[LayerSpec]:
     """Return a named model as unbuilt layers; nothing is allocated.
 
-    ``overrides`` replace the preset's keywords: ``build_model("gpt", width=256)``. Raises
-    `ModelError` for an unknown name or keyword, with those that exist.
+    ``overrides`` replace keywords of the preset: ``build_model("gpt", width=256)``.
+
+    Raises:
+        ModelError: the name or a keyword is unknown.
     """
     if name not in _MODELS:
         raise ModelError(

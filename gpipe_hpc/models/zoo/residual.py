@@ -1,10 +1,10 @@
-"""Shortcuts around a few layers: one layer stashes, a later one pops and adds."""
+"""Shortcuts around a few layers: one layer stashes its input, a later one pops and adds it."""
 
 from torch import Tensor, nn
 
 
 class Stash(nn.Module):
-    """Hand the input on and stash it for a later layer: x -> (x, x)."""
+    """Return the input and stash it for a later layer: x -> (x, x)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input twice."""
@@ -12,7 +12,7 @@ class Stash(nn.Module):
 
 
 class Add(nn.Module):
-    """End a shortcut: add what was stashed, of the same shape."""
+    """Add a stashed tensor of the same shape."""
 
     def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
         """Return the sum."""
@@ -20,7 +20,7 @@ class Add(nn.Module):
 
 
 class ProjectedAdd(nn.Module):
-    """End a shortcut that changes shape: add what was stashed, once `projection` has mapped it."""
+    """Add a stashed tensor after `projection` has changed its shape."""
 
     def __init__(self, projection: nn.Module) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 """Residual networks as a sequence of layers, in torchvision's form.
 
 He et al., Deep residual learning for image recognition, 2016, with the stride in the 3 x 3
-convolution. Every convolution, norm and ReLU is a layer of its own, the shortcut of a block a
-skip from its first layer to the one that adds, so that a cut may fall anywhere::
+convolution. Every convolution, norm and ReLU is a separate layer, and the shortcut of a block is a
+skip from its first layer to the one that adds, so that a stage boundary may be anywhere::
 
     stem | stash, (conv, norm, relu) x 2, conv, norm, add, relu | ... | average, flatten, linear
 
-A bottleneck block is 11 layers, a basic one 8; ResNet-101 is 370 layers, as torchgpipe cuts it.
+A bottleneck block has 11 layers, a basic one 8; ResNet-101 has 370 layers, as in torchgpipe.
 Shapes: images [B, C, H, W], logits [B, classes].
 """
 
@@ -19,11 +19,11 @@ from gpipe_hpc.models.layers import LayerSpec
 from gpipe_hpc.models.zoo.checks import check_sizes
 from gpipe_hpc.models.zoo.residual import Add, ProjectedAdd, Stash
 
-_EXPANSION = 4  # channels out of a bottleneck block, over those of its 3 x 3 convolution
+_EXPANSION = 4  # output channels of a bottleneck block per channel of its 3 x 3 convolution
 
 
 class ResNetConv(nn.Conv2d):
-    """A convolution without bias, padded to keep the size: [B, C, H, W] -> [B, C', H, W]."""
+    """A convolution without bias that keeps the size: [B, C, H, W] -> [B, C', H, W]."""
 
     def __init__(
         self, num_inputs: int, num_outputs: int, kernel_size: int, stride: int = 1
@@ -35,7 +35,7 @@ class ResNetConv(nn.Conv2d):
 
 
 class ResNetProjection(ProjectedAdd):
-    """End a shortcut that changes the number of channels or the size of the image."""
+    """Add a shortcut that changes the number of channels or the size of the image."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int) -> None:
         conv = ResNetConv(num_inputs, num_outputs, 1, stride)
@@ -43,7 +43,7 @@ class ResNetProjection(ProjectedAdd):
 
 
 def zeroed_norm(num_channels: int) -> nn.BatchNorm2d:
-    """Return a norm that gives zeros at first, so that its block starts as the identity."""
+    """Return a BatchNorm with zero weights, so that its residual block starts as the identity."""
     norm = nn.BatchNorm2d(num_channels)
     nn.init.zeros_(norm.weight)
     return norm
@@ -58,10 +58,13 @@ def build_resnet(
 ) -> list[LayerSpec]:
     """Return a ResNet of bottleneck blocks, ``num_blocks`` in each group.
 
-    (3, 4, 6, 3) is ResNet-50, (3, 4, 23, 3) ResNet-101, (3, 8, 36, 3) ResNet-152. ``width`` is
-    the number of channels of the stem and of the first group's 3 x 3 convolutions; each further
-    group has twice as many on images of half the size. ``zero_init_residual``: blocks start as
-    the identity. 11 layers a block and 7 more. Raises `ModelError` for sizes that cannot work.
+    (3, 4, 6, 3) is ResNet-50, (3, 4, 23, 3) ResNet-101, (3, 8, 36, 3) ResNet-152. ``width`` is the
+    number of channels of the stem and of the first group's 3 x 3 convolutions; each further group
+    has twice as many channels on images of half the size. With ``zero_init_residual``, blocks start
+    as the identity. The model has 11 layers per block and 7 more.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     _check("resnet", num_blocks, num_classes, in_channels, width)
     layers = [*_unit(in_channels, width, 7, 2), LayerSpec(nn.MaxPool2d, 3, stride=2, padding=1)]
@@ -89,11 +92,14 @@ def build_small_resnet(
     in_channels: int = 1,
     width: int = 32,
 ) -> list[LayerSpec]:
-    """Return a ResNet of basic blocks for small images of 8 to 32 pixels.
+    """Return a ResNet of basic blocks for small images of 8 to 32 pixels a side.
 
-    As ResNets for CIFAR-10: a 3 x 3 stem of ``width`` channels that keeps the size, then groups of
-    ``num_blocks`` blocks, each further group with twice the channels on images of half the size. 8
-    layers per block and 6 more. Raises `ModelError` for sizes that cannot work.
+    As in ResNets for CIFAR-10: a 3 x 3 stem of ``width`` channels that keeps the size, then groups
+    of ``num_blocks`` blocks, each further group with twice the channels on images of half the size.
+    The model has 8 layers per block and 6 more.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     _check("resnet_small", num_blocks, num_classes, in_channels, width)
     layers = _unit(in_channels, width, 3)
@@ -117,8 +123,8 @@ def _check(
 ) -> None:
     if not num_blocks:
         raise ModelError(
-            f"{model}: no blocks, expected their number for one group or more, got none; give "
-            f"num_blocks, as [3, 4, 6, 3]"
+            f"{model}: num_blocks is empty; give the number of blocks of each group, such as "
+            f"[3, 4, 6, 3]"
         )
     check_sizes(model, num_classes=num_classes, in_channels=in_channels, width=width)
     check_sizes(
@@ -127,7 +133,7 @@ def _check(
 
 
 def _blocks(num_blocks: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-    """Yield group, name of the shortcut and stride of every block."""
+    """Yield (group, name of the shortcut, stride) of every block."""
     for group, number in enumerate(num_blocks):
         for block in range(number):
             yield group, f"shortcut{group}.{block}", 2 if group > 0 and block == 0 else 1

@@ -1,7 +1,7 @@
 """Pre-activation residual networks of depth 9 n + 2, for CIFAR and for large images.
 
 He et al., Identity mappings in deep residual networks, 2016. Three groups of n blocks; norm and
-ReLU stand ahead of each convolution, each a layer of its own::
+ReLU come before each convolution, each as a separate layer::
 
     stem | stash, (norm, relu, conv) x 3, add | ... | norm, relu, average, flatten, linear
 
@@ -20,7 +20,7 @@ _FORMS = ("keras", "he")
 
 
 class PreActConv(nn.Conv2d):
-    """A convolution padded to keep the size; a bias, if any, starts at zero."""
+    """A convolution with padding that keeps the size; a bias, if any, starts at zero."""
 
     def __init__(
         self, num_inputs: int, num_outputs: int, kernel_size: int, stride: int, bias: bool
@@ -34,7 +34,7 @@ class PreActConv(nn.Conv2d):
 
 
 class PreActProjection(ProjectedAdd):
-    """End a shortcut that changes the number of channels, by a convolution without norm."""
+    """Add a shortcut after a convolution without norm that changes its number of channels."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int, bias: bool) -> None:
         super().__init__(PreActConv(num_inputs, num_outputs, 1, stride, bias))
@@ -45,18 +45,21 @@ def build_resnet_v2(
 ) -> list[LayerSpec]:
     """Return a ResNet-v2 of ``depth`` = 9 n + 2 convolutional layers, n blocks in each group.
 
-    ``width`` is the number of channels of the stem; blocks give 4, 8 and 16 times as many.
-    ``form``: ``keras``, the one of Keras' example and of the measurements on large images, has
-    biases, a norm in the stem and 1, 4 and 8 times ``width`` within blocks (3,302,442 parameters
-    at depth 110); ``he``, the one of the paper, no biases and 1, 2 and 4 times ``width``. Norms
-    have torch's momentum and eps. Raises `ModelError` for sizes that cannot work.
+    ``width`` is the number of channels of the stem; the groups have 4, 8 and 16 times as many.
+    ``form`` is ``keras``, as in Keras' example and in the measurements on large images, with
+    biases, a norm in the stem and 1, 4 and 8 times ``width`` within blocks (3,302,442 parameters at
+    depth 110); or ``he``, as in the paper, without biases and with 1, 2 and 4 times ``width``.
+    Norms use torch's momentum and eps.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     num_blocks, rest = divmod(depth - 2, 3 * _NUM_GROUPS)
     if rest or num_blocks < 1:
         nearest = 9 * max(1, round((depth - 2) / 9)) + 2
         raise ModelError(
-            f"resnet_v2: impossible depth, expected 9 n + 2 for n blocks in each of 3 groups, got "
-            f"{depth}; take {nearest}"
+            f"resnet_v2: depth must be 9 n + 2 for n blocks in each of 3 groups, got {depth}; use "
+            f"{nearest}"
         )
     if form not in _FORMS:
         raise ModelError(
@@ -83,7 +86,7 @@ def build_resnet_v2(
 
 
 def _block(num_inputs: int, num_outputs: int, group: int, block: int, form: str) -> list[LayerSpec]:
-    """Return one block; the first of each group projects its shortcut, and halves the image."""
+    """Return one block; the first of a group projects its shortcut and may halve the image."""
     bias, projects = form == "keras", block == 0
     stride = 2 if group > 0 and projects else 1
     inner = num_outputs // 2 if form == "keras" and group > 0 else num_outputs // 4
@@ -99,7 +102,7 @@ def _block(num_inputs: int, num_outputs: int, group: int, block: int, form: str)
     else:
         start = []
     if projects and form == "he":
-        start = [*_activation(num_inputs), stash]  # both ways start from what is normalised
+        start = [*_activation(num_inputs), stash]  # block and shortcut share norm and ReLU
     return [
         *start,
         LayerSpec(PreActConv, num_inputs, inner, 1, stride, bias),

@@ -1,14 +1,14 @@
 """GPipe's Transformer-L as a sequence of layers.
 
 Huang et al., GPipe, 2019, table 1: Vaswani et al.'s Transformer (2017) as a causal language
-model, with its norms ahead of attention and MLP. Published are the sizes alone: L layers of width
-2048, MLPs of 8192, 32 heads, a vocabulary of 32,000, sequences of 1024. A layer of the paper is
-two layers here, attention and MLP, each with its own residual::
+model, with norms before attention and MLP. Only the sizes are published: L layers of width 2048,
+MLPs of 8192, 32 heads, a vocabulary of 32,000, sequences of 1024. A layer of the paper is two
+layers here, attention and MLP, each with its own residual::
 
     embedding | attention, mlp | attention, mlp | ... | norm | head
 
 Shapes: B samples, S positions, H width, V vocabulary. Tokens are [B, S] integers, activations
-[B, S, H], logits [B, S, V]. Positions are Vaswani's fixed waves and have no parameters.
+[B, S, H], logits [B, S, V]. Position encodings are Vaswani's sinusoids, without parameters.
 """
 
 import math
@@ -26,7 +26,7 @@ _INIT_STD = 0.02
 
 
 class TransformerEmbedding(nn.Module):
-    """Scaled token embedding plus fixed waves, then dropout: [B, S] -> [B, S, H]."""
+    """Scaled token embedding plus sinusoidal positions, then dropout: [B, S] -> [B, S, H]."""
 
     waves: Tensor
 
@@ -35,25 +35,25 @@ class TransformerEmbedding(nn.Module):
         self.token = nn.Embedding(vocab_size, width)
         self.dropout = nn.Dropout(dropout)
         nn.init.normal_(self.token.weight, std=width**-0.5)
-        # Computed, not learned: no checkpoint needs it.
+        # Computed, not learned, so it is not part of checkpoints.
         self.register_buffer("waves", position_waves(block_size, width), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed a micro-batch of token ids; raise `ModelError` when it is longer than a block."""
+        """Embed token ids [B, S]; raise `ModelError` if S is greater than ``block_size``."""
         length, (block_size, width) = tokens.shape[-1], self.waves.shape
         if length > block_size:
             raise ModelError(
                 f"Transformer embedding: the sequence is too long, expected at most {block_size} "
                 f"positions, got {length}; shorten the samples or raise block_size"
             )
-        # The factor makes tokens as large as waves, though their matrix starts at 1 / sqrt(H).
+        # Scales embeddings, initialised with std 1 / sqrt(H), to the size of the sinusoids.
         scaled = self.token(tokens) * math.sqrt(width)
         embedded: Tensor = self.dropout(scaled + self.waves[:length])
         return embedded
 
 
 class TransformerMLP(nn.Module):
-    """Two linear layers around a ReLU with norm and residual: [B, S, H] -> [B, S, H]."""
+    """Two linear layers with a ReLU, LayerNorm and residual: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, width: int, hidden: int, dropout: float, residual_std: float) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class TransformerMLP(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the position-wise network's output."""
+        """Apply the position-wise network and add the residual."""
         residual: Tensor = self.dropout(self.down(F.relu(self.up(self.norm(x)))))
         return x + residual
 
 
 class TransformerHead(nn.Linear):
-    """Map to logits over the vocabulary, with a bias: [B, S, H] -> [B, S, V]."""
+    """Linear map to logits over the vocabulary, with bias: [B, S, H] -> [B, S, V]."""
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__(width, vocab_size)
@@ -81,9 +81,9 @@ class TransformerHead(nn.Linear):
 
 
 def position_waves(num_positions: int, width: int) -> Tensor:
-    """Return sines (even places) and cosines (odd) of each position, [num_positions, width].
+    """Return sinusoidal position encodings of shape [num_positions, width].
 
-    Place 2i and 2i + 1 of position p: sine and cosine of p / 10000^(2i / width), computed in
+    Elements 2i and 2i + 1 of position p are sine and cosine of p / 10000^(2i / width), computed in
     float64 and returned in torch's default dtype (Vaswani et al., section 3.5).
     """
     positions = torch.arange(num_positions, dtype=torch.float64)[:, None]
@@ -106,10 +106,12 @@ def build_transformer(
 
     ``block_size`` is the longest sequence, ``hidden`` the width of the MLPs. Parameters, as
     published: ``num_layers`` x 50,358,272 (4 H^2 + 2 H hidden + 9 H + hidden) + 2 x 32,000 x 2048
-    for embedding and head + 36,096 for the last norm (2 H = 4,096) and the head's bias
-    (V = 32,000). Weights are normal with std 0.02, those that end an MLP divided by
-    ``num_layers``, after the paper's remedy for unstable deep models; biases zero. Raises
-    `ModelError` for sizes that cannot work.
+    for embedding and head + 36,096 for the last norm (2 H = 4,096) and the head's bias (V =
+    32,000). Weights are normal with std 0.02, those of the last linear layer of each MLP divided by
+    ``num_layers``, as the paper suggests for unstable deep models; biases are zero.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     sizes = {"num_layers": num_layers, "vocab_size": vocab_size, "block_size": block_size}
     check_sizes("transformer", **sizes, num_heads=num_heads, width=width, hidden=hidden)

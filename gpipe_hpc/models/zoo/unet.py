@@ -1,15 +1,15 @@
 """U-Net as a sequence of layers, with its long skips.
 
-Ronneberger et al., U-Net, 2015, in the simplified form that torchgpipe measures: B convolutions a
-level, each without bias, followed by dropout, instance norm and leaky ReLU::
+Ronneberger et al., U-Net, 2015, in the simplified form that torchgpipe measures: B convolutions
+per level, each without bias, followed by dropout, instance norm and leaky ReLU::
 
     encoder 0 .. depth-1: (conv, dropout, norm, relu) x B, stash, pool
     bottleneck:           (conv, dropout, norm, relu) x B
     decoder depth-1 .. 0: upsample, join, (conv, dropout, norm, relu) x B
     segment
 
-What encoder i stashes goes straight to decoder i. Shapes: images [B, C, H, W] of any size from
-2^(depth+1) pixels a side up, logits [B, classes, H, W].
+Encoder i stashes its output for decoder i. Shapes: images [B, C, H, W] of any size of at least
+2^(depth+1) pixels a side, logits [B, classes, H, W].
 """
 
 from itertools import pairwise
@@ -25,14 +25,14 @@ from gpipe_hpc.models.zoo.residual import Stash
 
 
 class Join(nn.Module):
-    """Concatenate with what the encoder stashed: [B, C, h, w], [B, C', H, W] -> [B, C+C', H, W].
+    """Concatenate with the encoder's output: [B, C, h, w], [B, C', H, W] -> [B, C+C', H, W].
 
-    The input is padded with zeros at the bottom and right: it lost pixels where pooling halved an
-    odd size.
+    The input is padded with zeros at the bottom and right, because pooling of odd sizes drops
+    pixels.
     """
 
     def forward(self, x: Tensor, stashed: Tensor) -> Tensor:
-        """Return the input's channels, then the stashed ones."""
+        """Return the input's channels, followed by the stashed ones."""
         bottom, right = (stashed.shape[d] - x.shape[d] for d in (2, 3))
         return torch.cat((F.pad(x, (0, right, 0, bottom)), stashed), dim=1)
 
@@ -47,10 +47,13 @@ def build_unet(
 ) -> list[LayerSpec]:
     """Return a U-Net of ``num_convs`` convolutions per level: 21 + 44 ``num_convs`` layers.
 
-    ``base_channels`` is that of the first level; each of ``depth`` levels below has twice as many.
-    (For other depths d: 4 d + 1 + (8 d + 4) ``num_convs`` layers, d skips.) ``num_classes`` is the
-    number of output channels, ``dropout`` the share of channels zeroed after each convolution.
-    Raises `ModelError` for sizes that cannot work.
+    ``base_channels`` is the number of channels of the first level; each of ``depth`` levels below
+    has twice as many. (For other depths d: 4 d + 1 + (8 d + 4) ``num_convs`` layers, d skips.)
+    ``num_classes`` is the number of output channels, ``dropout`` the share of channels zeroed after
+    each convolution.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     check_sizes(
         "unet",
@@ -63,8 +66,8 @@ def build_unet(
     check_dropout("unet", dropout)
     if base_channels % 2:
         raise ModelError(
-            f"unet: odd base_channels, expected an even number (the last level has half as many), "
-            f"got {base_channels}; take {base_channels + 1}"
+            f"unet: base_channels must be even (the last level has half as many), got "
+            f"{base_channels}; use {base_channels + 1}"
         )
     widths = [base_channels * 2**level for level in range(depth + 1)]
     layers: list[LayerSpec] = []

@@ -1,12 +1,12 @@
 """The VGG family as a sequence of layers, without batch normalisation.
 
 Simonyan and Zisserman, Very deep convolutional networks for large-scale image recognition, 2015,
-in torchvision's form. Every convolution, ReLU and pooling is a layer of its own::
+in torchvision's form. Every convolution, ReLU and pooling is a separate layer::
 
     (conv, relu) x n, pool | ... | average, flatten | linear, relu, dropout, ... | linear
 
 Shapes: images [B, C, H, W], logits [B, classes]. Pooling averages to 7 x 7 before the classifier,
-so the weights fit images of any size that the poolings leave a pixel of: 32 or more for five.
+so images may have any size of which the poolings leave a pixel: at least 32 a side for five.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.layers import LayerSpec
 from gpipe_hpc.models.zoo.checks import check_dropout, check_sizes
 
-_POOLED = 7  # pixels on a side that reach the classifier
-_WIDEST = 8  # channels stop growing at this multiple of the first group's
+_POOLED = 7  # side length in pixels of the classifier's input
+_WIDEST = 8  # largest number of channels, as a multiple of the first group's
 
 
 class VGGConv(nn.Conv2d):
@@ -32,7 +32,7 @@ class VGGConv(nn.Conv2d):
 
 
 class VGGLinear(nn.Linear):
-    """A linear layer of the classifier, from small normal weights."""
+    """A linear layer of the classifier, initialised with small normal weights."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_outputs)
@@ -52,12 +52,15 @@ def build_vgg(
 
     (2, 2, 3, 3, 3) is VGG-16, (2, 2, 4, 4, 4) is VGG-19. The first group has ``width`` channels,
     each further one twice as many, up to eight times ``width``; ``hidden`` is the width of the
-    classifier. Weights start as torchvision's. Raises `ModelError` for sizes that cannot work.
+    classifier. Weights are initialised as torchvision's.
+
+    Raises:
+        ModelError: a size is invalid.
     """
     if not num_convs:
         raise ModelError(
-            "vgg: no convolutions, expected their number for one group or more, got none; "
-            "give num_convs, as [2, 2, 3, 3, 3]"
+            "vgg: num_convs is empty; give the number of convolutions of each group, such as "
+            "[2, 2, 3, 3, 3]"
         )
     check_sizes("vgg", num_classes=num_classes, in_channels=in_channels, width=width, hidden=hidden)
     check_sizes("vgg", **{f"num_convs[{group}]": number for group, number in enumerate(num_convs)})

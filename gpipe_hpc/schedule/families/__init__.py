@@ -1,1 +1,1 @@
-"""The published schedules, one family a file: each a function that returns a bare table."""
+"""The published schedules, one file per family: functions that return a compute-only table."""

@@ -1,4 +1,4 @@
-"""Chimera: pipelines in both directions at once, each in the other's bubbles."""
+"""Chimera: bidirectional pipelines, each of which fills the bubbles of the other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 
 
 def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "direct") -> Schedule:
-    """Run pipelines down and up the ranks, a unit of K micro-batches shared by all of them.
+    """Run pipelines in both directions over the ranks, in units of K micro-batches for all.
 
         rank 0 0F00F2...3F13B1===3F33B3===...0B0===......0B2===
         rank 1 ...1F02F11F22F3...2B1===1B0===2B3===1B2===......
@@ -23,13 +23,13 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
         rank 3 0F10F3...3F03B0===3F23B2===...0B1===......0B3===
         F- forward, B= backward, . idle; makespan 16, bubble 25.0% (idle over total)
 
-    `microbatches` counts all directions, which take turns; each stage has `pipelines` (2f) holders.
-    More micro-batches are further units: ``direct`` puts them behind one another,
-    ``forward_doubling`` makes units of 2K whose forwards run in pairs, which keeps twice the
-    activations and idles half as long where B = 2F. Backward halving is that table with
-    micro-batches half as big. At F = B the bubble is (K - 2f) / (2 f M + K - 2f), M a multiple of
-    K; at B = 2F one unit of two pipelines takes K F + (2 K - 2) B. Ranks keep K - K / 2f + 1 to K
-    micro-batches, and units of 2K twice that.
+    `microbatches` counts those of all directions, which alternate. Each stage is held by
+    `pipelines` (2f) ranks. If M is greater than K, several units run: ``direct`` concatenates units
+    of K; ``forward_doubling`` uses units of 2K whose forwards run in pairs, which keeps twice the
+    activations and halves the idle time if B = 2F. Backward halving is the same table with
+    micro-batches of half the size. At F = B the bubble is (K - 2f) / (2 f M + K - 2f) for M a
+    multiple of K; at B = 2F one unit of two pipelines takes K F + (2 K - 2) B. Ranks keep
+    K - K / 2f + 1 to K micro-batches, or twice that with units of 2K.
     Source: Li and Hoefler, Chimera, SC 2021, figures 3, 6 and 8.
     """
     even_ranks("chimera", ranks)
@@ -37,13 +37,13 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
     if pipelines % 2 or ranks % pipelines:
         allowed = [count for count in range(2, ranks + 1, 2) if ranks % count == 0]
         raise ScheduleError(
-            f"schedule 'chimera': pipelines must be even and divide the ranks, expected one of "
-            f"{allowed} for {ranks} ranks, got {pipelines}; correct the option pipelines"
+            f"schedule 'chimera': pipelines must be even and divide the number of ranks, expected "
+            f"one of {allowed} for {ranks} ranks, got {pipelines}; set pipeline.options.pipelines"
         )
     if scaling not in _SCALINGS:
         raise ScheduleError(
-            f"schedule 'chimera': unknown scaling, expected one of {', '.join(_SCALINGS)}, "
-            f"got {scaling!r}; choose one of them"
+            f"schedule 'chimera': unknown scaling {scaling!r}, expected one of "
+            f"{', '.join(_SCALINGS)}; set pipeline.options.scaling"
         )
     in_turn, make = _SCALINGS[scaling]
     route_of = [index // in_turn % pipelines for index in range(microbatches)]
@@ -52,7 +52,7 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
 
 
 def _in_equal_slots(placement: Placement) -> list[list[Action]]:
-    """Give every F and B a slot of its own, as if they took equal time; units follow closely."""
+    """Order actions by time slots, as if each F and B took one slot, with consecutive units."""
     num_ranks, num_pipelines = placement.num_ranks, len(placement.routes)
 
     def slots() -> Iterator[tuple[int, int, Action]]:
@@ -69,7 +69,7 @@ def _in_equal_slots(placement: Placement) -> list[list[Action]]:
 
 
 def _forwards_in_pairs(placement: Placement) -> list[list[Action]]:
-    """Make a unit in which the forwards of two micro-batches follow one another, and repeat it."""
+    """Return the order with paired forwards for one unit of 2K micro-batches, repeated."""
     num_ranks, num_pipelines = placement.num_ranks, len(placement.routes)
     size = 2 * num_ranks
     rules = Rules(
@@ -91,7 +91,7 @@ def _forwards_in_pairs(placement: Placement) -> list[list[Action]]:
 
 
 def _pair_up(row: Sequence[Action]) -> list[Action]:
-    """Move the first forward of each pair to right ahead of the second."""
+    """Move the first forward of each pair directly before the second."""
     paired: list[Action] = []
     for action in row:
         if action.op is Op.F:
@@ -103,7 +103,7 @@ def _pair_up(row: Sequence[Action]) -> list[Action]:
     return paired
 
 
-# For each way to scale: how many micro-batches in turn go one way, and what orders them.
+# For each scaling: consecutive micro-batches that take one direction, and the ordering function.
 _SCALINGS: Final = MappingProxyType[str, tuple[int, Callable[[Placement], list[list[Action]]]]](
     {"direct": (1, _in_equal_slots), "forward_doubling": (2, _forwards_in_pairs)}
 )

@@ -1,4 +1,4 @@
-"""A table that the user wrote, as a schedule known by name."""
+"""A user-written table, loaded from a file as a named schedule."""
 
 from dataclasses import replace
 
@@ -10,27 +10,24 @@ from gpipe_hpc.small_files import read_text
 
 
 def from_file(ranks: int, microbatches: int, path: str = "") -> Schedule:
-    """Read the table of a text file, in the form of `to_text`; bare or with its own transfers.
+    """Load a table from a text file in the format of `to_text`, compute-only or with transfers.
 
-    The file must be a table of `ranks` ranks and `microbatches` micro-batches.
+    The file must contain a table of `ranks` ranks and `microbatches` micro-batches.
     """
     if not path:
-        raise ScheduleError(
-            "schedule 'file': which one, expected the option path, got none; set "
-            "pipeline.options.path"
-        )
+        raise ScheduleError("schedule 'file': no file is given; set pipeline.options.path")
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
         raise ScheduleError(
-            f"schedule 'file': {path} is not readable, expected a text table, got {error}; "
-            f"{os_remedy(error) or 'write it anew'}"
+            f"schedule 'file': cannot read {path} as a text table: {error}; "
+            f"{os_remedy(error) or 'write the file again'}"
         ) from None
     schedule = from_text(text, name=f"file {path}")
     if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):
         raise ScheduleError(
             f"schedule 'file': {path} is a table of {schedule.num_ranks} ranks and "
-            f"{schedule.num_microbatches} micro-batches, expected {ranks} ranks and {microbatches} "
-            "micro-batches; change them, or the file"
+            f"{schedule.num_microbatches} micro-batches, but the run has {ranks} ranks and "
+            f"{microbatches} micro-batches; change the run or the file"
         )
     return replace(schedule, max_activations=bounds_of(schedule.ranks))

@@ -1,4 +1,4 @@
-"""GEMS: two copies of the model in opposite directions, a micro-batch at a time."""
+"""GEMS: two copies of the model in opposite directions, one micro-batch at a time."""
 
 from itertools import pairwise
 
@@ -11,27 +11,28 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def gems(ranks: int, microbatches: int, replications: int | None = None) -> Schedule:
-    """Send micro-batches down and up in turn; one starts as the gradient of the other goes by.
+    """Alternate micro-batches of two opposite pipelines; one starts after the other's backward.
 
         rank 0 0F0..................0B0===2F12B1===0F2........................0B2===
         rank 1 ...1F0.........1B0===1F1............1B1===1F2............1B2===......
         rank 2 ......2F02B0===0F1........................0B1===2F22B2===............
         F- forward, B= backward, . idle; makespan 23, bubble 60.9% (idle over total)
 
-    Without `replications` each pass is of one micro-batch, and a rank keeps one whatever M is. With
-    them there are that many passes in each direction, each of its share of the micro-batches, all
-    forwards then all backwards (MAST: 1, MASTER: more), and a rank keeps one pass. `microbatches`
-    counts both directions; each stage has two holders. With equal stages and B = 2F a pair of
-    micro-batches takes (4 K + 2) F. Source: Jain et al., GEMS, SC 2020, designs MAST and MASTER.
+    Without `replications`, each pass is one micro-batch, and a rank keeps one micro-batch for any
+    M. With `replications`, there are that many passes in each direction; each pass runs all
+    forwards, then all backwards, of its share of the micro-batches (MAST: 1, MASTER: more), and a
+    rank keeps one pass. `microbatches` counts both directions; each stage is held by two ranks.
+    With equal stages and B = 2F, a pair of micro-batches takes (4 K + 2) F.
+    Source: Jain et al., GEMS, SC 2020, designs MAST and MASTER.
     """
     num_passes = microbatches
     if replications is not None:
         num_passes = 2 * whole("gems", "replications", replications)
     if num_passes > microbatches:
         raise ScheduleError(
-            f"schedule 'gems': {replications} replications are {num_passes} passes of one "
-            f"micro-batch at least, expected {num_passes} or more microbatches, got "
-            f"{microbatches}; raise pipeline.microbatches or lower the option replications"
+            f"schedule 'gems': {replications} replications need at least {num_passes} "
+            f"micro-batches, one per pass, got {microbatches}; raise pipeline.microbatches or "
+            f"lower pipeline.options.replications"
         )
     cuts = [index * microbatches // num_passes for index in range(num_passes + 1)]
     passes = [range(*ends) for ends in pairwise(cuts)]

@@ -14,7 +14,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
         rank 3 ......F0F1F2F3B3==B2==B1==B0==............
         F- forward, B= backward, . idle; makespan 21, bubble 42.9% (idle over total)
 
-    Every rank keeps the activations of all micro-batches. With equal stages a step takes
+    Every rank keeps the activations of all micro-batches. With equal stages, a step takes
     (M + K - 1)(F + B). Source: Huang et al., GPipe, NeurIPS 2019, figure 2c.
     """
     forwards = range(microbatches)

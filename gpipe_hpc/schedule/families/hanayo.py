@@ -1,4 +1,4 @@
-"""Hanayo: stages in waves down and up the ranks, without a second copy of the weights."""
+"""Hanayo: wave-shaped stages down and up the ranks, with a single copy of the weights."""
 
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.families.orders import tabulate
@@ -9,15 +9,16 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def hanayo(ranks: int, microbatches: int, waves: int = 2) -> Schedule:
-    """Run what is furthest on over 2 W stages a rank, backwards ahead of forwards up to M = K.
+    """Run the most advanced action over 2 W stages per rank, backwards first if M <= K.
 
         rank 0 0F00F1...3F04F03F14F17F07B0===7F17B1===...4B0===3B0===4B1===3B1===0B0===......0B1===
         rank 1 ...1F02F01F12F15F06F05F16F1...6B0===5B0===6B1===5B1===2B0===1B0===2B1===1B1===......
         F- forward, B= backward, . idle; makespan 28, bubble 14.3% (idle over total)
 
-    Every rank keeps 2 W K stage micro-batches at most, as much memory as K of 1F1B; with more
-    micro-batches forwards go ahead of backwards as far as that allows. The published bubble at
-    M = K and B = 2F is (2 K - 2) / (3 K W + K - 1); this order is below it or within 7 %.
+    Every rank keeps the activations of at most 2 W K (stage, micro-batch) pairs, as much memory as
+    K micro-batches of 1F1B; if M is greater than K, forwards run first as far as this limit allows.
+    The published bubble at M = K and B = 2F is (2 K - 2) / (3 K W + K - 1); this order is below it
+    or within 7 %.
     Source: Liu et al., Hanayo, SC 2023, figures 5 and 6; the order is made by list scheduling.
     """
     num_waves = whole("hanayo", "waves", waves)
@@ -33,7 +34,7 @@ def hanayo(ranks: int, microbatches: int, waves: int = 2) -> Schedule:
 
 
 def _furthest_on(first: Op) -> Priority:
-    """Prefer one op, then the forward nearest the last stage, the backward nearest the first."""
+    """Return a priority: op `first`, then the stage closest to the end of its pass."""
     forward = Op.F
 
     def key(op: Op, stage: int, microbatch: int) -> tuple[int, ...]:

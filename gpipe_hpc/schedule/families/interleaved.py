@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages on a rank, taken in turn, for a smaller bubble."""
+"""Interleaved 1F1B: several stages per rank, run in turn, for a smaller bubble."""
 
 from itertools import chain, pairwise
 
@@ -10,16 +10,16 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Alternate forward and backward over the stages of a rank, K micro-batches at a stage.
+    """Alternate forward and backward over the stages of a rank, K micro-batches per stage.
 
         rank 0 0F00F12F02F10F2...2B0===0F32B1===2F20B0===2F30B1===...2B2===...2B3===0B2===0B3===
         rank 1 ...1F01F13F03B0===3F13B1===1F21B0===1F31B1===3F23B2===3F33B3===1B2===1B3===......
         F- forward, B= backward, . idle; makespan 27, bubble 11.1% (idle over total)
 
-    Micro-batches go in even rounds of K or a few more. Rank k starts with 2 (K - 1 - k) + (v - 1) K
-    forwards and keeps one stage micro-batch more. With equal stages and M a multiple of K a step
-    takes (v M + K - 1)(F + B). Source: Narayanan et al., Efficient
-    Large-Scale Language Model Training, SC 2021, figure 4.
+    Micro-batches run in even rounds of K or slightly more. Rank k starts with
+    2 (K - 1 - k) + (v - 1) K forwards and keeps one (stage, micro-batch) pair more than that. With
+    equal stages and M a multiple of K, a step takes (v M + K - 1)(F + B). Source: Narayanan et al.,
+    Efficient Large-Scale Language Model Training, SC 2021, figure 4.
     """
     num_loops = whole("interleaved", "stages_per_rank", stages_per_rank)
     rounds = _rounds(ranks, microbatches)
@@ -39,9 +39,10 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
 
 
 def _rounds(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Cut the micro-batches into even rounds of K or more; fewer than K are one round.
+    """Split the micro-batches into even rounds of at least K; fewer than K form one round.
 
-    In a round of fewer a rank would come to its next stage before the first micro-batch is back.
+    In a smaller round, a rank would reach its next stage before the first micro-batch arrives
+    there.
     """
     num_rounds = max(1, num_microbatches // num_ranks)
     cuts = [index * num_microbatches // num_rounds for index in range(num_rounds + 1)]

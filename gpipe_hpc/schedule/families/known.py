@@ -1,4 +1,4 @@
-"""The published schedules by name: where a new one is entered, once."""
+"""Registry of the published schedules by name; add a new schedule here."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from gpipe_hpc.schedule.families.zero_bubble import zb_h1, zb_h2
 from gpipe_hpc.schedule.families.zero_bubble_v import v_half, zb_v
 from gpipe_hpc.schedule.table.schedule import Schedule
 
-# Each takes (ranks, microbatches) and its own options as further keywords.
+# Each function takes (ranks, microbatches) and its own options as further keywords.
 FAMILIES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
     {
         "gpipe": gpipe,

@@ -1,4 +1,4 @@
-"""Looped BFS: several stages on a rank, each run over all micro-batches before the next."""
+"""Looped BFS: several stages per rank, each run over all micro-batches before the next."""
 
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.families.orders import tabulate
@@ -8,13 +8,14 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Run all micro-batches through a rank's stages one stage after the other, back in reverse.
+    """Run all micro-batches through one stage of a rank after the other; backwards in reverse.
 
         rank 0 0F00F10F20F32F02F12F22F3.........2B3===2B2===2B1===2B0===0B3===0B2===0B1===0B0===
         rank 1 ...1F01F11F21F33F03F13F23F33B3===3B2===3B1===3B0===1B3===1B2===1B1===1B0===......
         F- forward, B= backward, . idle; makespan 27, bubble 11.1% (idle over total)
 
-    Every rank keeps v M stage micro-batches. With equal stages a step takes
+    Every rank keeps the activations of v M (stage, micro-batch) pairs. With equal stages, a step
+    takes
     (v max(M, K) + min(M, K) - 1)(F + B). Source: Lamy-Poirier, Breadth-First Pipeline Parallelism,
     MLSys 2023, figure 4.
     """

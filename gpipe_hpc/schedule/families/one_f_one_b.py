@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward, so that few micro-batches live at once."""
+"""1F1B: alternate one forward and one backward, so that few activations are kept at once."""
 
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import one_stage_each
@@ -14,7 +14,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         rank 3 ......F0B0==F1B1==F2B2==F3B3==............
         F- forward, B= backward, . idle; makespan 21, bubble 42.9% (idle over total)
 
-    Rank k keeps the activations of min(M, K - k) micro-batches. With equal stages a step takes
+    Rank k keeps the activations of min(M, K - k) micro-batches. With equal stages, a step takes
     (M + K - 1)(F + B). Source: PipeDream-Flush (Narayanan et al., ICML 2021, figure 3) and DAPPLE
     (Fan et al., PPoPP 2021, figure 3).
     """
@@ -25,7 +25,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Return the actions of one rank: warm-up, pairs of F and B, drain."""
+    """Return the actions of one rank: warm-up forwards, F and B in turn, cool-down backwards."""
     warmup = min(num_ranks - 1 - rank, num_microbatches)
     order = [Action(Op.F, rank, index) for index in range(warmup)]
     for index in range(warmup, num_microbatches):

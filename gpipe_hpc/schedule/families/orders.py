@@ -1,4 +1,4 @@
-"""How tables are put together: the rules that schedules share."""
+"""Helpers to build the tables of schedule families."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +15,11 @@ Rows = Iterable[Sequence[Action]]
 def tabulate(
     name: str, placement: Placement, rows: Rows, overlaps: Iterable[Overlap] = ()
 ) -> Schedule:
-    """Return the table of some rows, which declares the activations that its order keeps.
+    """Return a table of the given rows that declares the activations that its order keeps.
 
-    Actions of micro-batches that the placement does not have are left out, and overlaps with them:
-    a table made for more micro-batches stays valid, as nothing crosses from one to another.
+    Actions of micro-batches that the placement does not have are dropped, together with their
+    overlaps. A table made for more micro-batches stays valid, because micro-batches do not depend
+    on each other.
     """
 
     kept = tuple(Row.of(row).below(placement.num_microbatches) for row in rows)
@@ -32,20 +33,24 @@ def tabulate(
 
 
 class RankOrder:
-    """One rank's list as it grows: each op of a stage takes the stage's micro-batches in turn."""
+    """Builder of one rank's actions; each op runs the micro-batches of a stage in order."""
 
     def __init__(self, microbatch_of: Callable[[int, int], int] | None = None) -> None:
-        """Start empty; `microbatch_of(stage, index)` names a stage's micro-batches, else index."""
+        """Create an empty list.
+
+        `microbatch_of(stage, index)` returns the `index`-th micro-batch of a stage; default:
+        `index`.
+        """
         self.actions: list[Action] = []
         self.overlaps: list[Overlap] = []
         self._microbatch_of = microbatch_of
         self._taken: dict[tuple[Op, int], int] = defaultdict(int)
-        # Of each stage the micro-batches whose ``W`` is owed, with how many were owed before.
+        # For each stage, (sequence number, micro-batch) pairs whose ``W`` is still pending.
         self._owed: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._num_owed = 0
 
     def run(self, op: Op, stage: int) -> None:
-        """Add ``F``, ``B`` or ``I`` of a stage's next micro-batch; an ``I`` owes its ``W``."""
+        """Append an op of a stage's next micro-batch; ``I`` leaves its ``W`` pending."""
         kind = Op.I if op is Op.B else op, stage
         index = self._taken[kind]
         self._taken[kind] = index + 1
@@ -56,13 +61,13 @@ class RankOrder:
             self._num_owed += 1
 
     def overlap(self, forward: int, backward: int) -> None:
-        """Add ``F`` of one stage and ``B`` of another as one block."""
+        """Append ``F`` of one stage and ``B`` of another as one overlapped block."""
         self.run(Op.F, forward)
         self.run(Op.B, backward)
         self.overlaps.append((self.actions[-2], self.actions[-1]))
 
     def pay(self, stage: int | None = None) -> None:
-        """Add the ``W`` that is owed for longest, by one stage or by any."""
+        """Append the oldest pending ``W`` of a stage, or of any stage if None."""
         if stage is None:
             _, stage = min((owed[0], each) for each, owed in self._owed.items() if owed)
         _, microbatch = self._owed[stage].popleft()
@@ -73,14 +78,14 @@ class RankOrder:
         return self._taken[op, stage]
 
     def num_owed(self, stage: int) -> int:
-        """Return how many ``W`` a stage owes."""
+        """Return the number of pending ``W`` of a stage."""
         return len(self._owed[stage])
 
 
 def in_slots(slots: Iterable[tuple[int, int, Action]], num_ranks: int) -> list[list[Action]]:
-    """Return each rank's actions in the order of their time slots, given (rank, slot, action).
+    """Sort actions given as (rank, slot, action) into one list per rank, ordered by slot.
 
-    Slots order the actions of one rank and no more; when they run is a result of simulating them.
+    Slots only define the order on a rank; start times are a result of simulation.
     """
     rows: list[list[tuple[int, Action]]] = [[] for _ in range(num_ranks)]
     for rank, slot, action in slots:

@@ -1,4 +1,4 @@
-"""Pipelines side by side with holes: a missing rank's micro-batches go to its peers."""
+"""Schedules for partial replicas: other replicas run the micro-batches of missing ranks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +27,9 @@ def rerouted(
     room: int = 1,
     paces: Sequence[float] | None = None,
 ) -> Schedule:
-    """Run pipelines of `stages` on any number of ranks, those of the last one not all there.
+    """Run pipelines of `stages` stages on any number of ranks, where the last one lacks ranks.
 
-    Two stages on three ranks, the second of which is held once and has half as much to do:
+    Two stages on three ranks; the second stage is held by one rank and has half as much work:
 
         rank 0 F0--F2--I0~~W0++I2~~W2++....
         rank 1 ....F0I0F1I1F2I2F3I3W0W1W2W3
@@ -37,30 +37,29 @@ def rerouted(
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 14, bubble 14.3% (idle over total)
 
-    Each pipeline is a row of ranks, one for each stage; the last row has holes. Micro-batches take
-    the rows in turn. Where a row has a hole the ranks that hold the same stage in other rows take
-    its micro-batches, evenly. `microbatches` counts those of all rows. `copies` says how many ranks
-    hold each stage; without it the last stages have fewer. A cut that gives a stage with fewer
-    copies less work keeps all ranks equally busy. `paces` says how many times as long each rank
-    takes: those of a stage share its micro-batches accordingly, and a stage of slow ranks is to
-    have less work.
+    Each pipeline is a replica with one rank per stage; the last replica lacks some ranks.
+    Micro-batches are assigned to replicas round-robin. If a replica lacks a stage, the ranks that
+    hold the stage in other replicas run its micro-batches, divided evenly. `microbatches` counts
+    those of all replicas. `copies` is the number of ranks that hold each stage; by default the last
+    stages have fewer. All ranks are equally busy if the partition gives less work to stages with
+    fewer copies. `paces` is the relative compute time of each rank: the ranks of a stage divide its
+    micro-batches accordingly, and stages on slow ranks should get less work.
 
-    `order` is that of each row: ``gpipe``, ``one_f_one_b`` or ``zb_h1``, whose backwards are split
-    so that weight gradients fill what the others leave idle. A stage keeps as many micro-batches as
-    those of whole rows would, shared by its copies, and `room` more on a rank where some rows have
-    holes: with C copies in R rows of K stages, stage k has at most R (K - k) / C + room on a rank
-    in ``one_f_one_b``, R K / C + room in ``zb_h1`` (rounded up), and all of a rank's in ``gpipe``.
-    Of ranks of unequal paces each keeps its share of that, not 1 / C.
-    In deep pipelines more room lets the bubble take in what the holes leave: a quarter of K more
-    makes up for most of them.
+    `order` is the schedule of each replica: ``gpipe``, ``one_f_one_b`` or ``zb_h1``, whose split
+    backwards let weight gradients fill idle time. A stage keeps as many micro-batches as those of
+    complete replicas would, divided over its copies, plus `room` per rank if replicas are unequal:
+    with C copies in R replicas of K stages, a rank of stage k keeps at most R (K - k) / C + room in
+    ``one_f_one_b``, R K / C + room in ``zb_h1`` (rounded up), and all of its own in ``gpipe``. If
+    ranks differ in pace, each keeps its share instead of 1 / C. In deep pipelines, more `room` lets
+    the bubble absorb most of the imbalance; a quarter of K is a good value.
     Source: Gandhi et al., ReCycle, SOSP 2024 (arXiv 2405.14009): adaptive pipelining and decoupled
     back-propagation.
     """
     placement = in_rows(ranks, microbatches, stages, copies, paces)
     if order not in _ORDERS:
         raise ScheduleError(
-            f"schedule 'rerouted': unknown order, expected one of {', '.join(_ORDERS)}, "
-            f"got {order!r}; choose one of them"
+            f"schedule 'rerouted': unknown order {order!r}, expected one of {', '.join(_ORDERS)}; "
+            f"set pipeline.options.order"
         )
     slow = _slow(ranks, paces)
     if len(set(map(len, _held(placement)))) == 1 and not slow:
@@ -79,9 +78,12 @@ def in_rows(
     copies: Sequence[int] | None,
     paces: Sequence[float] | None = None,
 ) -> Placement:
-    """Place stages in rows of ranks; None: as many stages as ranks, as even copies as can be.
+    """Place stages on ranks in partial replicas.
 
-    `paces`: how many times as long each rank takes; None: all are equally fast.
+    Args:
+        stages: number of stages; None means one per rank.
+        copies: number of ranks that hold each stage; None means as even as possible.
+        paces: relative compute time of each rank; None means that all are equally fast.
     """
     num_stages = ranks if stages is None else whole("rerouted", "stages", stages)
     held = _copies(ranks, num_stages, copies)
@@ -89,14 +91,13 @@ def in_rows(
 
 
 def _slow(ranks: int, paces: Sequence[float] | None) -> Sequence[float]:
-    """Return how many times as long each rank takes, where some take longer; refuse others."""
+    """Return the relative compute time of each rank, empty if all are equal; check the values."""
     given = [] if paces is None else [*paces]
     are_paces = all(isinstance(each, int | float) and 0 < each < math.inf for each in given)
     if paces is not None and (len(given) != ranks or not are_paces):
         raise ScheduleError(
-            f"schedule 'rerouted': paces has how many times as long each rank takes, expected a "
-            f"number above 0 for each of {ranks} ranks, got {given}; correct them, or leave them "
-            f"out"
+            f"schedule 'rerouted': paces must be the relative compute time of each of {ranks} "
+            f"ranks, each above 0, got {given}; correct or remove pipeline.options.paces"
         )
     return given if len(set(given)) > 1 else ()
 
@@ -105,28 +106,28 @@ ORDERS: Final = ("gpipe", "one_f_one_b", "zb_h1")
 
 
 def num_copies(ranks: int, stages: int) -> list[int]:
-    """Return how many ranks hold each stage where all differ by one at most, the last have fewer.
+    """Divide ranks over stages as evenly as possible; the first stages get one more.
 
-    Raises ScheduleError for fewer ranks than stages.
+    Raises ScheduleError if there are fewer ranks than stages.
     """
     if ranks < stages:
         raise ScheduleError(
-            f"schedule 'rerouted': expected a rank for each of {stages} stages at least, got "
-            f"{ranks} rank(s); use fewer stages"
+            f"schedule 'rerouted': {stages} stages need at least {stages} ranks, got {ranks}; use "
+            f"fewer stages"
         )
     least, more = divmod(ranks, stages)
     return [least + (stage < more) for stage in range(stages)]
 
 
 def _copies(ranks: int, stages: int, copies: Sequence[int] | None) -> Sequence[int]:
-    """Return how many ranks hold each stage, as given or as even as can be; refuse others."""
+    """Return the number of ranks that hold each stage, as given or as even as possible."""
     if copies is None:
         return num_copies(ranks, stages)
     given = [whole("rerouted", "copies", each) for each in copies]
     if len(given) != stages or sum(given) != ranks:
         raise ScheduleError(
-            f"schedule 'rerouted': copies has how many ranks hold each stage, expected {stages} "
-            f"numbers that add up to {ranks} ranks, got {given}; correct them, or leave them out"
+            f"schedule 'rerouted': copies must be the number of ranks of each of {stages} stages "
+            f"and sum to {ranks} ranks, got {given}; correct or remove pipeline.options.copies"
         )
     return given
 
@@ -136,7 +137,7 @@ def _held(placement: Placement) -> list[tuple[int, ...]]:
 
 
 def _whole_rows(placement: Placement, named: Callable[[int, int], Schedule]) -> list[list[Action]]:
-    """Let each row without a hole run its micro-batches as the schedule known by name does."""
+    """Return the rows if all replicas are complete: each replica runs the named schedule."""
     num_stages, columns = placement.num_stages, _held(placement)
     rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     for ranks in zip(*columns, strict=True):
@@ -150,7 +151,7 @@ def _whole_rows(placement: Placement, named: Callable[[int, int], Schedule]) -> 
 
 
 def _fill_and_drain(placement: Placement, _: int, __: Sequence[float]) -> list[list[Action]]:
-    """Let each rank run all its forwards, then all its backwards, the last micro-batch first."""
+    """Run all forwards of each rank, then all backwards, last micro-batch first."""
     rows: list[list[Action]] = []
     for rank in range(placement.num_ranks):
         (stage,) = placement.stages_of(rank)
@@ -163,7 +164,7 @@ def _fill_and_drain(placement: Placement, _: int, __: Sequence[float]) -> list[l
 def _one_f_one_b(
     placement: Placement, room: int, paces: Sequence[float]
 ) -> Sequence[Sequence[Action]]:
-    """Run a backward as soon as there is one; the later a stage, the fewer micro-batches live."""
+    """Run each backward as soon as it is ready; later stages keep fewer micro-batches."""
     num_stages = placement.num_stages
     kept = [num_stages - stage for stage in range(num_stages)]
     return _listed(placement, (Op.B, Op.F), kept, room, paces)
@@ -172,7 +173,7 @@ def _one_f_one_b(
 def _zero_bubble(
     placement: Placement, room: int, paces: Sequence[float]
 ) -> Sequence[Sequence[Action]]:
-    """Let weight gradients wait until a rank has nothing else to do, or no room."""
+    """Delay weight gradients until a rank has no other work or reaches its activation limit."""
     kept = [placement.num_stages] * placement.num_stages
     return _listed(placement, (Op.I, Op.F, Op.W), kept, room, paces)
 
@@ -184,20 +185,22 @@ def _listed(
     room: int,
     paces: Sequence[float],
 ) -> list[Row]:
-    """Let each rank start the first op of an order that is ready; of one op the oldest.
+    """Let each rank start the first op of `order` that is ready, oldest micro-batch first.
 
-    `kept_of_row`: the micro-batches that a stage of a row without holes keeps at most; `room`: how
-    many more where rows are unequal; `paces`: how many times as long ranks take, if not all alike.
+    Args:
+        kept_of_row: for each stage, the micro-batches that a complete replica keeps at most.
+        room: additional micro-batches that a rank may keep.
+        paces: relative compute time of each rank, empty if equal.
     """
     stages = range(placement.num_stages)
     num_rows = max(len(placement.holders(stage)) for stage in stages)
     speeds = [1 / pace for pace in paces] or [1] * placement.num_ranks
-    # A cut that knows the copies, and how fast they are, gives each rank as much to do.
+    # Assumes a partition that gives all ranks equal work, given copies and speeds.
     work = [float(sum(speeds[rank] for rank in placement.holders(stage))) for stage in stages]
     limits = [0] * placement.num_ranks
     for stage in stages:
         for rank in placement.holders(stage):
-            # Where rows are unequal micro-batches come unevenly, and some wait.
+            # With unequal replicas, micro-batches arrive unevenly and some must wait.
             share = num_rows * kept_of_row[stage] * speeds[rank] / work[stage]
             limits[rank] = math.ceil(share - 1e-9) + room
     rules = Rules(

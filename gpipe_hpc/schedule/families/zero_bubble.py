@@ -1,4 +1,4 @@
-"""Zero bubble on one stage a rank: weight gradients wait and fill what the others leave idle."""
+"""Zero-bubble schedules with one stage per rank: delayed weight gradients fill idle time."""
 
 from gpipe_hpc.schedule.families.orders import RankOrder, tabulate
 from gpipe_hpc.schedule.table.actions import Action, Op
@@ -7,7 +7,7 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Order as in 1F1B, with ``W`` on rank k running k micro-batches behind ``I``.
+    """Order actions as in 1F1B, with ``W`` on rank k delayed by k micro-batches after ``I``.
 
         rank 0 F0F1F2F3......I0W0I1W1I2W2I3W3
         rank 1 ..F0F1F2....I0F3I1W0I2W1I3W2W3
@@ -16,15 +16,15 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 15, bubble 20.0% (idle over total)
 
-    Every rank keeps min(M, K) micro-batches, of which k wait for ``W`` alone. With equal stages,
-    W at most min(F, I) and M at least K a step takes M (F + I + W) + (K - 1)(F + I - W). Source:
+    Every rank keeps min(M, K) micro-batches, of which k only wait for ``W``. With equal stages, W
+    at most min(F, I) and M at least K, a step takes M (F + I + W) + (K - 1)(F + I - W). Source:
     Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figure 2.
     """
     return _handcrafted("zb_h1", ranks, microbatches, depth=1)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Warm up twice as long as `zb_h1`, with ``W`` on rank k 2k micro-batches behind ``I``.
+    """Warm up twice as long as `zb_h1`, with ``W`` on rank k delayed by 2k micro-batches.
 
         rank 0 F0F1F2F3F4I0W0I1W1I2W2I3W3I4W4....
         rank 1 ..F0F1F2I0F3I1F4I2W0I3W1I4W2W3W4..
@@ -32,15 +32,15 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 17, bubble 11.8% (idle over total)
 
-    Every rank keeps min(M, 2K - 1) micro-batches. At F = I = W and M of 2K - 1 at least no rank
-    idles between its first and its last action; as ranks start one after the other and all wait for
-    the last, a step takes M (F + I + W) + (K - 1) F. Source: as `zb_h1`, figure 3.
+    Every rank keeps min(M, 2K - 1) micro-batches. At F = I = W and M of at least 2K - 1, no rank is
+    idle between its first and its last action. Ranks start one after the other and all wait for the
+    last, so a step takes M (F + I + W) + (K - 1) F. Source: as `zb_h1`, figure 3.
     """
     return _handcrafted("zb_h2", ranks, microbatches, depth=2)
 
 
 def _handcrafted(name: str, ranks: int, microbatches: int, depth: int) -> Schedule:
-    """Warm up `depth` forwards for each rank that follows, W as many behind for each ahead."""
+    """Build a table with `depth` warm-up forwards per following rank, and W delayed likewise."""
     rows: list[list[Action]] = []
     for rank in range(ranks):
         order = RankOrder()

@@ -1,4 +1,4 @@
-"""Zero bubble on a V: two stages a rank, the first and the last on rank 0."""
+"""Zero-bubble schedules on a V: two stages per rank, with the first and the last on rank 0."""
 
 from gpipe_hpc.schedule.families.orders import RankOrder, in_slots, tabulate
 from gpipe_hpc.schedule.table.actions import Action, Op
@@ -7,7 +7,7 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Fill every rank with F, I and W of two stages, so that it never idles once it started.
+    """Run F, I and W of two stages on every rank so that it is never idle once started.
 
         rank 0 0F00F10F2......5F05I05W05F15I15W15F25I25W20I00W0...0I10W1...0I20W2
         rank 1 ...1F01F11F24F0...4F14I04W04F24I14W11I01W04I24W21I11W1...1I21W2...
@@ -15,10 +15,10 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 22, bubble 18.2% (idle over total)
 
-    Every rank keeps 2K stage micro-batches at most, as much memory as K of 1F1B, whose stages are
-    twice as big. At F = I = W and M of 2K at least no rank idles between its first and its last
-    action, and a step takes (6 M + K - 1) F. Source: Qi et al., Zero Bubble Pipeline Parallelism,
-    ICLR 2024, section 6 and figure 8.
+    Every rank keeps the activations of at most 2K (stage, micro-batch) pairs, as much memory as K
+    micro-batches of 1F1B, whose stages are twice as large. At F = I = W and M of at least 2K, no
+    rank is idle between its first and its last action, and a step takes (6 M + K - 1) F. Source:
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 and figure 8.
     """
     made_for = max(microbatches, 2 * ranks - 1)
     rows = [_zb_v_rank(rank, ranks, made_for) for rank in range(ranks)]
@@ -26,7 +26,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _zb_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Return one rank's order for 2K - 1 micro-batches or more."""
+    """Return the actions of one rank for at least 2K - 1 micro-batches."""
     down, up = rank, 2 * num_ranks - 1 - rank
     order = RankOrder()
     for _ in range(2 * (num_ranks - rank) - 1):
@@ -59,7 +59,7 @@ def _zb_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Repeat a block of both stages' F, I and W that frees activations twice as early as 1F1B.
+    """Repeat a block of F, I and W of both stages that needs half the memory of 1F1B.
 
         rank 0 0F00F1.........5F05I05W00F2...5F15I10I05W10W0...5F25I20I15W20W1...0I20W2
         rank 1 ...1F0......4F01F1...4I04W04F11F21I01W04I14W14F21I11W14I24W2...1I21W2...
@@ -67,10 +67,10 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 24, bubble 25.0% (idle over total)
 
-    Every rank keeps 2 floor(K / 2 + 1) stage micro-batches at most, as much memory as half of those
-    of 1F1B. At F = I = W a rank idles for about 3.5 K F, where 1F1B with stages twice as big idles
-    for 6 (K - 1) F. Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
-    figure 4.
+    Every rank keeps the activations of at most 2 floor(K / 2 + 1) (stage, micro-batch) pairs, half
+    the memory of 1F1B. At F = I = W a rank is idle for about 3.5 K F; 1F1B, with stages twice as
+    large, is idle for 6 (K - 1) F. Source: Qi et al., Pipeline Parallelism with Controllable
+    Memory, NeurIPS 2024, figure 4.
     """
     slots = [
         (rank, 6 * index + start, Action(op, stage, index))
@@ -82,10 +82,10 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 
 def _v_half_block(rank: int, num_ranks: int) -> list[tuple[Op, int, int]]:
-    """Return op, stage and slot of one micro-batch; blocks repeat every 6 slots and never collide.
+    """Return (op, stage, slot) of one micro-batch; blocks repeat every 6 slots without conflict.
 
-    F goes down 2 slots a rank and up 1, so does I. Given where each leg starts, the four slots then
-    differ modulo 6 on every rank; the two W take the slots that are left.
+    F and I both move down the ranks at 2 slots per rank and up at 1. With these start slots, the
+    four slots of a rank differ modulo 6; the two W take the remaining slots.
     """
     down, up = rank, 2 * num_ranks - 1 - rank
     odd = num_ranks % 2

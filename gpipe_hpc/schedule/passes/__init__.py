@@ -1,1 +1,1 @@
-"""Passes from a bare table to the one that ranks run: recomputation, transfers, reductions."""
+"""Passes that lower a compute-only table: recomputation, communication, reductions, offloading."""

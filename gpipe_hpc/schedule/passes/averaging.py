@@ -1,4 +1,4 @@
-"""Passes for replicas that train apart: no gradient is summed, parameters are averaged at times."""
+"""Passes for local SGD: drop gradient reductions, average parameters in outer steps."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def without_reductions(schedule: Schedule) -> Schedule:
-    """Drop the ``REDUCE_GRAD`` of stages that one rank of a pipeline holds, and all ``AVERAGE``.
+    """Drop all ``AVERAGE``, and ``REDUCE_GRAD`` of stages held by one rank of a pipeline.
 
-    Reductions over holders of mirrored stages within each replica remain.
+    Reductions over ranks that share a stage within a replica (mirrored placements) remain.
     """
     placement = schedule.placement
 
@@ -24,9 +24,9 @@ def without_reductions(schedule: Schedule) -> Schedule:
 
 
 def with_averages(schedule: Schedule) -> Schedule:
-    """Return the table of an outer step: average at its end what each ``REDUCE_GRAD`` sums.
+    """Return the table of an outer step: an ``AVERAGE`` for each ``REDUCE_GRAD``, at the end.
 
-    Averages come after everything else of their rank, and after the optimizer's step, in the order
+    Averages come after all other actions of their rank and after the optimizer step, in the order
     of the reductions. Gradients are reduced as in `without_reductions`.
     """
     kept = without_reductions(schedule)

@@ -1,10 +1,10 @@
-"""Pass: place sends and receives.
+"""Pass that inserts sends and receives into a compute-only table.
 
-A ``SEND`` stands right after the action that makes its value, those over skips last. A ``RECV``
-posts a buffer one compute action ahead of its consumer, so that the transfer overlaps that compute.
-Where ranks would then block one another, were every ``SEND`` to wait until its ``RECV`` is posted,
-a post moves up. Of all that goes from one rank to another, over whichever channels, the posts stand
-in the order of the sends: one queue between the two then serves all channels.
+A ``SEND`` directly follows the action that makes its value; sends over skips come last. A ``RECV``
+posts its buffer one compute action before its consumer, so that the transfer overlaps with that
+compute. If ranks would deadlock with sends that block until their ``RECV`` is posted, a ``RECV`` is
+moved earlier. All receives of a rank from another are posted in the order of the sends, over all
+channels, so that one queue between two ranks serves all channels.
 """
 
 import math
@@ -41,31 +41,32 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def add_communication(graph: Precedence) -> Schedule:
-    """Add ``SEND`` and ``RECV`` wherever a value crosses ranks; refuse a table that deadlocks.
+    """Add ``SEND`` and ``RECV`` to a compute-only table, given as a graph.
 
-    `graph` is that of a bare table.
+    Raises:
+        ScheduleError: the table deadlocks.
     """
     if graph.late:
-        runs(graph, graph.waits)  # which a rank that waits for itself cannot pass
+        runs(graph, graph.waits)  # raises: a rank that waits for a later action of its own is stuck
     traffic = _traffic(graph)
     rendezvous = _Rendezvous(traffic, _due(traffic))
     placed = rendezvous.run()
     if placed is None:
         runs(graph, graph.waits)
-    assert placed is not None, f"schedule {graph.schedule.name!r}: has an order"
+    assert placed is not None, f"schedule {graph.schedule.name!r}: can be executed"
     rows, bounds = zip(*placed, strict=True)
     return replace(graph.schedule, ranks=rows, max_receives=bounds, overlaps=())
 
 
 class _Way(NamedTuple):
-    """What the transfers of all micro-batches between two stages have in common."""
+    """The ``SEND`` and ``RECV`` kinds of all transfers between two stages in one direction."""
 
     send: Kind
     post: Kind
 
 
 class _Transfers(NamedTuple):
-    """All values that cross ranks. They are known by their number, the place in each column."""
+    """All values that cross ranks, as columns; a transfer is identified by its index."""
 
     ways: list[_Way]
     way: "array[int]"
@@ -75,10 +76,10 @@ class _Transfers(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """A rank's list without receives: its compute actions, and behind what makes a value its sends.
+    """A rank's actions without receives: compute, each action followed by the sends of its value.
 
-    ``which`` and ``numbers`` are columns as those of a `Row`, ``kinds`` what they lead to.
-    ``awaits[index]`` are the transfers that a compute action needs, or the one that a ``SEND``
+    ``which`` and ``numbers`` are columns as in `Row`, and ``which`` indexes ``kinds``.
+    ``awaits[index]`` lists the transfers that a compute action needs, or the one that a ``SEND``
     starts.
     """
 
@@ -88,19 +89,19 @@ class _Lane(NamedTuple):
     awaits: Links
 
     def are_of(self, ops: Collection[Op]) -> "NDArray[np.bool_]":
-        """Say of each action whether it is of some ops."""
+        """Return a mask of the actions whose op is in `ops`."""
         return np.array([op in ops for op, _, _ in self.kinds], bool)[numbers_of(self.which)]
 
 
 class _Traffic(NamedTuple):
-    """All transfers of a table, and each rank's list with its sends."""
+    """All transfers of a table, and the lane of each rank."""
 
     transfers: _Transfers
     lanes: list[_Lane]
 
 
 def _traffic(graph: Precedence) -> _Traffic:
-    """Find what crosses ranks, and put each ``SEND`` behind what makes its value."""
+    """Find all transfers and insert each ``SEND`` after the action that makes its value."""
     transfers = _Transfers([], integers(), integers(), integers(), integers())
     awaited, made = _cross(graph, transfers)
     lanes = [
@@ -111,11 +112,11 @@ def _traffic(graph: Precedence) -> _Traffic:
 
 
 def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
-    """Number what crosses ranks; return which transfers each node needs, and which it makes."""
+    """Number all transfers; return the transfers that each node needs, and those that it makes."""
     ranks, which, one = map(numbers_of, (graph.ranks, graph.which, graph.waits.one))
     several = graph.waits.several
     users = np.flatnonzero(one != NOWHERE)
-    if several:  # once for each wait
+    if several:  # repeat a node once for each of its waits
         num_waits = np.ones(len(users), np.int64)
         at_several = np.flatnonzero(one[users] == SEVERAL)
         waits = [several[node] for node in users[at_several].tolist()]
@@ -129,7 +130,7 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
     users, makers = users[crosses], makers[crosses]
     sources = makers
     if graph.leaves_with:
-        # The output of a forward that is one block with a backward leaves at that one's end.
+        # The output of a forward overlapped with a backward is sent after the backward.
         forward_of = {backward: forward for forward, backward in graph.leaves_with.items()}
         is_forward = np.array([op is Op.F for op, _, _ in graph.kinds], bool)[which[users]]
         own = makers[is_forward].tolist()
@@ -150,7 +151,7 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
 def _lane(
     graph: Precedence, rank: int, row: Row, transfers: _Transfers, awaited: Links, made: Links
 ) -> _Lane:
-    """Return a rank's list with its sends; what the nearest stage gets goes first."""
+    """Return the lane of a rank; of several sends of one value, the nearest stage comes first."""
     ways, way, microbatch, _, _ = transfers
     start, end = graph.starts[rank], graph.starts[rank + 1]
     makes = numbers_of(made.one)[start:end]
@@ -161,7 +162,7 @@ def _lane(
     ]
     for node, sent in in_turn:
         num_sends[node] = len(sent)
-    computes = np.arange(len(row)) + np.cumsum(num_sends) - num_sends  # their places in the lane
+    computes = np.arange(len(row)) + np.cumsum(num_sends) - num_sends  # positions in the lane
     one = np.empty(len(row) + int(num_sends.sum()), np.int32)
     is_send = np.ones(len(one), bool)
     is_send[computes] = False
@@ -185,22 +186,22 @@ def _lane(
 
 
 def _nearest_first(transfers: _Transfers, sent: tuple[int, ...]) -> list[int]:
-    """Return what one action makes for several stages in the order in which it is sent."""
+    """Return the sends of one action's value in the order in which they are sent."""
     ways, way = transfers.ways, transfers.way
     return sorted(sent, key=lambda each: _distance(ways[way[each]].send))
 
 
 def _distance(send: Kind) -> int:
-    """Return how far a skip leads, 0 for none: what the nearest stage gets, it needs first."""
+    """Return the length of a skip in stages, 0 for a neighbour, which needs its value first."""
     _, stage, peer = send
     return 0 if peer is None else abs(peer - stage)
 
 
 def _due(traffic: _Traffic) -> "array[int]":
-    """Return for each transfer the index in its receiver's lane ahead of which to post at latest.
+    """Return for each transfer the latest position in its receiver's lane at which to post it.
 
-    Posts of what one rank sends another are due in the order of the sends, whatever the order of
-    their consumers.
+    Receives from one rank are due in the order of its sends, independent of the order of their
+    consumers.
     """
     due = integers((0,)) * len(traffic.transfers.way)
     latest = numbers_of(due)
@@ -219,7 +220,7 @@ def _due(traffic: _Traffic) -> "array[int]":
 
 
 def _by_receiver(transfers: _Transfers, lane: _Lane) -> "Iterator[tuple[int, NDArray[np.int32]]]":
-    """Yield to whom a rank sends, and what, in the order in which it does."""
+    """Yield each receiver of a rank's sends, with the transfers to it in sending order."""
     sent = numbers_of(lane.awaits.one)[lane.are_of(SENDS)]
     receivers = numbers_of(transfers.receiver)[sent]
     order = np.argsort(receivers, kind="stable")
@@ -232,11 +233,10 @@ def _by_receiver(transfers: _Transfers, lane: _Lane) -> "Iterator[tuple[int, NDA
 
 @dataclass
 class _Ring:
-    """Ranks that wait in a circle, each at a ``SEND`` to the next.
+    """A cycle of ranks, each blocked at a ``SEND`` to the next, with costs of posting receives.
 
-    `costs` are those of posting what each rank sends. A circle of all ranks may stand through
-    millions of posts, each of which changes two of them: so the least of each block of about
-    sqrt(ranks) costs is kept.
+    A cycle of all ranks may persist through millions of posts, each of which changes two costs. The
+    minimum of each block of about sqrt(ranks) costs is therefore stored.
     """
 
     ranks: list[int]
@@ -244,13 +244,13 @@ class _Ring:
     costs: list[int]
 
     def __post_init__(self) -> None:
-        """Find the least of each block."""
+        """Compute the minimum of each block."""
         self.width = math.isqrt(len(self.costs)) or 1
         starts = range(0, len(self.costs), self.width)
         self.least = [min(self.costs[start : start + self.width]) for start in starts]
 
     def change(self, place: int, cost: int) -> None:
-        """Enter another cost; a place from the end may be counted backwards."""
+        """Replace a cost; a negative place counts from the end."""
         if place < 0:
             place += len(self.costs)
         before, self.costs[place] = self.costs[place], cost
@@ -262,7 +262,7 @@ class _Ring:
             self.least[block] = min(self.costs[start : start + self.width])
 
     def first(self, cost: int, start: int) -> int | None:
-        """Return the first place from `start` on of a cost that is the least of all, or None."""
+        """Return the first place from `start` on with this cost, which is the minimum, or None."""
         block = start // self.width
         here = self.costs[start : (block + 1) * self.width]
         if cost in here:
@@ -274,22 +274,22 @@ class _Ring:
 
 
 class _Placed(NamedTuple):
-    """A rank's row with its receives, and the most buffers that it has posted at once."""
+    """A rank's row with its receives, and the largest number of buffers posted at once."""
 
     row: Row
     most: int
 
 
-# What a rank that has posted all posts next, and when.
+# Next receive and due position of a rank that has posted all receives.
 _NO_POST: Final = NOWHERE, sys.maxsize
 
 
 @dataclass
 class _Rendezvous:
-    """Ranks that run their lists with blocking sends, and write down what they did.
+    """Execution of all lanes with blocking sends, which records where each receive is posted.
 
-    A rank sleeps until a transfer it needs is sent, or until one it sends is posted; nobody else
-    waits for that.
+    A rank blocks until a transfer it needs is sent, or until the receive of its send is posted.
+    Each transfer has at most one rank that waits for it.
     """
 
     traffic: _Traffic
@@ -297,26 +297,26 @@ class _Rendezvous:
     awake: deque[int] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Start every rank at its first action."""
+        """Set every rank to its first action."""
         transfers, lanes = self.traffic
         num_ranks, num_transfers = len(lanes), len(transfers.way)
         self.position = [0] * num_ranks
-        # What each rank has posted, and ahead of which index of its lane.
+        # Receives that each rank has posted, and the lane position before which each is posted.
         self.posts = [integers() for _ in lanes]
         self.places = [integers() for _ in lanes]
         self.posted, self.sent = bytearray(num_transfers), bytearray(num_transfers)
-        # Whether somebody sleeps for a transfer.
+        # Whether a rank is blocked on a transfer.
         self.wanted = bytearray(num_transfers)
-        # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
-        # Who has slept for longest comes first; `fresh` fell asleep since circles were looked for.
+        # Blocked rank -> transfer it waits for: to be posted if the rank is the sender, else to be
+        # sent. Longest blocked first. `fresh` lists ranks blocked since the last search for cycles.
         self.asleep: dict[int, int] = {}
-        # Rank -> the rank at the other end of the transfer that it sleeps or last slept for.
+        # Rank -> rank at the other end of the transfer that it waits, or last waited, for.
         self.blockers = [NOWHERE] * num_ranks
         self.fresh: list[int] = []
         self.ring: _Ring | None = None
 
     def _coming(self) -> "list[array[int]]":
-        """Return for each rank what it receives: as it is due, else as its senders send it."""
+        """Return the transfers that each rank receives, by due position, then as sent."""
         transfers, lanes = self.traffic
         coming: list[list[NDArray[np.int32]]] = [[] for _ in lanes]
         for lane in lanes:
@@ -330,7 +330,7 @@ class _Rendezvous:
         return in_turn
 
     def run(self) -> Iterator["_Placed"] | None:
-        """Run all lists to their end and yield them with their receives; None: they deadlock."""
+        """Execute all lanes and yield the rows with receives; return None on a deadlock."""
         ranks = [self._run(rank, coming) for rank, coming in enumerate(self._coming())]
         awake = self.awake
         awake.extend(range(len(ranks)))
@@ -343,8 +343,8 @@ class _Rendezvous:
                 return None
 
     def _run(self, rank: int, coming: "array[int]") -> Iterator[None]:
-        """Run one rank; yield whenever it sleeps. `coming` is what it receives, as it is due."""
-        # Names of its own for all that it reads: this is most of the work of lowering a table.
+        """Execute one rank, yielding when it blocks; `coming` lists its receives as due."""
+        # Local names for speed: this loop is most of the cost of lowering a table.
         lane, transfers = self.traffic.lanes[rank], self.traffic.transfers
         several = lane.awaits.several
         senders, receivers = transfers.sender, transfers.receiver
@@ -354,7 +354,7 @@ class _Rendezvous:
         all_due = column_of(numbers_of(self.due)[numbers_of(coming)])
         posts = zip(coming, all_due, strict=True)
         post, due = next(posts, _NO_POST)
-        # What awaits no transfer only stands between the others.
+        # Actions without transfer need no visit.
         awaited_at = numbers_of(lane.awaits.one)
         at = np.flatnonzero(awaited_at != NOWHERE).astype(np.int32)
         are_sends = lane.are_of(SENDS)[at].tobytes()
@@ -393,14 +393,14 @@ class _Rendezvous:
                         yield
 
     def _placed(self, rank: int) -> "_Placed":
-        """Return a rank's list with what it has posted, and the most posts at once."""
+        """Return a rank's row with its receives, and the largest number posted at once."""
         lane, (ways, way_of, microbatch, _, _) = self.traffic.lanes[rank], self.traffic.transfers
         posts, places = numbers_of(self.posts[rank]), numbers_of(self.places[rank]).astype(np.intp)
         own = Row.in_order(lane.kinds, lane.which, lane.numbers)
         way, which = np.unique(numbers_of(way_of)[posts], return_inverse=True)
         kinds = [ways[each].post for each in way.tolist()]
         row = own.with_ahead(places, kinds, which.astype(np.int32), numbers_of(microbatch)[posts])
-        # How many of those that came are taken ahead of each place.
+        # Number of received messages that are consumed before each position.
         awaited = numbers_of(lane.awaits.one)
         num_taken = ((awaited >= 0) & ~lane.are_of(SENDS)).astype(np.int64)
         for index, needs in lane.awaits.several.items():
@@ -410,7 +410,7 @@ class _Rendezvous:
         return _Placed(row, int(live.max(initial=0)))
 
     def _sleep(self, rank: int, index: int, number: int, other: int) -> None:
-        """Let a rank sleep for a transfer with another one."""
+        """Block a rank on a transfer with another rank."""
         self.position[rank] = index
         self.asleep[rank] = number
         self.wanted[number] = 1
@@ -418,7 +418,7 @@ class _Rendezvous:
         self.fresh.append(rank)
 
     def _post(self, number: int) -> None:
-        """Post for one transfer where its rank stands, and wake who sleeps at its ``SEND``."""
+        """Post the receive of a transfer at its rank's position and unblock its sender."""
         transfers = self.traffic.transfers
         receiver = transfers.receiver[number]
         self.posted[number] = 1
@@ -431,22 +431,22 @@ class _Rendezvous:
             self.awake.append(sender)
 
     def _post_ahead(self) -> bool:
-        """Break every circle of waiting ranks: post one receive where its rank stands.
+        """Break every cycle of blocked ranks by posting one receive early.
 
-        All that a rank at a blocked ``SEND`` has sent the other one before is posted, so the order
-        between the two stays. Return False if a circle holds none: the bare table has no order.
+        Receives of earlier messages between the two ranks are already posted, so their order is
+        kept. Returns False if a cycle has no receive to post: the compute-only table deadlocks.
         """
         fresh, self.fresh = self.fresh, []
         if self._is_ring_again(fresh):
             number, num_circles = self._cheapest_in_ring(), 1
         else:
-            # All circles before were broken, so somebody in a new one fell asleep since.
+            # All earlier cycles were broken, so a new one contains a rank that blocked since.
             circles = self._circles(each for each in fresh if each in self.asleep)
             number, num_circles = self._cheapest_of_one(circles), len(circles)
         if number is not None:
             self._post(number)
             return True
-        # In the order in which those who sleep for longest lead into them.
+        # Start from the ranks that have been blocked longest.
         for circle in self._circles(self.asleep, num_circles):
             costs = self._costs_of_posting(circle)
             if not costs:
@@ -455,7 +455,7 @@ class _Rendezvous:
         return True
 
     def _is_ring_again(self, fresh: list[int]) -> bool:
-        """Say whether the one rank that fell asleep closes the ring as it was; note its costs."""
+        """Return whether the newly blocked rank closes the same cycle; update costs."""
         ring = self.ring
         if ring is None or len(fresh) != 1:
             return False
@@ -472,15 +472,16 @@ class _Rendezvous:
         return True
 
     def _cheapest_in_ring(self) -> int | None:
-        """Return the transfer that costs least to post; None if that has to be looked for.
+        """Return the transfer of the cycle that is cheapest to post, or None.
 
-        Of several the first, from where the rank that sleeps for longest leads into the circle.
+        Of several, the first is chosen, starting where the longest-blocked rank leads into the
+        cycle.
         """
         ring = self.ring
-        assert ring is not None, "there is one"
+        assert ring is not None, "called with a ring"
         cost = min(ring.least)
         place = ring.first(cost, 0)
-        assert place is not None, "somebody has the least"
+        assert place is not None, "one place has the minimum"
         start = ring.place.get(next(iter(self.asleep)), NOWHERE)
         if start > place:
             behind = ring.first(cost, start)
@@ -490,7 +491,7 @@ class _Rendezvous:
         return self.asleep[ring.ranks[place]]
 
     def _cheapest_of_one(self, circles: list[list[int]]) -> int | None:
-        """Return the transfer that costs least to post; None if there are several, or circles."""
+        """Return the cheapest transfer to post, or None if several qualify."""
         self.ring = None
         if len(circles) != 1:
             return None
@@ -506,9 +507,9 @@ class _Rendezvous:
         return min(costs, key=costs.__getitem__)
 
     def _costs_of_posting(self, circle: list[int]) -> dict[int, tuple[bool, int]]:
-        """Return what the ranks of a circle are blocked from sending, and what it costs to post.
+        """Return the cost of posting early each receive that blocks a cycle.
 
-        A rank that is blocked at a send itself comes first, then the least early post.
+        Costs sort receivers that are blocked at a send first, then by how early the post would be.
         """
         receivers, senders = self.traffic.transfers.receiver, self.traffic.transfers.sender
         asleep = self.asleep
@@ -522,13 +523,13 @@ class _Rendezvous:
         return costs
 
     def _circles(self, starts: Iterable[int], most: int | None = None) -> list[list[int]]:
-        """Return the circles of ranks, each waiting for the next, that some ranks lead into.
+        """Return the cycles of blocked ranks that are reachable from `starts`.
 
-        `most`: how many there are, where that is known: then nobody looks for more.
+        `most` is the number of cycles, if known; the search stops after as many.
         """
         blockers = self.blockers
         circles: list[list[int]] = []
-        # Rank -> on which way it was come to first.
+        # Rank -> index of the path that reached it first.
         ways: dict[int, int] = {}
         for way, rank in enumerate(starts):
             while rank not in ways:
@@ -541,7 +542,7 @@ class _Rendezvous:
         return circles
 
     def _circle_of(self, first: int) -> list[int]:
-        """Return the circle that a rank is in, from that rank on."""
+        """Return the cycle that contains a rank, starting at that rank."""
         blockers = self.blockers
         circle, rank = [first], blockers[first]
         while rank != first:

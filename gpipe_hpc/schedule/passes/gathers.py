@@ -1,4 +1,4 @@
-"""Pass: let parameters that are divided over the holders of a stage be there when it needs them."""
+"""Pass that inserts the all-gather of sharded parameters before a stage's first use of them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,10 +9,11 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def add_gathers(schedule: Schedule, buckets: Mapping[int, int]) -> Schedule:
-    """Put the ``UNSHARD`` of the `buckets` of each stage ahead of its first forward on a holder.
+    """Insert the ``UNSHARD`` of each stage before its first forward on each of its ranks.
 
-    Bucket 0 has the parameters of the last layers, so the highest number comes first. A holder that
-    runs no forward of the stage has them at its end. A table that has its own stays as it is.
+    `buckets` is the number of buckets by stage. Bucket 0 contains the parameters of the last
+    layers, so buckets are gathered in descending order. A rank that runs no forward of the stage
+    gathers at its end. A table that already contains ``UNSHARD`` is returned unchanged.
     """
     if Op.UNSHARD in schedule.ops or not any(buckets.values()):
         return schedule

@@ -1,4 +1,4 @@
-"""Pass: put the last weight gradients of a rank in an order that ends one stage after the other."""
+"""Pass that reorders the last weight gradients of each rank, so that stages finish one by one."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,10 +9,10 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def gather_last_weights(schedule: Schedule) -> Schedule:
-    """Order the ``W`` at the end of each rank's list by stage, that with the fewest left first.
+    """Sort the ``W`` at the end of each rank's list by stage, the stage with the fewest left first.
 
-    Nobody waits for them but the reductions, so nothing else of the table moves. Within a stage
-    their order stays, so its gradients are the same sums.
+    Only reductions wait for them, so no other action moves. The order within a stage is kept, so
+    its gradients are accumulated in the same order.
     """
     if Op.W not in schedule.ops:
         return schedule
@@ -27,7 +27,7 @@ def _by_stage(row: Row) -> Row:
     left = range(start, len(row))
     counts = Counter(row.which[start:])
     stages = [stage for _, stage, _ in row.kinds]
-    # The last stage's gradients come first of all, so among equals it leaves first.
+    # The gradients of the last stage are ready first, so it comes first among equals.
     left_in_turn = sorted(left, key=lambda at: (counts[row.which[at]], -stages[row.which[at]]))
     writer = RowWriter(row.kinds)
     for column, own in ((writer.which, row.which), (writer.numbers, row.numbers)):

@@ -1,4 +1,4 @@
-"""Lowering: from a bare table of compute to the table that ranks run, pass by pass."""
+"""Lowering: turn a compute-only table into the table that ranks execute, pass by pass."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,15 +15,18 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 @collector_paused()
 def lower(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Schedule:
-    """Add reductions, sends and receives to a bare table; the order of compute stays.
+    """Add reductions, sends and receives to a compute-only table; the order of compute is kept.
 
-    `buckets` is the number of buckets of each stage's gradients; stages without one are reduced at
-    once. With buckets, the last ``W`` of a rank are ordered by stage, so that reductions of the
-    first stage overlap with weight gradients of the others.
+    `buckets` is the number of gradient buckets by stage; other stages are reduced in one piece.
+    With buckets, the last ``W`` of each rank are sorted by stage, so that reductions of the first
+    stage overlap with weight gradients of the others.
+
+    Raises:
+        ScheduleError: the table is lowered already, is incomplete or deadlocks.
     """
     if schedule.is_lowered:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: is lowered already, expected a bare table of compute"
+            f"schedule {schedule.name!r}: the table is lowered already, expected compute only"
         )
     if buckets:
         schedule = gather_last_weights(schedule)
@@ -32,7 +35,7 @@ def lower(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Sched
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the bare table of a schedule's forwards, for evaluation; nothing is kept."""
+    """Return the forwards of a schedule as a compute-only table, for evaluation."""
     rows = tuple(row.only(lambda kind: kind[0] is Op.F) for row in schedule.rows)
     bounds = tuple(min(1, len(row)) for row in rows)
     return replace(schedule, ranks=rows, max_activations=bounds, max_receives=None, overlaps=())

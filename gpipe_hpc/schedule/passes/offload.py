@@ -1,4 +1,4 @@
-"""Pass: keep what a forward made in the host's memory until its backward is near."""
+"""Pass that offloads activations to host memory between the forward and the backward."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,23 +12,25 @@ from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
-# What is used again within so many compute actions of its rank stays. Beside the first of them it
-# would leave, and beside the last come back: without one in between nobody could use its memory.
+# Activations used again within this many compute actions of their rank stay on the device. The copy
+# to the host overlaps with the first of these and the copy back with the last; without another one
+# in between, the freed memory could not be used.
 _NEAR: Final = 3
 _USERS: Final = users_of(Op.FETCH)
 
 
 def add_offload(schedule: Schedule) -> Schedule:
-    """Add ``OFFLOAD`` and ``FETCH`` to a bare table that includes recomputation.
+    """Insert ``OFFLOAD`` and ``FETCH`` into a compute-only table, after recomputation.
 
     ``OFFLOAD`` follows its ``F``; ``FETCH`` comes one compute action before the ``R``, ``B`` or
-    ``I`` that uses it, so that both copies overlap with compute. Activations used by one of the
-    rank's next three compute actions stay. A declared bound of activations shrinks accordingly.
+    ``I`` that uses the activations, so that both copies overlap with compute. Activations used by
+    one of the rank's next three compute actions stay on the device. A declared bound of activations
+    is reduced accordingly.
     """
     if schedule.is_lowered or schedule.ops & COPIES:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: offloading is for a bare table of compute, expected one, "
-            f"got {'a lowered one' if schedule.is_lowered else 'one that offloads already'}"
+            f"schedule {schedule.name!r}: offloading needs a table of compute only, got "
+            f"{'a lowered one' if schedule.is_lowered else 'one that offloads already'}"
         )
     rows = tuple(map(_rank, schedule.rows))
     bounds = schedule.max_activations
@@ -57,8 +59,8 @@ def _rank(row: Row) -> Row:
 
 
 def _users(row: Row) -> Mapping[tuple[int, int], int]:
-    """Return for each forward, by stage and micro-batch, where what it made is used first."""
-    assert row.ops <= COMPUTE, "a table of compute"
+    """Return the position of the first use of activations, by (stage, micro-batch)."""
+    assert row.ops <= COMPUTE, "row contains compute only"
     users: dict[tuple[int, int], int] = {}
     uses = [op in _USERS for op, _, _ in row.kinds]
     for at, (which, number) in enumerate(zip(row.which, row.numbers, strict=True)):

@@ -1,4 +1,4 @@
-"""Pass: place recomputation, an R ahead of the backward that needs it."""
+"""Pass that inserts recomputation: an ``R`` before the backward that needs it."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -14,8 +14,8 @@ from gpipe_hpc.schedule.table.rows import Row, numbers_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 _USERS: Final = users_of(Op.R)
-# (does a backward follow its forward at once, is it of the last stage) -> does its forward keep
-# everything?
+# (whether the backward directly follows its forward, whether the stage is the last) -> whether the
+# forward keeps its activations, without recomputation.
 Spares = Callable[[bool, bool], bool]
 
 
@@ -28,9 +28,10 @@ def _spare_all(follows: bool, is_last: bool) -> bool:
 
 
 def _spare_last(follows: bool, is_last: bool) -> bool:
-    """Spare a forward whose backward follows at once: what is needed next is not worth dropping.
+    """Keep the activations of a forward on the last stage whose backward directly follows.
 
-    Only on the last stage does it follow at once; elsewhere it waits for a gradient, and R is free.
+    They are needed next, so dropping them saves nothing. On other stages the rank waits for a
+    gradient in between, and ``R`` fills that time.
     """
     return follows and is_last
 
@@ -43,20 +44,24 @@ RECOMPUTE_MODES: Final = MappingProxyType(
 def add_recompute(schedule: Schedule, mode: str, stages: Collection[int] | None = None) -> Schedule:
     """Insert ``R`` before every ``B`` or ``I`` whose forward the mode recomputes.
 
-    It runs before the rank waits for the gradient and so fills the bubble (GPipe, section 2.3).
-    `stages` limits it to stages with something to recompute; None: all.
+    ``R`` runs before the rank waits for the gradient and so fills the bubble (GPipe, section 2.3).
+
+    Args:
+        schedule: a compute-only table.
+        mode: ``always``, ``except_last`` or ``never``.
+        stages: stages with layers to recompute; None means all.
     """
     if mode not in RECOMPUTE_MODES:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: unknown recompute mode, "
-            f"expected one of {', '.join(RECOMPUTE_MODES)}, got {mode!r}"
+            f"schedule {schedule.name!r}: unknown recompute mode {mode!r}, "
+            f"expected one of {', '.join(RECOMPUTE_MODES)}"
         )
     spares: Spares = RECOMPUTE_MODES[mode]
     last = schedule.num_stages - 1
     recomputed = frozenset(range(last + 1) if stages is None else stages)
     if not recomputed <= frozenset(range(last + 1)):
         raise ScheduleError(
-            f"schedule {schedule.name!r}: stages to recompute, expected some of 0 to {last}, "
+            f"schedule {schedule.name!r}: stages to recompute must be from 0 to {last}, "
             f"got {sorted(recomputed)}"
         )
     rows = tuple(_rank(row, spares, last, recomputed) for row in schedule.rows)
@@ -67,7 +72,7 @@ def _rank(row: Row, spares: Spares, last_stage: int, stages: Collection[int]) ->
     ops, of_stages, _ = zip(*row.kinds, strict=True) if row.kinds else ((), (), ())
     which, numbers = numbers_of(row.which), numbers_of(row.numbers)
     computes = np.flatnonzero(np.array([op in COMPUTE for op in ops], bool)[which])
-    before = np.concatenate((computes[:1], computes[:-1]))  # what the rank computes before
+    before = np.concatenate((computes[:1], computes[:-1]))  # the previous compute action
     kind, kind_before = which[computes], which[before]
     stage = np.array(of_stages, np.int64)
     is_forward = np.array([op is Op.F for op in ops], bool)

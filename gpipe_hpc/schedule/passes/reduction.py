@@ -1,4 +1,4 @@
-"""Pass: reduce the gradients of a stage as soon as its last one is made."""
+"""Pass that inserts the gradient reductions of each stage after its last backward."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -16,16 +16,19 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 def add_reductions(
     schedule: Schedule, bare: Precedence, buckets: Mapping[int, int] | None = None
 ) -> Schedule:
-    """Put the ``REDUCE_GRAD`` of every stage on its holders, after its last ``B`` or ``W`` there.
+    """Insert the ``REDUCE_GRAD`` of each stage after its last ``B`` or ``W`` on each rank.
 
-    One for each of the stage's `buckets`, in the order in which a backward completes them; one for
-    all of the stage where it is not in there.
+    One action per bucket, in the order in which a backward completes them, or one for the whole
+    stage if `buckets` lacks it. Placed after the sends that other ranks wait for, reductions
+    overlap with the cool-down. A rank that runs no backward of a stage it holds takes part at the
+    end of its list. Stages held by several ranks are reduced in the same order on all of them, that
+    in which their last backwards finish, to exclude deadlocks. A table without backward is returned
+    unchanged.
 
-    There, behind the send that others wait for, it overlaps the drain. A holder that runs no
-    backward of the stage takes part at its end. Stages with several holders are reduced in one
-    order on all ranks, that in which the last holder of each is done, so that none wait for one
-    another in a circle. A table without any backward stays as it is. `bare` is the graph of the
-    table before it had transfers.
+    Args:
+        schedule: the table with transfers.
+        bare: graph of the table before transfers were added.
+        buckets: number of gradient buckets by stage.
     """
     if not schedule.ops & ENDS_BACKWARD:
         return schedule
@@ -38,7 +41,7 @@ def add_reductions(
 
 
 def _turns(graph: Precedence) -> dict[int, int]:
-    """Return the mirrored stages, each with when its last holder is done, as a turn of its own."""
+    """Return the stages held by several ranks, with their position in the order of reductions."""
     schedule = graph.schedule
     placement = schedule.placement
     shared = {stage for stage in range(placement.num_stages) if len(placement.holders(stage)) > 1}
@@ -76,7 +79,7 @@ def _rank(
     turns: dict[int, int],
     buckets: Mapping[int, int],
 ) -> Row:
-    """Place the reductions of one rank, behind the sends of the backward they follow."""
+    """Insert the reductions of one rank, after the sends of each stage's last backward."""
     writer = RowWriter(row.kinds)
     last = _last_backwards(row)
     in_turn = deque(sorted((stage for stage in stages if stage in turns), key=turns.__getitem__))
@@ -99,9 +102,9 @@ def _rank(
 
 
 def _last_backwards(row: Row) -> dict[int, int]:
-    """Return where the last backward of each stage stands."""
+    """Return the position of the last backward of each stage."""
     last_of = np.zeros(len(row.kinds), np.intp)
-    last_of[numbers_of(row.which)] = np.arange(len(row))  # of each kind the last stays
+    last_of[numbers_of(row.which)] = np.arange(len(row))  # the last write of each kind remains
     found: dict[int, int] = {}
     for (op, stage, _), last in zip(row.kinds, last_of.tolist(), strict=True):
         if op in ENDS_BACKWARD:
@@ -110,14 +113,14 @@ def _last_backwards(row: Row) -> dict[int, int]:
 
 
 def _behind_sends(row: Row, at: int) -> int:
-    """Return the first place from `at` on that is no ``SEND``."""
+    """Return the first position from `at` on that is not a ``SEND``."""
     while at < len(row) and row.kinds[row.which[at]][0] in SENDS:
         at += 1
     return at
 
 
 def _reduce(writer: RowWriter, stages: Iterable[int], buckets: Mapping[int, int]) -> None:
-    """Add the reductions of some stages."""
+    """Append the reductions of some stages."""
     for stage in stages:
         if stage not in buckets:
             writer.add((Op.REDUCE_GRAD, stage, None))

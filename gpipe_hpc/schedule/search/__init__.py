@@ -1,1 +1,1 @@
-"""Orders that are searched for given costs, and how fast any order could be."""
+"""Search for the fastest action order under given costs, and lower bounds on the step time."""

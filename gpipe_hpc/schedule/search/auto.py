@@ -1,4 +1,4 @@
-"""Auto: an order found for given costs, by list scheduling and local search."""
+"""Schedule ``auto``: an action order found for given costs by list scheduling and local search."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,7 +26,14 @@ from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search: a table, its simulated time, and figures to compare it with."""
+    """Result of a search: a table, its simulated step time, and reference times.
+
+    Attributes:
+        makespan: simulated step time of the table.
+        lower_bound: step time that no order of the placement can beat.
+        best_named: fastest named schedule on the placement, or None if none fits.
+        best_named_makespan: its simulated step time, or None.
+    """
 
     schedule: Schedule
     makespan: float
@@ -41,10 +48,13 @@ class Found:
 
 
 class Within(NamedTuple):
-    """What each rank may hold, one number per rank in the unit of `memory`.
+    """Memory limits of the ranks, which the search exceeds as little as possible if no order fits.
 
-    A run holds what `dressed` makes of a bare table, with recomputation and host copies. If no
-    order stays within the limits, the search takes the one that exceeds them least.
+    Args:
+        memory: memory of each op.
+        limits: one limit per rank, in the unit of `memory`.
+        dressed: function that adds recomputation and offloading to a compute-only table, as the run
+            will.
     """
 
     memory: Memory
@@ -69,14 +79,22 @@ def auto(
     trials: int = 200,
     within: Callable[[Placement], Within] | None = None,
 ) -> Schedule:
-    """Search an order for measured or given costs under a memory limit; see `search`.
+    """Search an action order for given costs under a memory limit; see `search`.
 
-    `costs` are those of `Costs`, by default F = I = W; `limit` is in stage micro-batches, one for
-    all ranks or one for each. `placement` is ``one_each``, ``looped``, ``wave`` (both with
-    `stages_per_rank`), ``mirrored``, or ``rerouted`` (with `stages` and `copies`, as the schedule
-    of that name has them). No worse than any schedule known by name on that placement and under
-    that limit, simulated. `within` says what ranks may hold on a placement; it is no
-    setting, but follows from what a rank's memory is.
+    The result is no slower, in simulation, than any named schedule on the same placement and under
+    the same limit.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of micro-batches per step.
+        costs: keywords of `Costs`; default F = I = W.
+        limit: largest number of (stage, micro-batch) pairs a rank keeps, one number or one per
+            rank.
+        placement: ``one_each``, ``looped`` or ``wave`` (both with `stages_per_rank`), ``mirrored``,
+            or ``rerouted`` (with `stages` and `copies` as in `rerouted`).
+        trials: number of simulated changes to try.
+        within: function from the placement to memory limits of the ranks. Set by the planner, not
+            an option for users.
     """
     if not isinstance(costs, Costs):
         costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
@@ -92,8 +110,8 @@ def _named_costs(costs: Mapping[str, Any]) -> Costs:
     for name in costs:
         if name not in known:
             raise ScheduleError(
-                f"schedule 'auto': unknown cost, expected some of {', '.join(known)}, got "
-                f"{name!r}; correct pipeline.options.costs"
+                f"schedule 'auto': unknown cost {name!r}, expected some of {', '.join(known)}; "
+                f"correct pipeline.options.costs"
             )
     return Costs(**costs)
 
@@ -107,16 +125,17 @@ def place(
     copies: Sequence[int] | None = None,
     paces: Sequence[float] | None = None,
 ) -> Placement:
-    """Return a placement by the name of its shape; raise ScheduleError for unknown ones.
+    """Return the placement with a given name: one_each, looped, wave, mirrored or rerouted.
 
-    `paces`: how many times as long each rank takes, used by rows with holes.
+    `stages`, `copies` and `paces` (relative compute time of each rank) are for ``rerouted`` only.
+    Raises ScheduleError for unknown names and invalid options.
     """
     if kind == "rerouted":
         return in_rows(ranks, microbatches, stages, copies, paces)
     if stages is not None or copies is not None:
         raise ScheduleError(
-            f"schedule 'auto': stages and copies are of placement rerouted, got {kind!r}; leave "
-            f"them out"
+            f"schedule 'auto': the options stages and copies need placement rerouted, got "
+            f"{kind!r}; remove them"
         )
     count = whole("auto", "stages_per_rank", stages_per_rank)
     if kind == "one_each":
@@ -128,9 +147,9 @@ def place(
     if kind == "mirrored":
         return mirrored(ranks, 2, [index % 2 for index in range(microbatches)])
     raise ScheduleError(
-        "schedule 'auto': expected placement one_each, looped, mirrored, rerouted, or wave with an "
-        f"even stages_per_rank (or, for measured layers, best), got {kind!r} with "
-        f"{stages_per_rank}; correct pipeline.options.placement or stages_per_rank"
+        "schedule 'auto': placement must be one_each, looped, mirrored, rerouted, or wave with an "
+        f"even stages_per_rank (or, for measured layers, best), got {kind!r} with stages_per_rank="
+        f"{stages_per_rank}; set pipeline.options.placement or pipeline.options.stages_per_rank"
     )
 
 
@@ -144,17 +163,24 @@ def search(
     skips: tuple[Skip, ...] = (),
     within: Within | None = None,
 ) -> Found:
-    """Search a fast order of a placement's actions under given costs.
+    """Search a fast order of the actions of a placement under given costs.
 
-    Starting points are named schedules and list schedules of several rules; the best few are
+    Starting points are named schedules and list schedules with several priorities. The best few are
     improved by up to `trials` swaps and as many attempts to join halves of backwards. Backwards are
-    split only if the costs of both halves are given and only if it saves time.
+    split only if the costs of both halves are given and only if that saves time.
 
     Args:
-        limit: bound of what a rank holds, in micro-batches of a stage or in the unit of `memory`;
-            raises ScheduleError if nothing fits.
-        within: a further limit, exceeded only if necessary.
+        placement: ranks of the stages.
+        costs: durations of the actions.
+        limit: largest memory of a rank, in micro-batches of a stage or in the unit of `memory`; one
+            number or one per rank.
+        memory: memory of each op; default: every micro-batch of a stage counts as one.
+        trials: number of simulated changes to try.
         skips: pairs of stages whose transfers are simulated too.
+        within: a further limit, exceeded only if no order fits.
+
+    Raises:
+        ScheduleError: no order stays within `limit`.
     """
     room = _Room(placement, memory or Memory(), limit, within)
     may_split = costs.input_gradient is not None and costs.weight_gradient is not None
@@ -171,14 +197,14 @@ def search(
     named, listed = (list(_timed(iter(each), costs, room)) for each in found)
     if not named and not listed:
         raise ScheduleError(
-            f"schedule 'auto': no order fits, expected a limit with room for one micro-batch in "
-            f"each stage of a rank, got {limit}; raise it"
+            f"schedule 'auto': no order stays within the limit {limit}; raise it to at least one "
+            f"micro-batch for each stage of a rank"
         )
-    # A forward that does not wait for its partner to send its output is never slower.
+    # Sending an output without waiting for the overlapped backward is never slower.
     apart = [(time, replace(schedule, overlaps=())) for time, schedule in named]
     started = sorted(apart + listed, key=_speed_then_memory)[:_NUM_IMPROVED]
     if may_split:
-        # What costs nothing yet may be worth its price in few places.
+        # Start also from tables made as if splitting were free: a few splits may pay off.
         free = _free_splits(costs, placement.num_stages)
         timed = ((simulate(each, free).makespan, each) for _, each in apart + listed)
         started += sorted(timed, key=_speed_then_memory)[:_NUM_IMPROVED]
@@ -200,7 +226,7 @@ _NUM_IMPROVED: Final = 3
 
 
 def _free_splits(costs: Costs, num_stages: int) -> Costs:
-    """Return costs under which the halves of a backward take no longer than the whole."""
+    """Return costs under which ``I`` plus ``W`` takes no longer than ``B``."""
     whole_s, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))
     shares = [
         min(1.0, b / (i + w)) if i + w else 1.0
@@ -219,7 +245,7 @@ def _speed_then_memory(timed: tuple[float, Schedule]) -> tuple[float, int]:
 
 
 class _Room:
-    """The memory limit, and whether a table keeps to it."""
+    """Memory limits of a search, and checks of tables against them."""
 
     def __init__(
         self,
@@ -232,8 +258,8 @@ class _Room:
         limits = [limit] * num_ranks if isinstance(limit, int | float) else limit
         if limits is not None and len(limits) != num_ranks:
             raise ScheduleError(
-                f"schedule 'auto': limit is one number or one for each rank, expected {num_ranks}, "
-                f"got {len(limits)}"
+                f"schedule 'auto': limit must be one number or one for each of {num_ranks} ranks, "
+                f"got {len(limits)} numbers"
             )
         self.limits = None if limits is None else [float(one) for one in limits]
         self.memory = memory
@@ -241,24 +267,24 @@ class _Room:
         self._borne = 0.0
 
     def bear(self, excess: float) -> None:
-        """Let ranks exceed what they may hold by so much, the least that an order can do with."""
+        """Allow ranks to exceed `within` by the smallest excess that any starting table has."""
         self._borne = excess
 
     def fits(self, schedule: Schedule) -> bool:
-        """Return whether no rank ever holds more than its limit, and than it may."""
+        """Return whether no rank exceeds `limit`, nor `within` by more than allowed."""
         if self.within is not None and self.within.excess(schedule) > self._borne:
             return False
         return self.fits_limit(schedule)
 
     def fits_limit(self, schedule: Schedule) -> bool:
-        """Return whether no rank ever holds more than its limit."""
+        """Return whether no rank exceeds `limit`."""
         if self.limits is None:
             return True
         peaks = peak_memory(schedule, self.memory)
         return all(peak <= most + 1e-9 for peak, most in zip(peaks, self.limits, strict=True))
 
     def counts(self, placement: Placement) -> list[int] | None:
-        """Return how many stage micro-batches surely fit on each rank."""
+        """Return how many (stage, micro-batch) pairs certainly fit on each rank; None: any."""
         if self.limits is None:
             return None
         num_stages = placement.num_stages
@@ -277,17 +303,17 @@ class _Room:
 def _timed(
     schedules: Iterator[Schedule], costs: Costs, room: _Room
 ) -> Iterator[tuple[float, Schedule]]:
-    """Yield the simulated times of the tables that fit."""
+    """Yield the tables that fit, with their simulated step times."""
     for schedule in schedules:
         if room.fits(schedule):
             yield simulate(schedule, costs).makespan, schedule
 
 
 def _named(placement: Placement, may_split: bool, paces: Sequence[float]) -> Iterator[Schedule]:
-    """Yield the schedules known by name that have a placement, split ones if that is allowed.
+    """Yield the named schedules that have a placement, with split backwards only if allowed.
 
-    What options they would need shows in the placement: stages on a rank, routes, and how many
-    micro-batches in a row take the same one.
+    Their options follow from the placement: stages per rank, routes, and the number of consecutive
+    micro-batches on the same route.
     """
     ranks, microbatches = placement.num_ranks, placement.num_microbatches
     each = max(1, placement.num_stages // ranks)
@@ -313,14 +339,14 @@ def _named(placement: Placement, may_split: bool, paces: Sequence[float]) -> Ite
         try:
             schedule = make(ranks, microbatches)
         except ScheduleError:
-            continue  # it has a rule that these numbers break
+            continue  # the schedule does not support these numbers
         splits = any(action.op is Op.I for row in schedule.ranks for action in row)
         if schedule.placement == placement and (may_split or not splits):
             yield schedule
 
 
 def _in_rows(placement: Placement, paces: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield the options of tables in rows, where ranks of one stage each share stages."""
+    """Yield the options of ``rerouted`` for a placement whose ranks share single stages."""
     copies = copies_in_rows(placement)
     if copies is not None:
         rows = {"stages": len(copies), "copies": copies, "paces": paces}
@@ -328,7 +354,7 @@ def _in_rows(placement: Placement, paces: Sequence[float]) -> Iterator[dict[str,
 
 
 def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) -> Iterator[Schedule]:
-    """Yield list schedules: of whole and split backwards, by several rules and limits."""
+    """Yield list schedules with full and split backwards, several priorities and several limits."""
     num_stages = placement.num_stages
     most = room.counts(placement)
     boundaries = costs.transfer_times(num_stages)
@@ -349,16 +375,16 @@ def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) ->
                     rules = Rules(durations, priority, transfers, limits, paces)
                     rows = list_schedule(placement, rules)
                 except ScheduleError:
-                    continue  # too little room for this rule
+                    continue  # the limit is too small for this priority
                 yield tabulate("auto", placement, rows)
 
 
 def _limits(
     placement: Placement, most: list[int] | None, *, is_tight: bool
 ) -> list[list[int] | None]:
-    """Return bounds to try: the one given, and those of one and of two pipelines full.
+    """Return activation limits to try: the given one, one full pipeline, and two.
 
-    Where memory is tight, also lower ones, down to one micro-batch in each stage of a rank.
+    If memory is tight, also lower limits, down to one micro-batch in each stage of a rank.
     """
     tried: list[list[int] | None] = [most]
     num_ranks = placement.num_ranks
@@ -368,7 +394,7 @@ def _limits(
         depth = 1
         while depth < placement.num_stages:
             bounds.append([max(1, depth * each) for each in held])
-            # As one_f_one_b: the earlier a rank is in the pipeline, the more it has under way.
+            # As in 1F1B: earlier ranks keep more micro-batches.
             bounds.append(
                 [max(1, min(depth, num_ranks - rank) * each) for rank, each in enumerate(held)]
             )
@@ -381,7 +407,7 @@ def _limits(
 
 
 def _deepest_first(order: tuple[Op, ...]) -> Priority:
-    """Prefer ops in an order, then what is furthest on its way."""
+    """Return a priority: the order of ops, then the stage closest to the end of its pass."""
 
     def key(op: Op, stage: int, microbatch: int) -> tuple[int, ...]:
         return order.index(op), -stage if op is Op.F else stage, microbatch
@@ -390,11 +416,11 @@ def _deepest_first(order: tuple[Op, ...]) -> Priority:
 
 
 def _oldest_first(order: tuple[Op, ...]) -> Priority:
-    """Prefer ops in an order, then the lowest micro-batch."""
+    """Return a priority: the order of ops, then the lowest micro-batch."""
     return lambda op, stage, microbatch: (order.index(op), microbatch, stage)
 
 
 def _finish(schedule: Schedule, costs: Costs, room: _Room, trials: int) -> Schedule:
-    """Improve a table by swaps, and join ``I`` and ``W`` where that does not slow it down."""
+    """Improve a table by swaps, then join ``I`` and ``W`` if that does not slow it down."""
     improved = improve(schedule, costs, room.fits, trials)
     return join_backwards(improved, costs, room.fits, trials)

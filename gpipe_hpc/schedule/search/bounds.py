@@ -1,4 +1,4 @@
-"""How fast any order of a placement could be: a lower bound of the makespan."""
+"""A lower bound on the step time of any action order of a placement."""
 
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.table.actions import Op
@@ -6,11 +6,12 @@ from gpipe_hpc.schedule.table.schedule import Placement
 
 
 def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
-    """Return a time that no table of the placement can beat, whatever its order and memory.
+    """Return a step time that no table of the placement can beat, for any order and memory.
 
-    A micro-batch has to travel forward and back. A rank cannot start before one has arrived, then
-    has its own work to do; when its last gradient leaves towards stage 0, all its forwards and
-    input gradients are done. `may_split` says whether ``W`` may run separately from ``I``.
+    Two bounds are combined. A micro-batch must pass forward and backward through all stages. A rank
+    cannot start before its first micro-batch arrives, must do all its work, and after its last
+    gradient that gradient must still reach stage 0. `may_split` is whether ``W`` may run separately
+    from ``I``.
     """
     num_stages, num_ranks = placement.num_stages, placement.num_ranks
     forward = costs.of_compute(Op.F, num_stages)
@@ -43,7 +44,7 @@ def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
 
 
 def _halves(costs: Costs, num_stages: int, may_split: bool) -> tuple[list[float], list[float]]:
-    """Return the least that has to pass before a gradient goes on, and what may follow it."""
+    """Return, per stage, the minimum backward time before a gradient is sent, and after."""
     if not may_split:
         return costs.of_compute(Op.B, num_stages), [0.0] * num_stages
     full, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))

@@ -1,4 +1,4 @@
-"""Join the two halves of backwards where their being apart saves no time."""
+"""Join the two halves of split backwards if running them separately saves no time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,13 +13,13 @@ Fits = Callable[[Schedule], bool]
 
 
 def join_backwards(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int) -> Schedule:
-    """Return a table no slower in which hardly more is split than fills bubbles.
+    """Return a table that is no slower and splits few more backwards than needed to fill bubbles.
 
-    A ``W`` moves up to its ``I``, the two become one ``B``. Splitting has its price, which `costs`
-    may show (a backward less than the sum of its halves) or not; on a tie the ``B`` wins. It is the
-    last backwards of a rank that are worth their price, so first the number of those is chosen, for
-    all ranks and for each; then of these, groups are joined that are not. At most `max_trials`
-    simulations.
+    A joined ``W`` moves to its ``I``, and both become a ``B``. Splitting has overhead, which
+    `costs` may contain (``B`` cheaper than ``I`` plus ``W``) or not; on a tie ``B`` wins. Mostly
+    the last backwards of a rank are worth splitting. Their number is therefore chosen first, for
+    all ranks and then for each; after that, groups of the remaining splits are joined. Runs at most
+    `max_trials` simulations.
     """
     search = _Search(schedule, costs, fits, max_trials)
     splits = [[action for action in row if action.op is Op.I] for row in schedule.ranks]
@@ -38,7 +38,7 @@ def join_backwards(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int
 
 
 class _Search:
-    """The best table so far, and which backwards it joins."""
+    """The best table so far, and the backwards that it joins."""
 
     def __init__(self, schedule: Schedule, costs: Costs, fits: Fits, max_trials: int) -> None:
         self._schedule, self._costs, self._fits = schedule, costs, fits
@@ -48,7 +48,10 @@ class _Search:
         self._makespan = simulate(schedule, costs).makespan
 
     def attempt(self, actions: Iterator[Action] | chain[Action]) -> None:
-        """Take over the table that joins these where it is faster, or as fast and joins more."""
+        """Try joining the given backwards.
+
+        The table is kept if it is faster, or as fast with fewer splits.
+        """
         joined = frozenset(actions)
         if joined == self.joined or not self._num_left:
             return
@@ -62,7 +65,7 @@ class _Search:
 
 
 def _levels(most: int) -> list[int]:
-    """Return numbers up to `most`: small ones each, larger ones in growing steps."""
+    """Return numbers below `most`: small ones one by one, larger ones in growing steps."""
     levels, level = [], 0
     while level < most:
         levels.append(level)
@@ -75,7 +78,7 @@ def _but_last(splits: Sequence[Action], number: int) -> Sequence[Action]:
 
 
 def _halving(splits: Sequence[Action]) -> Iterator[Sequence[Action]]:
-    """Yield all, then the halves of all, down to single ones."""
+    """Yield all, then recursively each half, down to single actions."""
     if splits:
         yield splits
     if len(splits) > 1:

@@ -1,4 +1,4 @@
-"""List scheduling: each rank, whenever it is free, starts the best action that is ready."""
+"""List scheduling: whenever a rank is free, it starts the ready action with the best priority."""
 
 import heapq
 import math
@@ -13,23 +13,28 @@ from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD, STARTS_ACTIVATIONS
 from gpipe_hpc.schedule.table.rows import Kind, Row, integers
 from gpipe_hpc.schedule.table.schedule import Placement
 
-# Of op, stage and micro-batch the key by which a rank chooses: what is ready and has the smallest.
+# Function from op, stage and micro-batch to a sort key; the smallest ready action runs first.
 Priority = Callable[[Op, int, int], tuple[int, ...]]
 
 
 _Kind = tuple[Op, int]
-# The micro-batch of what is or will be ready, when, and its priority.
+# An action that is or will be ready: micro-batch, time and priority.
 _Waiting = tuple[int, float, tuple[int, ...]]
-# The priority of a place's next, the turn of that place, when it is ready, and the place.
+# The next action of a place: priority, order of first use of the place, ready time, place.
 _Next = tuple[tuple[int, ...], int, float, int]
 
 
 class Rules(NamedTuple):
-    """What a list scheduler goes by.
+    """Parameters of a list scheduler.
 
-    `durations[op][stage]` are times of the ops, which say whether backward is split; `transfers[s]`
-    is that of the boundary behind stage s. `limits[rank]` bounds the live stage micro-batches.
-    `paces[rank]` is how many times as long a rank takes; empty: all take as long as it says.
+    Args:
+        durations: ``durations[op][stage]`` is the time of an op; contains ``I`` and ``W`` if
+            backwards are split.
+        priority: sort key of an action; the smallest ready action runs first.
+        transfers: time of a transfer over the boundary after each stage.
+        limits: largest number of live (stage, micro-batch) pairs of each rank; None means
+            unlimited.
+        paces: relative compute time of each rank; empty means equal.
     """
 
     durations: Mapping[Op, Sequence[float]]
@@ -40,24 +45,27 @@ class Rules(NamedTuple):
 
 
 def list_schedule(placement: Placement, rules: Rules) -> list[Row]:
-    """Return each rank's order of F and B, or F, I and W; refuse limits under which it gets stuck.
+    """Return each rank's order of F and B, or of F, I and W.
 
-    A stage's micro-batches run in order. A forward into a stage leaves room under the limit for one
-    micro-batch in each later stage of its rank, without which the pipeline could stop.
+    The micro-batches of a stage run in order. A forward starts only if the limit leaves space for
+    one micro-batch in each later stage of its rank, because the pipeline could deadlock otherwise.
+
+    Raises:
+        ScheduleError: the limits are too small to finish.
     """
     state = _State(placement, rules)
     state.run()
     rows = [Row.in_order(state.row_kinds, *columns) for columns in state.columns]
     if sum(map(len, rows)) < state.num_actions:
         raise ScheduleError(
-            f"list scheduling: stuck, expected room for every stage of a rank at once, got limits "
-            f"{rules.limits}; raise them"
+            f"list scheduling: the limits {rules.limits} are too small: each rank must keep one "
+            f"micro-batch for each of its stages at once; raise them"
         )
     return rows
 
 
 class _Way(NamedTuple):
-    """Whom the end of a kind makes ready: another kind, and what the transfer to it takes."""
+    """A kind of action that becomes ready when another ends, and the transfer time in between."""
 
     place: int
     stage: int
@@ -65,9 +73,9 @@ class _Way(NamedTuple):
 
 
 class _State:
-    """What has been started, what is ready, and when each rank looks next.
+    """State of the scheduler: started and ready actions, and the times at which ranks choose again.
 
-    There are millions of actions, so an op and a stage are one number here, their *place*.
+    As there are millions of actions, an op of a stage is represented by one number, its *place*.
     """
 
     def __init__(self, placement: Placement, rules: Rules) -> None:
@@ -85,11 +93,11 @@ class _State:
         self.spare = _spare_room(placement, self.kinds)
         self.ends = [op in ENDS_BACKWARD for op, _ in self.kinds]
         self.ways = _ways(needs, rules.transfers)
-        # For each rank, by place, the turn in which it first had one, and what is or will be ready;
-        # of each place the next in the order of priority.
+        # For each rank and place: its order of first use, and a heap of actions that are or will be
+        # ready. `next` has the first action of each place, sorted by priority.
         self.queues: list[dict[int, tuple[int, list[_Waiting]]]] = [{} for _ in range(num_ranks)]
         self.next: list[list[_Next]] = [[] for _ in range(num_ranks)]
-        # The times at which ranks look for work, and which ranks do.
+        # The times at which ranks choose an action, and which ranks.
         self.times: list[float] = []
         self.looks: dict[float, set[int]] = {}
         self.num_actions = len(self.kinds) * placement.num_microbatches
@@ -100,7 +108,7 @@ class _State:
             self._look(rank, 0.0)
 
     def run(self) -> None:
-        """Let ranks look for work, in the order of time, until nobody has any."""
+        """Let ranks choose actions in order of time until none is left."""
         times, looks, free_at, best, start = (
             self.times,
             self.looks,
@@ -116,13 +124,13 @@ class _State:
                     at = best(rank, now)
                     if at is not None:
                         start(at, rank, now)
-                        if now in looks:  # what takes no time is over: who comes next may have more
+                        if now in looks:  # an action of no duration ended: others may be ready now
                             for again in looks.pop(now):
                                 insort(ranks, again, number)
                             heapq.heappop(times)
 
     def _look(self, rank: int, at: float) -> None:
-        """Let a rank look for work at some time."""
+        """Let a rank choose an action at a given time."""
         ranks = self.looks.get(at)
         if ranks is None:
             self.looks[at] = {rank}
@@ -131,7 +139,7 @@ class _State:
             ranks.add(rank)
 
     def _best(self, rank: int, now: float) -> int | None:
-        """Return which of a rank's next it runs; of equals the place that it had first."""
+        """Return the index of the ready action that a rank runs next, or None."""
         limits, spare = self.rules.limits, self.spare[rank]
         room = math.inf if limits is None else limits[rank] - self.live[rank]
         for at, (_, _, ready_at, place) in enumerate(self.next[rank]):
@@ -140,7 +148,7 @@ class _State:
         return None
 
     def _wait(self, place: int, rank: int, microbatch: int, ready_at: float) -> None:
-        """Queue an action, with its priority: it is compared many times."""
+        """Queue an action that is ready at a given time, with its priority computed once."""
         key = self.rules.priority(*self.kinds[place], microbatch)
         queues, following = self.queues[rank], self.next[rank]
         if place not in queues:
@@ -155,7 +163,7 @@ class _State:
         heapq.heappush(queue, waiting)
 
     def _start(self, at: int, rank: int, now: float) -> None:
-        """Run one of a rank's next."""
+        """Run one of the queued actions of a rank."""
         _, turn, _, place = self.next[rank].pop(at)
         _, queue = self.queues[rank][place]
         microbatch, _, _ = heapq.heappop(queue)
@@ -174,13 +182,13 @@ class _State:
             user = route[stage]
             ready_at = end if user == rank else end + transfer
             self._wait(follower, user, microbatch, ready_at)
-            # A rank looks at the end of what it runs anyway.
+            # A rank chooses again at the end of its current action anyway.
             if ready_at > self.free_at[user] or (ready_at == self.free_at[user] and user != rank):
                 self._look(user, ready_at)
 
 
 def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) -> list[list[_Way]]:
-    """Return by place whom the end of a kind may make ready."""
+    """Return for each place the kinds of actions that its end may make ready."""
     places = {kind: place for place, kind in enumerate(needs)}
     found: list[list[_Way]] = [[] for _ in needs]
     for (op, stage), needed in needs.items():
@@ -191,9 +199,10 @@ def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) ->
 
 
 def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
-    """Return what each op of each stage needs, of the same micro-batch; a B stands for I and W.
+    """Return the dependencies of each op and stage within a micro-batch; B stands for I and W.
 
-    That is one at most: what waits for the backward of the next stage has its own forward by then.
+    There is at most one: an action that waits for the backward of the next stage has its own
+    forward done by then.
     """
     full = Op.B in ops
     found: dict[_Kind, list[_Kind]] = {}
@@ -210,7 +219,7 @@ def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
 
 
 def _spare_room(placement: Placement, kinds: Sequence[_Kind]) -> list[dict[int, int]]:
-    """Return for each rank, by the place of each of its forwards, how many later stages it has."""
+    """Return for each rank and each forward on it (by place) its number of later stages."""
     found: list[dict[int, int]] = [{} for _ in range(placement.num_ranks)]
     for place, (op, stage) in enumerate(kinds):
         if op in STARTS_ACTIVATIONS:

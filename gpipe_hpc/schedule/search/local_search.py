@@ -1,4 +1,4 @@
-"""Local search: swap what is on the critical path of a table while that makes it faster."""
+"""Local search: swap actions on the critical path of a table while that makes it faster."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,10 +21,9 @@ Fits = Callable[[Schedule], bool]
 def improve(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int) -> Schedule:
     """Return a table at least as fast, after at most `max_trials` simulated swaps.
 
-    Two that follow one another on a rank without a pause, on the path that sets the makespan,
-    change places; what is slower, does not fit or cannot run is put back. A declared bound of
-    activations becomes that of the new order. `schedule` is bare; it may recompute, offload and
-    have skips.
+    Two consecutive actions of a rank on the critical path change places; a swap is undone if it is
+    slower, does not fit or deadlocks. A declared bound of activations is updated. `schedule` is
+    compute-only; it may include recomputation, offloading and skips.
     """
     timeline = _run(schedule, costs)
     trials = 0
@@ -49,13 +48,13 @@ def improve(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int) -> Sc
 
 
 def _run(schedule: Schedule, costs: Costs) -> Timeline:
-    """Simulate a table; with its transfers where one action may wait for several."""
+    """Simulate a table; it is lowered first if one action may wait for several transfers."""
     one_each = not (schedule.skips or schedule.overlaps)
     return simulate(schedule if one_each else lower(schedule), costs)
 
 
 class Swap(NamedTuple):
-    """Two stretches of a rank's list that change places: first to middle, and middle to end."""
+    """An exchange of two adjacent ranges of a rank's list: first to middle, and middle to end."""
 
     rank: int
     first: int
@@ -64,11 +63,11 @@ class Swap(NamedTuple):
 
 
 def critical_swaps(timeline: Timeline) -> Iterator[Swap]:
-    """Yield swaps of neighbours on one critical path, the later ones first.
+    """Yield swaps of neighbouring actions on one critical path, the last first.
 
-    The path is followed back in time from the last compute action: to what the rank ran right
-    before, or, where it had to wait, to what it waited for. An ``R`` moves with the backward it is
-    for, or ahead of it alone, as a ``FETCH`` does.
+    The path is followed back in time from the last compute action: to the previous action of the
+    rank or, if the rank was waiting, to the action that it waited for. An ``R`` or ``FETCH`` moves
+    together with the backward that it serves, or alone to before it.
     """
     path = _Path(timeline)
     event = path.last
@@ -82,7 +81,7 @@ def critical_swaps(timeline: Timeline) -> Iterator[Swap]:
 
 
 class _Path:
-    """Where the events of a timeline stand, and which of them set the start of which."""
+    """Positions of the events of a timeline, and the events that determine the start of others."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._flow = DataFlow(timeline)
@@ -95,10 +94,10 @@ class _Path:
         self.last = max(computed, key=lambda event: event.end_s, default=None)
 
     def before(self, event: Event) -> Event | None:
-        """Return the event of the same rank that held up another, by ending as that one started.
+        """Return the previous event of the same rank, if it ended when `event` started, else None.
 
-        A rank computes one at a time and copies one at a time; a copy starts when the rank has come
-        to it and is done with the copy before.
+        A rank runs one compute action and one copy at a time; a copy starts when the rank reaches
+        it and the previous copy is done.
         """
         copies = event.action.op in COPIES
         row = self._rows[event.rank]
@@ -111,10 +110,10 @@ class _Path:
         return None
 
     def waited_for(self, event: Event) -> Event | None:
-        """Return what made, or fetched, the thing that an event waited for; None for nothing."""
+        """Return the event that made or fetched the value that `event` waited for, or None."""
         waits = list(self._flow.waits(event))
         in_time = [wait for wait in waits if wait.over_s == event.start_s]
-        # Of a bare table transfers are not recorded: it waited for what came from elsewhere.
+        # A compute-only table records no transfers: it waited for the value of another rank.
         found = in_time or [wait for wait in waits if wait.maker.rank != event.rank]
         if not found:
             return None
@@ -124,10 +123,10 @@ class _Path:
         return last.maker
 
     def swaps(self, before: Event, event: Event) -> Iterator[Swap]:
-        """Yield the swaps of two neighbours, each without and with an ``R`` that is theirs.
+        """Yield the swaps of two neighbours, alone and with the ``R`` or ``FETCH`` they need.
 
-        What is of one stage micro-batch stays in its order. Copies between the two that serve
-        neither keep behind the first.
+        Actions of the same stage and micro-batch are not swapped. Copies in between that serve
+        neither stay after the first.
         """
         if before.action[1:] == event.action[1:]:
             return
@@ -148,7 +147,7 @@ class _Path:
 
 
 def _serves(one: Action, other: Action) -> bool:
-    """Say whether an ``R`` or ``FETCH`` is there for the action behind it."""
+    """Return whether an ``R`` or ``FETCH`` exists for the action that follows it."""
     return one.op in OPTIONAL and one[1:] == other[1:] and other.op in users_of(one.op)
 
 

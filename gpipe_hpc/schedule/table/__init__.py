@@ -1,1 +1,1 @@
-"""What a table is: actions in rows, the data flow, the order it imposes, its text form."""
+"""The schedule table: actions in rows, data flow, execution order, lifetimes and text form."""

@@ -1,4 +1,4 @@
-"""Reductions between the holders of a stage: one at a time on each rank, in the rank's order."""
+"""The order in which the ranks that share stages run their reductions."""
 
 from collections import defaultdict, deque
 
@@ -7,11 +7,14 @@ from gpipe_hpc.schedule.table.precedence import Precedence
 
 
 def reduction_order(graph: Precedence) -> list[list[int]]:
-    """Return the reductions, each as its nodes on all its ranks, in an order that runs.
+    """Return a global order of the reductions that every rank can follow, one at a time.
 
-    Every rank takes part in one after the other, as its list has them; a bucket of a stage with
-    several holders is reduced when it is the turn of each. Refuses lists that wait for one another
-    in a circle.
+    Each entry lists the nodes of one reduction on all ranks that take part. A rank runs its
+    reductions in the order of its row, and a bucket is reduced once all ranks that hold its stage
+    have reached it.
+
+    Raises:
+        ScheduleError: the rows of two ranks order their common reductions differently (deadlock).
     """
     queues: list[deque[int]] = [deque() for _ in range(graph.schedule.num_ranks)]
     members: dict[Action, list[int]] = defaultdict(list)
@@ -43,12 +46,12 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
 def _refuse_circle(
     graph: Precedence, node: int, group: list[int], queues: list[deque[int]]
 ) -> None:
-    """Raise for one reduction that its other holders do not come to."""
+    """Raise `ScheduleError` for a reduction that a peer rank cannot reach."""
     other = next(each for each in group if queues[graph.ranks[each]][0] != each)
     ahead = queues[graph.ranks[other]][0]
     graph.refuse(
         node,
-        f"waits for its copy on rank {graph.ranks[other]}, which reduces "
-        f"{graph.action(ahead)} first and so waits in a circle, expected one order of "
-        "reductions on all ranks that share stages; reorder them",
+        f"deadlock: waits for the same reduction on rank {graph.ranks[other]}, which runs "
+        f"{graph.action(ahead)} first; put reductions in the same order on all ranks that share "
+        "stages",
     )

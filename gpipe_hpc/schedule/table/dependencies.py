@@ -1,7 +1,8 @@
-"""The data flow of a training step: which action needs what of which other.
+"""The data flow of a training step: which values each action needs and which action makes them.
 
-The only place that states it: an op has one row in `_NEEDS`. Lowering, checker, simulator, memory,
-drawings and searches read from here, most of them by way of `precedence`, `lifetimes` and `waits`.
+This is the only definition of the data flow; each op has one row in `_NEEDS`. Lowering, checker,
+simulator, memory accounting, rendering and search all use it, mostly through `precedence`,
+`lifetimes` and `waits`.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,13 +15,13 @@ from gpipe_hpc.schedule.table.schedule import Placement, Skip
 
 
 class Thing(StrEnum):
-    """What one action makes and another needs; the value says it in words."""
+    """The kind of value that one action produces and another consumes."""
 
     OUTPUT = "output"
     GRADIENT = "gradient"
-    # What a forward keeps for its backward; of a stage that recomputes, what that needs.
+    # What a forward saves for its backward, or for the recomputation if there is one.
     ACTIVATIONS = "activations"
-    # The part of them that only the input gradient needs.
+    # The part of the activations that only the input gradient needs.
     INPUT_SHARE = "activations for the input gradient"
     RECOMPUTED = "recomputed activations"
     COPY = "offloaded copy"
@@ -30,18 +31,18 @@ class Thing(StrEnum):
 
 
 class _Where(Enum):
-    """Which stage, of which micro-batch, makes what an action needs."""
+    """Where a required value is made, relative to the stage and micro-batch of its consumer."""
 
-    OWN = auto()
-    BEFORE = auto()  # the stage before, and those that skips lead from
-    BEHIND = auto()  # the stage behind, and those that skips lead to
+    OWN = auto()  # same stage, same micro-batch
+    BEFORE = auto()  # the previous stage and the sources of skips to this stage
+    BEHIND = auto()  # the next stage and the destinations of skips from this stage
     PARTNER = auto()  # the other half of a transfer
-    ALL = auto()  # its own, of all micro-batches
-    STAGE = auto()  # its own, for all micro-batches at once
+    ALL = auto()  # same stage, every micro-batch
+    STAGE = auto()  # same stage, one action for all micro-batches
 
 
 class _Rule(NamedTuple):
-    """An op needs what another op makes, or hands on."""
+    """One dependency of an op: the op that makes the values, their kinds, and where it runs."""
 
     maker: Op
     things: tuple[Thing, ...]
@@ -63,7 +64,7 @@ _NEEDS: Final = MappingProxyType(
         Op.UNSHARD: (),
         Op.B: _BACKWARD,
         Op.I: _BACKWARD,
-        # I hands on what W needs of what it was given.
+        # I passes on the activations that W needs.
         Op.W: (_Rule(Op.I, (Thing.ACTIVATIONS, Thing.RECOMPUTED)),),
         Op.R: (_Rule(Op.F, (Thing.ACTIVATIONS,)), _Rule(Op.FETCH, (Thing.ACTIVATIONS,))),
         Op.OFFLOAD: (_Rule(Op.F, (Thing.ACTIVATIONS,)),),
@@ -76,9 +77,9 @@ _NEEDS: Final = MappingProxyType(
         Op.AVERAGE: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Where.ALL),),
     }
 )
-# What is needed only where the table has it.
+# Ops whose result is needed only if the table contains them.
 OPTIONAL: Final = frozenset({Op.R, Op.FETCH, Op.UNSHARD})
-# The ops that may need what another stage made, and by which op that comes from another rank.
+# For each op that uses a value of another stage: the op that receives it from another rank.
 ARRIVES_BY: Final = MappingProxyType(
     {
         op: Op.RECV_F if rule.where is _Where.BEFORE else Op.RECV_B
@@ -95,12 +96,12 @@ _COUNTERPART: Final = {
     Op.SEND_B: (Op.RECV_B, -1),
     Op.RECV_B: (Op.SEND_B, 1),
 }
-# In what a full backward is the two in one.
+# A full backward B is equivalent to these two.
 _HALVES: Final = (Op.I, Op.W)
 
 
 class Need(NamedTuple):
-    """An action whose result another needs, and what of it; the first thing is why."""
+    """An action whose result is required, and the kinds of values used, the main one first."""
 
     action: Action
     things: tuple[Thing, ...]
@@ -109,15 +110,15 @@ class Need(NamedTuple):
 def needs(
     action: Action, num_stages: int, num_microbatches: int, skips: Collection[Skip] = ()
 ) -> tuple[Need, ...]:
-    """Return what an action needs of which others, those of its own stage first.
+    """Return the actions whose results an action requires, with the values used; own stage first.
 
-    A need for ``I`` or ``W`` is also met by ``B``, which is the two in one (see `provides`). A need
-    for ``R``, ``FETCH`` or ``UNSHARD`` binds where the table has that action; the last of these is
-    named without a bucket and means all that the stage has on the same rank. In a lowered table a
-    value made on another rank comes through the ``RECV`` that `arrival` names. The destination of a
-    skip needs the forward of its source, the source the gradient of its destination.
-    ``REDUCE_GRAD`` and ``AVERAGE`` need every ``W`` of their stage; each rank that holds the stage
-    waits for those it runs itself.
+    A need for ``I`` or ``W`` is also met by ``B``, which does both (see `provides`). A need for
+    ``R``, ``FETCH`` or ``UNSHARD`` applies only if the table contains that action; ``UNSHARD`` is
+    returned without a bucket and stands for all buckets of the stage on the same rank. In a lowered
+    table, a value made on another rank arrives through the ``RECV`` returned by `arrival`. The
+    destination of a skip needs the forward of its source, and the source needs the gradient of its
+    destination. ``REDUCE_GRAD`` and ``AVERAGE`` need every ``W`` of their stage; each rank that
+    holds the stage waits for those that it runs itself.
     """
     op, stage, microbatch, _ = action
     found: list[Need] = []
@@ -139,7 +140,7 @@ def needs(
 def _neighbours(
     stage: int, where: _Where, num_stages: int, skips: Collection[Skip]
 ) -> Iterator[int]:
-    """Yield the stages that something comes to a stage from: the next one, then over skips."""
+    """Yield the stages that a stage receives values from: its neighbour first, then over skips."""
     if where is _Where.BEFORE:
         if stage > 0:
             yield stage - 1
@@ -158,14 +159,14 @@ def dependencies(
 
 
 def provides(action: Action) -> tuple[Action, ...]:
-    """Return the needs that an action satisfies: itself, and for ``B`` its ``I`` and ``W``."""
+    """Return the needs that an action satisfies: itself, or both ``I`` and ``W`` for a ``B``."""
     if action.op is Op.B:
         return tuple(Action(half, action.stage, action.microbatch) for half in _HALVES)
     return (action,)
 
 
 def users_of(maker: Op) -> frozenset[Op]:
-    """Return the ops that need an op of their own stage and micro-batch."""
+    """Return the ops that require the result of `maker` for the same stage and micro-batch."""
     return frozenset(
         op
         for op, rules in _NEEDS.items()
@@ -174,21 +175,21 @@ def users_of(maker: Op) -> frozenset[Op]:
 
 
 def uses(op: Op) -> frozenset[Thing]:
-    """Return the things of its own stage and micro-batch that an op needs."""
+    """Return the values of its own stage and micro-batch that an op consumes."""
     own = (rule for rule in _NEEDS[op] if rule.where is _Where.OWN)
     return frozenset(thing for rule in own for thing in rule.things)
 
 
 def makes(op: Op) -> frozenset[Thing]:
-    """Return the things that others need of an op, without those that it only hands on."""
+    """Return the values that an op produces for others, without those that it only passes on."""
     provided = _HALVES if op is Op.B else (op,)
     wanted = (rule for rules in _NEEDS.values() for rule in rules if rule.maker in provided)
     return frozenset(thing for rule in wanted for thing in rule.things) - uses(op)
 
 
 def counterpart(action: Action) -> Action:
-    """Return the other half of a transfer: the ``RECV`` of a ``SEND`` or the reverse."""
-    assert action.op in SENDS or action.op in RECEIVES, f"{action} is no half of a transfer"
+    """Return the other half of a transfer: the ``RECV`` of a ``SEND`` or vice versa."""
+    assert action.op in SENDS or action.op in RECEIVES, f"{action} is not a transfer"
     op, step = _COUNTERPART[action.op]
     if action.peer is not None:
         return Action(op, action.peer, action.microbatch, action.stage)
@@ -196,7 +197,7 @@ def counterpart(action: Action) -> Action:
 
 
 def skip_of(transfer: Action) -> Skip | None:
-    """Return the skip that a transfer uses, forward or back; None for a neighbour's transfer."""
+    """Return the skip that a transfer uses, forward or backward, or None between neighbours."""
     if transfer.peer is None:
         return None
     if transfer.op in (Op.SEND_F, Op.RECV_B):
@@ -207,16 +208,16 @@ def skip_of(transfer: Action) -> Skip | None:
 def arrival(action: Action, source: int | None = None) -> Action:
     """Return the ``RECV`` that delivers an action's input from another rank.
 
-    `source` is the stage that made it; None: the neighbour.
+    `source` is the stage that made the value; None means the neighbour.
     """
-    assert action.op in CONSUMERS, f"{action} needs nothing of another stage"
+    assert action.op in CONSUMERS, f"{action} uses no value of another stage"
     op, stage, microbatch, _ = action
     neighbour = stage - 1 if op is Op.F else stage + 1
     return Action(ARRIVES_BY[op], stage, microbatch, None if source == neighbour else source)
 
 
 class Channel(NamedTuple):
-    """One direction between two stages on one route, first in, first out."""
+    """One direction between two stages on one route; messages arrive in the order sent (FIFO)."""
 
     source: int
     destination: int

@@ -1,7 +1,8 @@
-"""Who lives when: from which action of a rank's list to which each thing is there.
+"""Lifetimes of values in a rank's action list: from which action to which each value is in memory.
 
-Read off the data flow: a thing is there from the start of the action that makes it to the end of
-the last one that needs it. Checker, memory, drawings, planning and searches all count these lives.
+A value exists from the start of the action that makes it to the end of the last action that uses
+it, as the data flow in `dependencies` defines. Checker, memory accounting, rendering, planner and
+search count these lifetimes.
 """
 
 from collections import defaultdict
@@ -26,13 +27,13 @@ from gpipe_hpc.schedule.table.dependencies import (
 from gpipe_hpc.schedule.table.rows import Row, numbers_of
 from gpipe_hpc.schedule.table.schedule import Skip
 
-# What stays with its stage and micro-batch, from one action of the rank to a later one.
+# Values that a rank keeps for a later action of the same stage and micro-batch.
 _STAYS: Final = frozenset({Thing.ACTIVATIONS, Thing.INPUT_SHARE, Thing.RECOMPUTED, Thing.COPY})
 _MAKES: Final = MappingProxyType({op: tuple(sorted(makes(op) & _STAYS)) for op in Op})
 _USES: Final = MappingProxyType({op: tuple(sorted(uses(op) & _STAYS)) for op in Op})
-# What goes from one stage to another.
+# Values passed from one stage to another.
 _GOES: Final = frozenset({Thing.OUTPUT, Thing.GRADIENT})
-# With these the backward of a stage's micro-batch is done.
+# Ops that complete the backward of a micro-batch on a stage.
 ENDS_BACKWARD: Final = frozenset(op for op in Op if Thing.WEIGHT_GRADIENT in makes(op))
 STARTS_ACTIVATIONS: Final = frozenset(op for op in COMPUTE if Thing.ACTIVATIONS in makes(op))
 
@@ -41,11 +42,11 @@ Place = tuple[int, int | None]
 
 
 class Life(NamedTuple):
-    """A thing and when it is there: from the start of one action of a rank to the end of another.
+    """The lifetime of a value: from the start of one action of a rank to the end of another.
 
-    `first` and `last` are positions in the rank's list; `stage` and `microbatch` those of the
-    action that makes it, or of the ``RECV``; `peer` is the stage that a value goes to, or for one
-    in a receive buffer comes from.
+    `first` and `last` are positions in the rank's action list. `stage` and `microbatch` are those
+    of the action that makes the value, or of its ``RECV``. `peer` is the stage that the value is
+    passed to or, for a receive buffer, received from.
     """
 
     thing: Thing
@@ -57,17 +58,17 @@ class Life(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Return stage and micro-batch."""
+        """Return the (stage, micro-batch) pair."""
         return self.stage, self.microbatch
 
 
 def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life]:
-    """Return the lives of what a rank keeps for actions of the same stage and micro-batch.
+    """Return the lifetimes of values that a rank keeps between actions of a stage and micro-batch.
 
-    ``ACTIVATIONS`` of a place are there from its ``F``, ``RECOMPUTED`` from its ``R``, both to the
-    end of its ``B`` or ``W``; without a backward, to the end of what made them. ``INPUT_SHARE`` is
-    the part of both that ends with ``B`` or ``I``. A ``COPY`` is on the host from ``OFFLOAD`` to
-    ``FETCH``; when the device is without the original, `away` says.
+    ``ACTIVATIONS`` exist from ``F`` and ``RECOMPUTED`` from ``R``, both to the end of ``B`` or
+    ``W``, or of the action that made them if there is no backward. ``INPUT_SHARE`` is the part of
+    both that is freed after ``B`` or ``I``. A ``COPY`` is in host memory from ``OFFLOAD`` to
+    ``FETCH``; `away` returns when the original is not on the device.
     """
     make = {op: [thing for thing in own if thing in things] for op, own in _MAKES.items()}
     use = {op: [thing for thing in own if thing in things] for op, own in _USES.items()}
@@ -82,11 +83,12 @@ def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life
 
 
 def away(row: Sequence[Action]) -> list[Life]:
-    """Return when what a rank keeps is on the host alone; things are ``COPY``.
+    """Return the lifetimes during which offloaded activations are in host memory only.
 
-    A copy to the host runs beside the compute action behind the ``OFFLOAD``. Whatever is given
-    memory next waits for it: from the end of that action to the start of ``FETCH`` the device is
-    without the original. Of what comes back sooner there is no life.
+    The copy to the host runs in parallel with the compute action after the ``OFFLOAD``, and memory
+    is reused only after both. The activations are therefore absent from the end of that action to
+    the start of ``FETCH``. Activations fetched before that are omitted. All values are of kind
+    ``COPY``.
     """
     found: list[Life] = []
     leaving: list[Place] = []
@@ -103,10 +105,10 @@ def away(row: Sequence[Action]) -> list[Life]:
 
 
 def received(row: Sequence[Action]) -> list[Life]:
-    """Return the lives of a rank's receive buffers; things are ``MESSAGE``.
+    """Return the lifetimes of a rank's receive buffers, as values of kind ``MESSAGE``.
 
-    One is there from its ``RECV`` to the end of the action that takes what came, together with
-    those of the skips that lead to it; to the end of the list where none does.
+    A buffer exists from its ``RECV`` to the end of the action that consumes the message, or to the
+    end of the list if no action does.
     """
     posted: dict[tuple[Op, int, int | None], list[tuple[int, int | None]]] = defaultdict(list)
     lives: list[Life] = []
@@ -128,10 +130,10 @@ def received(row: Sequence[Action]) -> list[Life]:
 def in_flight(
     row: Sequence[Action], num_stages: int, skips: Collection[Skip] = ()
 ) -> Iterator[Life]:
-    """Yield the lives of outputs and gradients that leave a stage of the rank, one for each taker.
+    """Yield the lifetimes of outputs and gradients passed on by a rank's stages, one per consumer.
 
-    Each is there from the action that makes it to its ``SEND``, or to the action of another stage
-    of the same rank that takes it.
+    Each value exists from the action that makes it to its ``SEND``, or to the action of another
+    stage on the same rank that consumes it.
     """
     makers: dict[Action, int] = {}
     wanted: dict[tuple[Op, int, int | None], list[tuple[Action, Thing]]] = {}
@@ -155,25 +157,26 @@ def in_flight(
 
 
 def _taker(action: Action) -> int:
-    """Return the stage that takes a value: the one a ``SEND`` leads to, else the action's own."""
+    """Return the stage that consumes a value: that at the other end of a ``SEND``, or its own."""
     return counterpart(action).stage if action.op in SENDS else action.stage
 
 
 class Peak(NamedTuple):
-    """The most of something at once, and the position in the list that first reaches it."""
+    """The largest number of values that exist at once, and the position that first reaches it."""
 
     size: int
     position: int
 
 
 def peak_activations(row: Sequence[Action]) -> Peak:
-    """Return the most stage micro-batches kept at once on a rank, given its actions in order.
+    """Return the largest number of micro-batches of a stage whose activations a rank keeps at once.
 
-    Whole or for recomputation, each counts as one, but not while it is `away`.
+    Each (stage, micro-batch) pair counts as one, whether it keeps full activations or only inputs
+    for recomputation. Pairs that are offloaded (`away`) do not count.
     """
     row = Row.of(row)
     ops = row.ops
-    # Where one comes, at the start of an action, and where one goes, at the end of an action.
+    # Activations are added at the start of an action and freed at the end of an action.
     added: list[_Positions] = []
     freed: list[_Positions] = []
     if any(Thing.ACTIVATIONS in _MAKES[op] for op in ops):
@@ -192,7 +195,7 @@ _Positions = NDArray[np.intp]
 
 
 def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
-    """Return where a thing of each stage and micro-batch is made first, and where used last."""
+    """Return the positions of first creation and last use of one kind of value, per micro-batch."""
     makes, made = _places(row, [stage if thing in _MAKES[op] else -1 for op, stage, _ in row.kinds])
     uses, used = _places(row, [stage if thing in _USES[op] else -1 for op, stage, _ in row.kinds])
     made, first = np.unique(made, return_index=True)
@@ -205,7 +208,7 @@ def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
 
 
 def _bounds_of_absences(row: Row) -> tuple[_Positions, _Positions]:
-    """Return behind which actions something is `away`, and at which it comes back."""
+    """Return the positions after which activations are `away`, and those at which they return."""
     firsts, lasts = _bounds_of_lives(row, Thing.COPY)
     computes = np.array([op in COMPUTE for op, _, _ in row.kinds], bool)[numbers_of(row.which)]
     at = np.append(np.flatnonzero(computes), len(row))
@@ -214,9 +217,9 @@ def _bounds_of_absences(row: Row) -> tuple[_Positions, _Positions]:
 
 
 def _places(row: Row, groups: Sequence[int]) -> "tuple[_Positions, NDArray[np.int64]]":
-    """Return where the actions of some kinds stand, and group and micro-batch of each as a number.
+    """Return positions of selected actions, and a key for each from its group and micro-batch.
 
-    `groups`: that of each kind of the row, -1 for none.
+    `groups` is the group number of each kind of action of the row, -1 to leave the kind out.
     """
     group = np.array(groups, np.int64)[numbers_of(row.which)]
     at = np.flatnonzero(group >= 0)
@@ -224,14 +227,14 @@ def _places(row: Row, groups: Sequence[int]) -> "tuple[_Positions, NDArray[np.in
 
 
 def bounds_of(rows: Iterable[Sequence[Action]]) -> tuple[int, ...]:
-    """Return for each rank what its order keeps, as a table declares it."""
+    """Return the largest number of kept activations on each rank, as a `Schedule` declares it."""
     return tuple(peak_activations(row).size for row in rows)
 
 
 def peak_receives(row: Sequence[Action]) -> Peak:
-    """Return the most receive buffers posted at once on a rank, given its actions in order."""
+    """Return the largest number of receive buffers that a rank has posted at once."""
     row = Row.of(row)
-    # What a stage awaits: outputs, or gradients.
+    # Group receives by stage and by direction (outputs or gradients).
     awaited = [(op, stage) for op, stage, _ in row.kinds if op in RECEIVES]
     group = {each: number for number, each in enumerate(dict.fromkeys(awaited))}
     posts = [op in RECEIVES for op, _, _ in row.kinds]
@@ -240,7 +243,7 @@ def peak_receives(row: Sequence[Action]) -> Peak:
     if not len(at):
         return _NONE
     is_post = np.array(posts, bool)[numbers_of(row.which)[at]]
-    # By what is awaited, each time in the order of the list; behind a post comes who takes it.
+    # Sort by group and micro-batch, in list order; a receive is followed by its consumer.
     order = np.argsort(keys, kind="stable")
     takes = np.where(is_post[order], len(order), np.arange(len(order)))
     taken_by = np.minimum.accumulate(takes[::-1])[::-1]
@@ -250,7 +253,10 @@ def peak_receives(row: Sequence[Action]) -> Peak:
 
 
 def _peak(added: _Positions, freed: _Positions) -> Peak:
-    """Return the most at once; given sorted, where one is added and behind what one is freed."""
+    """Return the largest number of values at once, given sorted positions of additions and frees.
+
+    A value is added at the start of an action and freed at the end of one.
+    """
     sizes = np.arange(1, len(added) + 1) - np.searchsorted(freed, added)
     most = int(np.argmax(sizes)) if len(sizes) else 0
     return Peak(int(sizes[most]), int(added[most])) if len(sizes) and sizes[most] > 0 else _NONE

@@ -1,4 +1,4 @@
-"""Placements: which rank holds which stage. The shapes that schedules share."""
+"""The placements that schedules share: looped, wave-shaped, mirrored, and with partial replicas."""
 
 from collections.abc import Sequence
 
@@ -11,24 +11,25 @@ def one_stage_each(num_ranks: int, num_microbatches: int) -> Placement:
 
 
 def looped(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Placement:
-    """Place stage s on rank s mod K: the way leads round the ranks `stages_per_rank` times."""
+    """Place stage s on rank s mod K, so that each of K ranks holds `stages_per_rank` stages."""
     route = tuple(range(num_ranks)) * stages_per_rank
     return Placement((route,), (0,) * num_microbatches)
 
 
 def wave(num_ranks: int, num_waves: int, num_microbatches: int) -> Placement:
-    """Place stages down the ranks and up again, `num_waves` times; one wave is V-shaped.
+    """Place stages down the ranks and back up, `num_waves` times; a single wave is V-shaped.
 
-    Where a wave turns, two stages that follow one another are on one rank.
+    At each turn two consecutive stages are on the same rank.
     """
     down = tuple(range(num_ranks))
     return Placement(((down + down[::-1]) * num_waves,), (0,) * num_microbatches)
 
 
 def mirrored(num_ranks: int, num_pipelines: int, route_of: Sequence[int]) -> Placement:
-    """Place pipelines in pairs, one down the ranks and one up, each pair starting further on.
+    """Place pipelines in pairs, one down the ranks and one up, each pair at a different start rank.
 
-    Pair j starts at rank j K / f of f pairs; each rank holds `num_pipelines` stages, one a route.
+    With f pairs on K ranks, pair j starts at rank j K / f. Each rank holds `num_pipelines` stages,
+    one per route (Chimera).
     """
     routes: list[tuple[int, ...]] = []
     for pipeline in range(num_pipelines):
@@ -39,7 +40,10 @@ def mirrored(num_ranks: int, num_pipelines: int, route_of: Sequence[int]) -> Pla
 
 
 def copies_in_rows(placement: Placement) -> list[int] | None:
-    """Return how many ranks hold each stage, where each holds one and some share; else None."""
+    """Return the number of ranks that hold each stage, or None.
+
+    None if a rank holds several stages or no stage is held by more than one rank.
+    """
     copies = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
     is_in_rows = max(copies) > 1 and sum(copies) == placement.num_ranks
     return copies if is_in_rows else None
@@ -48,13 +52,18 @@ def copies_in_rows(placement: Placement) -> list[int] | None:
 def with_holes(
     copies: Sequence[int], num_microbatches: int, paces: Sequence[float] = ()
 ) -> Placement:
-    """Place stage s on ``copies[s]`` ranks, in rows of which each has a rank for a stage or none.
+    """Place stage s on ``copies[s]`` ranks: partial replicas that lack ranks for some stages.
 
-    Ranks are numbered row by row. Micro-batches take the rows in turn; where a row has none for a
-    stage, the rank of another one that has the fewest micro-batches of the stage so far takes it.
-    `paces`: how many times as long each rank takes. Where they differ, the ranks of a stage share
-    its micro-batches so that the last of them ends as early as can be, and a micro-batch stays in
-    its row as long as no rank gets ahead of its share.
+    Ranks are numbered replica by replica. Micro-batches are assigned to the replicas round-robin.
+    If a replica lacks a stage, the rank of another replica with the fewest micro-batches of that
+    stage runs it.
+
+    Args:
+        copies: number of ranks that hold each stage.
+        num_microbatches: number of micro-batches of a step.
+        paces: relative time of each rank per micro-batch. If they differ, the micro-batches of a
+            stage are divided so that the slowest rank ends as early as possible; a micro-batch
+            stays in its replica unless its rank would get ahead of its share.
     """
     num_rows = max(copies)
     numbers = iter(range(sum(copies)))
@@ -73,7 +82,7 @@ def with_holes(
         columns.append([held[row][stage] for row in rows])
     for route in zip(*columns, strict=True):
         route_of.append(routes.setdefault(route, len(routes)))
-    # Rows that no micro-batch takes hold their stages all the same.
+    # Replicas that no micro-batch uses still hold their stages.
     taken = {rank for column in columns for rank in column}
     for own in held:
         if not all(rank in taken for rank in own if rank >= 0):
@@ -83,7 +92,7 @@ def with_holes(
 
 
 def _in_turn(home: Sequence[int], count: int) -> list[int]:
-    """Return the row of each micro-batch in a stage that the first `count` rows hold."""
+    """Return the replica of each micro-batch for a stage that only `count` replicas hold."""
     taken = [home.count(row) for row in range(count)]
     rows: list[int] = []
     for row in home:
@@ -95,12 +104,14 @@ def _in_turn(home: Sequence[int], count: int) -> list[int]:
 
 
 def _by_paces(before: Sequence[int], paces: Sequence[float]) -> list[int]:
-    """Return the row of each micro-batch in a stage that rows of such paces hold.
+    """Return the replica that runs a stage for each micro-batch, if ranks differ in speed.
 
-    `before`: the rows that they come from.
+    Args:
+        before: replica of each micro-batch at the previous stage.
+        paces: relative time per micro-batch of each rank that holds the stage.
     """
     quota = shares_of(len(before), paces)
-    together = 1 / sum(1 / pace for pace in paces)  # of all ranks, for a micro-batch
+    together = 1 / sum(1 / pace for pace in paces)  # time per micro-batch of all ranks combined
     taken = [0] * len(paces)
     rows: list[int] = []
     for number, row in enumerate(before, 1):
@@ -114,10 +125,10 @@ def _by_paces(before: Sequence[int], paces: Sequence[float]) -> list[int]:
 
 
 def shares_of(number: int, paces: Sequence[float]) -> list[int]:
-    """Return how many of some pieces ranks take, so that the last of them ends early as can be.
+    """Divide `number` equal work items among ranks so that the last one ends as early as possible.
 
-    `paces`: how many times as long each takes for a piece. Each next one goes to where it would end
-    first, which no other choice beats.
+    `paces` is the time of each rank per item. Each item is given to the rank that would finish it
+    first, which is optimal.
     """
     shares = [0] * len(paces)
     for _ in range(number):

@@ -1,10 +1,11 @@
-"""The order a table imposes: which of its actions must be over before which.
+"""The execution order that a table imposes: a graph of the waits between its actions.
 
-Table and data flow together make a graph. A rank passes its actions in order; an action is passed
-once those it waits for are. What cannot be ordered so is a deadlock.
+The nodes are the actions; the edges come from the table and from the data flow. A rank executes its
+actions in order, each once the actions that it waits for are done. If no order satisfies all waits,
+the table deadlocks.
 
-Nodes are numbered rank by rank, in table order. What a graph says of them stands in columns of
-integers, a few bytes a node, so that tables of millions of actions are looked through in seconds.
+Nodes are numbered rank by rank, in table order. Their properties are stored in integer columns, a
+few bytes per node, so that tables of millions of actions are processed in seconds.
 """
 
 from array import array
@@ -34,30 +35,35 @@ from gpipe_hpc.schedule.table.dependencies import (
 from gpipe_hpc.schedule.table.rows import Kind, action_of, column_of, integers, kind_of, numbers_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
-# Data flow is the same for all micro-batches, so it is looked up by kind, a column of nodes for
-# each: the node of a micro-batch, or NOWHERE.
+# Data flow is the same for all micro-batches, so nodes are looked up by kind of action. A column
+# has the node of each micro-batch, or NOWHERE.
 Column = Sequence[int]
 NOWHERE: Final = -1
 SEVERAL: Final = -2
-# What runs beside compute: to have passed it is not to have it.
+# Ops that run asynchronously: their result is not ready when the next action starts.
 _BESIDE: Final = COPIES | {Op.UNSHARD}
 
 
 class Links:
-    """Some numbers for each node, such as the nodes it waits for: mostly none or one."""
+    """A list of integers for each node, for example the nodes it waits for; most are short."""
 
     def __init__(self, one: "array[int]", several: dict[int, tuple[int, ...]]) -> None:
-        """``one[node]`` is a number or `NOWHERE`, or says that there are `several`."""
+        """Create lists from columns.
+
+        Args:
+            one: for each node its integer, `NOWHERE` if none, or `SEVERAL` if listed in `several`.
+            several: the integers of nodes that have more than one.
+        """
         self.one, self.several = one, several
 
     @classmethod
     def of_none(cls, num_nodes: int) -> "Links":
-        """Return those of nodes that have none."""
+        """Return empty lists for all nodes."""
         return cls(integers((NOWHERE,)) * num_nodes, {})
 
     @classmethod
     def of(cls, num_nodes: int, nodes: "NDArray[np.intp]") -> "Links":
-        """Return those of nodes that are given once for each of their numbers: 0, 1, 2, ..."""
+        """Return for each node the indices at which it occurs in `nodes`."""
         links = cls.of_none(num_nodes)
         one = numbers_of(links.one)
         order = np.argsort(nodes, kind="stable")
@@ -69,11 +75,11 @@ class Links:
         return links
 
     def copy(self) -> "Links":
-        """Return the same, which may be added to."""
+        """Return a copy that can be modified."""
         return Links(self.one[:], dict(self.several))
 
     def add(self, node: int, number: int) -> None:
-        """Give a node one more."""
+        """Append an integer to the list of a node."""
         if self.one[node] == NOWHERE:
             self.one[node] = number
         else:
@@ -81,7 +87,7 @@ class Links:
             self.one[node] = SEVERAL
 
     def __getitem__(self, node: int) -> tuple[int, ...]:
-        """Return those of a node, in the order in which they were added."""
+        """Return the integers of a node, in the order in which they were added."""
         number = self.one[node]
         if number == SEVERAL:
             return self.several[node]
@@ -89,7 +95,7 @@ class Links:
 
 
 class _Fault(NamedTuple):
-    """A node to be refused: of several the first, in table order and that of its needs."""
+    """An error at a node and a function that raises it; the first in table order is reported."""
 
     node: int
     order: int
@@ -97,7 +103,7 @@ class _Fault(NamedTuple):
 
 
 class Late(NamedTuple):
-    """A node that waits for one of its own rank which comes later; `order` counts its needs."""
+    """A node that waits for a later node of its own rank; `order` is the index of the need."""
 
     node: int
     order: int
@@ -106,19 +112,20 @@ class Late(NamedTuple):
 
 @dataclass(frozen=True)
 class Precedence:
-    """A table as a graph.
+    """A table as a graph of actions and waits.
 
-    ``kinds[which[node]]`` is what an action is, ``numbers[node]`` its micro-batch or bucket.
-    ``columns[kind][microbatch]`` is the node of an action, ``makers[kind][microbatch]`` the one
-    that meets a need: of ``I`` and ``W`` also a ``B``. ``of_buckets`` are the nodes of reductions
-    and gatherings; ``gathers[stage, rank]`` the ``UNSHARD`` of a holder, for which the first
-    forward of the stage there waits.
+    ``kinds[which[node]]`` is the kind of a node's action and ``numbers[node]`` its micro-batch or
+    bucket. ``columns[kind][microbatch]`` is the node of an action; ``makers[kind][microbatch]`` is
+    the node that satisfies a need, which is a ``B`` if the table has no separate ``I`` and ``W``.
+    `of_buckets` lists the nodes of reductions and all-gathers. ``gathers[stage, rank]`` lists the
+    ``UNSHARD`` nodes that the first forward of the stage on the rank waits for.
 
-    ``waits[node]`` are the nodes that a node waits for, in the order in which it needs them, except
-    what its rank has computed before. A wait for another rank's node is a wait for a transfer: that
-    node is the ``SEND`` in a lowered table, the value's maker in a bare one. `late`: what comes
-    later on its own rank than somebody who needs it. `leaves_with`: of a forward that is one block
-    with a backward the node of that one, at whose end its output is; in a bare table.
+    ``waits[node]`` lists the nodes that a node waits for, in the order of its needs, without
+    compute that its rank has run before. A wait for a node of another rank is a wait for a
+    transfer: the node is the ``SEND`` in a lowered table, and the action that makes the value in a
+    compute-only one. `late` lists nodes needed by an earlier node of the same rank. `leaves_with`
+    maps a forward that is overlapped with a backward to the node of that backward, after which its
+    output is available; compute-only tables only.
     """
 
     schedule: Schedule
@@ -150,33 +157,33 @@ class Precedence:
         return action_of(self.kinds[self.which[node]], self.numbers[node])
 
     def where(self, node: int) -> str:
-        """Say where a node stands: ``rank 1, position 3, 1B0``."""
+        """Return the position of a node as text: ``rank 1, position 3, 1B0``."""
         rank = self.ranks[node]
         return f"rank {rank}, position {node - self.starts[rank]}, {self.action(node)}"
 
     def refuse(self, node: int, what: str) -> NoReturn:
-        """Raise for one node."""
+        """Raise `ScheduleError` for a node, with its position in the message."""
         raise ScheduleError(f"schedule {self.schedule.name!r}, {self.where(node)}: {what}")
 
     def find(self, need: Action) -> int | None:
-        """Return the node that meets a need, None where there is none."""
+        """Return the node that satisfies a need, or None if there is none."""
         column = self.makers.get(kind_of(need))
         if column is None or need.microbatch is None or column[need.microbatch] == NOWHERE:
             return None
         return column[need.microbatch]
 
     def provide(self, node: int, need: Action) -> int:
-        """Return the node that provides what another needs; refuse a need that nobody meets."""
+        """Return the node that satisfies a need of `node`; raise if there is none."""
         maker = self.find(need)
         if maker is None:
-            self.refuse(node, f"waits for {need}, expected it in the table, got it nowhere; add it")
+            self.refuse(node, f"waits for {need}, which is missing from the table; add it")
         return maker
 
     @cached_property
     def rendezvous_waits(self) -> Links:
-        """Return the waits where every ``SEND`` also waits until its ``RECV`` is posted.
+        """Return the waits if each ``SEND`` also blocks until its ``RECV`` is posted.
 
-        Every transfer must be whole.
+        Every transfer must have both halves.
         """
         waits = self.waits.copy()
         one = numbers_of(waits.one)
@@ -195,9 +202,11 @@ class Precedence:
 
 
 def build_precedence(schedule: Schedule) -> Precedence:
-    """Resolve every dependency of a table.
+    """Build the graph of a table and resolve all dependencies.
 
-    Refuses an action that is out of range, on a wrong rank or there twice, and a need unmet.
+    Raises:
+        ScheduleError: an action is out of range, on a wrong rank or duplicated, or the result that
+            an action needs is missing from the table.
     """
     places: dict[Kind, int] = {}
     which, numbers, ranks = integers(), integers(), integers()
@@ -216,13 +225,13 @@ def build_precedence(schedule: Schedule) -> Precedence:
 
 
 def _refuse_first(faults: list[_Fault]) -> None:
-    """Raise for the first of some faults, if there is any."""
+    """Raise the first fault in table order, if there is any."""
     if faults:
         min(faults, key=itemgetter(0, 1)).refuse()
 
 
 def _index(graph: Precedence) -> None:
-    """Fill in who stands where; refuse an action out of range, out of place or there twice."""
+    """Record the node of each action; raise if one is out of range, misplaced or duplicated."""
     schedule = graph.schedule
     num_microbatches = schedule.num_microbatches
     faults: list[_Fault] = []
@@ -237,7 +246,7 @@ def _index(graph: Precedence) -> None:
     )
     is_placed[nodes[~at_home]] = False
     nodes = nodes[at_home]
-    # A row of nodes for each kind; of several nodes of one micro-batch the first has the place.
+    # One array of nodes per kind; the first of several nodes of one micro-batch is recorded.
     columns = np.full((len(regular), num_microbatches), NOWHERE, np.int32)
     columns[which[nodes[::-1]], numbers[nodes[::-1]]] = nodes[::-1]
     again = nodes[columns[which[nodes], numbers[nodes]] != nodes].tolist()
@@ -257,14 +266,14 @@ def _index(graph: Precedence) -> None:
 
 
 def _homes(schedule: Schedule) -> "NDArray[np.int32]":
-    """Return the rank that runs each stage (rows) for each micro-batch."""
+    """Return the rank of each stage (rows) for each micro-batch (columns)."""
     placement = schedule.placement
     routes = np.array(placement.routes, np.int32)
     return routes.T[:, np.array(placement.route_of, np.int32)]
 
 
 def _is_regular(kind: Kind, schedule: Schedule) -> bool:
-    """Say whether the actions of a kind are of micro-batches, and may be in this table."""
+    """Return whether actions of a kind belong to micro-batches and have a valid stage and peer."""
     op, stage, peer = kind
     if op in OF_BUCKETS or not 0 <= stage < schedule.num_stages:
         return False
@@ -279,7 +288,7 @@ def _is_over_a_skip(kind: Kind, schedule: Schedule) -> bool:
 def _place_by_itself(
     graph: Precedence, node: int, on_holder: dict[tuple[Action, int], int]
 ) -> Iterator[_Fault]:
-    """Note an action of buckets, of which each holder has one; yield why another has no place."""
+    """Record a bucket action, of which each holder has one; yield a fault if invalid."""
     action, rank = graph.action(node), graph.ranks[node]
     try:
         _check_entry(graph, node)
@@ -296,11 +305,11 @@ def _place_by_itself(
 
 def _refuse_entry(graph: Precedence, node: int) -> NoReturn:
     _check_entry(graph, node)
-    raise AssertionError(f"{graph.where(node)} has a place")
+    raise AssertionError(f"{graph.where(node)} is valid")
 
 
 def _provide(graph: Precedence, need: Kind, column: "array[int]", order: int) -> Iterator[_Fault]:
-    """Enter who meets a need, beside those that meet it otherwise; yield who does it again."""
+    """Register the nodes of a column as makers of a need; yield a fault for each duplicate."""
     others = graph.makers.get(need)
     if others is None:
         graph.makers[need] = column
@@ -318,46 +327,46 @@ def _provide(graph: Precedence, need: Kind, column: "array[int]", order: int) ->
 
 
 def _check_entry(graph: Precedence, node: int) -> None:
-    """Refuse one action that names no stage or micro-batch of the table, or is on a wrong rank."""
+    """Raise if an action names an invalid stage or micro-batch, or is on a wrong rank."""
     placement, rank = graph.schedule.placement, graph.ranks[node]
     op, stage, microbatch, peer = graph.action(node)
     if not 0 <= stage < placement.num_stages:
-        graph.refuse(node, f"no such stage, expected 0 to {placement.num_stages - 1}, got {stage}")
+        graph.refuse(node, f"stage must be 0 to {placement.num_stages - 1}, got {stage}")
     if peer is not None:
         _check_peer(graph, node)
     if op in OF_BUCKETS:
         if rank not in placement.holders(stage):
-            graph.refuse(node, f"wrong rank, expected one of {placement.holders(stage)}")
+            graph.refuse(node, f"wrong rank, stage {stage} is on {placement.holders(stage)}")
         return
     if microbatch is None or not 0 <= microbatch < placement.num_microbatches:
         most = placement.num_microbatches - 1
-        graph.refuse(node, f"no such micro-batch, expected 0 to {most}, got {microbatch}")
+        graph.refuse(node, f"micro-batch must be 0 to {most}, got {microbatch}")
     elif placement.rank_of(stage, microbatch) != rank:
         expected = placement.rank_of(stage, microbatch)
-        graph.refuse(node, f"wrong rank, expected rank {expected}, got rank {rank}; move it there")
+        graph.refuse(node, f"wrong rank, the stage is on rank {expected}; move the action there")
 
 
 def _check_peer(graph: Precedence, node: int) -> None:
-    """Refuse a peer of an action that is no transfer over a skip of the table."""
+    """Raise if an action with a peer is not a transfer over a skip of the table."""
     action, skips = graph.action(node), graph.schedule.skips
     if action.op not in SENDS and action.op not in RECEIVES:
-        graph.refuse(node, f"is no transfer, expected no peer, got {action.peer}")
+        graph.refuse(node, f"only SEND and RECV take a peer, got {action.peer}")
     if skip_of(action) not in skips:
         known = ", ".join(f"{source} to {destination}" for source, destination in skips)
         graph.refuse(
             node,
-            f"goes over no skip of the table, expected one of {known or 'none'}, got "
-            f"{' to '.join(map(str, skip_of(action) or ()))}; drop it, or name the skip",
+            f"uses the skip {' to '.join(map(str, skip_of(action) or ()))}, but the table declares "
+            f"{known or 'none'}; remove the action or declare the skip",
         )
 
 
 def _refuse_twice(graph: Precedence, node: int, first: int, need: Action) -> NoReturn:
     where = graph.where(first)
-    graph.refuse(node, f"{need} is done twice, expected once, got it at {where} already; drop one")
+    graph.refuse(node, f"{need} occurs twice, first at {where}; remove one")
 
 
 class _Need(NamedTuple):
-    """What the actions of a kind need: who makes it, and how it comes from elsewhere."""
+    """A dependency shared by all actions of a kind, with the makers and transfers of the value."""
 
     action: Action
     makers: Column
@@ -366,7 +375,7 @@ class _Need(NamedTuple):
 
 
 def _resolve(graph: Precedence) -> None:
-    """Fill in what the nodes wait for; refuse a need that nobody meets."""
+    """Fill in the waits of all nodes; raise if a needed action is missing."""
     faults: list[_Fault] = []
     _join_blocks(graph)
     for kind, nodes in graph.columns.items():
@@ -379,7 +388,10 @@ def _resolve(graph: Precedence) -> None:
 
 
 def _join_blocks(graph: Precedence) -> None:
-    """Note which forwards are one block with a backward; in a lowered table sends stand by it."""
+    """Record overlapped forward and backward pairs of a compute-only table in `leaves_with`.
+
+    In a lowered table, the position of the send expresses the overlap.
+    """
     if graph.schedule.is_lowered:
         return
     column_of, ranks = graph.makers.get, graph.ranks
@@ -388,21 +400,21 @@ def _join_blocks(graph: Precedence) -> None:
         _, behind, of_backward, _ = backward
         forwards, backwards = column_of((op, stage, peer)), column_of((Op.I, behind, None))
         if forwards is None or backwards is None or microbatch is None or of_backward is None:
-            continue  # whoever needs it says that it is missing
+            continue  # reported as missing by the action that needs it
         node, partner = forwards[microbatch], backwards[of_backward]
         if node == NOWHERE or partner == NOWHERE:
             continue
         if ranks[partner] != ranks[node] or partner < node:
             graph.refuse(
                 node,
-                f"overlaps {backward}, expected it behind on this rank, got "
-                f"{graph.where(partner)}; move it there",
+                f"overlaps {backward}, which must come later on the same rank but is at "
+                f"{graph.where(partner)}",
             )
         graph.leaves_with[node] = partner
 
 
 def _needs(graph: Precedence, kind: Kind) -> list[_Need]:
-    """Return the needs that the actions of a kind share."""
+    """Return the dependencies that all actions of a kind share."""
     schedule, action = graph.schedule, action_of(kind)
     nowhere = [NOWHERE] * schedule.num_microbatches
     found: list[_Need] = []
@@ -423,7 +435,7 @@ def _needs(graph: Precedence, kind: Kind) -> list[_Need]:
 def _link(
     graph: Precedence, kind: Kind, nodes: Column, order: int, need: _Need
 ) -> Iterator[_Fault]:
-    """Let the nodes of a kind wait for one of their needs; yield those that nobody meets."""
+    """Add the waits of the nodes of a kind for one dependency; yield a fault if it is missing."""
     ranks, waits, late, leaves_with = graph.ranks, graph.waits, graph.late, graph.leaves_with
     one = waits.one
     posts_a_buffer = kind[0] in RECEIVES  # its consumer waits
@@ -437,7 +449,7 @@ def _link(
         if node == NOWHERE:
             continue
         if maker == NOWHERE:
-            if not is_optional:  # else nothing is recomputed or fetched here
+            if not is_optional:  # an absent R or FETCH means no recomputation or offloading
                 what = need.action._replace(microbatch=microbatch)
                 yield _Fault(node, 2 * order, partial(_refuse_unmet, graph, node, what))
         elif posts_a_buffer:
@@ -472,7 +484,7 @@ def _link(
 
 
 def _link_at_once(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> bool:
-    """Do all that `_link` does, where nothing is missing or late; say whether that was so."""
+    """Do the work of `_link` vectorised if nothing is missing or late; return whether it was."""
     users, makers = numbers_of(nodes), numbers_of(need.makers)
     there = users != NOWHERE
     users, makers = users[there], makers[there]
@@ -498,7 +510,10 @@ def _link_at_once(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> 
 
 
 def _come_first(makers: Column, nodes: Column) -> bool:
-    """Say whether every micro-batch has both, and its maker ahead; they are of one rank."""
+    """Return whether both columns are complete and every maker precedes its consumer.
+
+    Both columns are nodes of one rank.
+    """
     first, then = numbers_of(makers), numbers_of(nodes)
     return bool(((first != NOWHERE) & (first < then)).all())
 
@@ -509,7 +524,7 @@ def _refuse_unmet(graph: Precedence, node: int, need: Action) -> NoReturn:
 
 
 def _refuse_untransferred(graph: Precedence, node: int, source: int) -> NoReturn:
-    """Raise for a value of another rank's stage whose transfer is not whole."""
+    """Raise because the ``SEND`` or ``RECV`` of a value from another rank is missing."""
     post = arrival(graph.action(node), source)
     graph.provide(node, post)
     graph.provide(node, counterpart(post))
@@ -517,9 +532,9 @@ def _refuse_untransferred(graph: Precedence, node: int, source: int) -> NoReturn
 
 
 def _link_own_weights(graph: Precedence, node: int) -> Iterator[_Fault]:
-    """Let an action of buckets wait for what its rank makes itself: for the last of it is enough.
+    """Make a bucket action wait for the last weight gradient of its stage on its own rank.
 
-    Where some of it comes later than the node, that is what it waits for.
+    Weight gradients that come later in the row are added as further waits and reported as late.
     """
     schedule, rank = graph.schedule, graph.ranks[node]
     rank_of, last = schedule.placement.rank_of, NOWHERE
@@ -545,11 +560,11 @@ def _link_own_weights(graph: Precedence, node: int) -> Iterator[_Fault]:
 
 
 def _link_gathers(graph: Precedence) -> None:
-    """Let the first forward of a stage on a rank wait until its parameters are there."""
+    """Make the first forward of a stage on each rank wait for its ``UNSHARD`` actions."""
     for (stage, rank), gathers in graph.gathers.items():
         forwards = graph.columns.get((Op.F, stage, None), ())
         own = (node for node in forwards if node != NOWHERE and graph.ranks[node] == rank)
-        first = min(own, default=None)  # later ones come behind the first anyway
+        first = min(own, default=None)  # later forwards run after the first
         for order, gather in enumerate(gathers if first is not None else ()):
             assert first is not None, "there is one"
             graph.waits.add(first, gather)
@@ -561,17 +576,21 @@ _BEHIND_NEEDS: Final = 2**30
 
 
 def execution_order(graph: Precedence, waits: Links) -> "array[int]":
-    """Return the nodes in an order in which ranks can pass them; refuse a deadlock."""
+    """Return all nodes in an order that the ranks can execute; raise on a deadlock."""
     return integers(chain.from_iterable(runs(graph, waits)))
 
 
 def runs(graph: Precedence, waits: Links) -> list[range]:
-    """Return the nodes in an order in which ranks can pass them, run by run; refuse a deadlock.
+    """Return an executable order of all nodes as ranges of consecutive nodes of one rank.
 
-    Linear in actions and waits: a blocked rank sleeps until the node it waits for is passed.
+    Takes time linear in actions and waits: a blocked rank is suspended until the node that it waits
+    for is done.
+
+    Raises:
+        ScheduleError: the table deadlocks; the message lists the blocked ranks and their waits.
     """
     position = graph.starts[:-1]
-    # Who sleeps until a rank passes a node, for each rank: (the node, who), by the node.
+    # For each rank: (node, suspended rank) pairs that wait for its nodes, sorted by node.
     sleepers: list[list[tuple[int, int]]] = [[] for _ in position]
     found: list[range] = []
     awake = deque(range(len(position)))
@@ -597,10 +616,10 @@ def _pass(
     position: list[int],
     sleepers: list[list[tuple[int, int]]],
 ) -> Iterator[None]:
-    """Pass the nodes of a rank; note its position and yield whenever it has to sleep."""
+    """Advance one rank through its nodes; record its position and yield whenever it must wait."""
     ranks, one, several = graph.ranks, waits.one, waits.several
     start, end = graph.starts[rank], graph.starts[rank + 1]
-    # What waits for nobody only stands between the others.
+    # Nodes without waits need no visit.
     waiting = np.flatnonzero(numbers_of(one)[start:end] != NOWHERE) + start
     for node in column_of(waiting.astype(np.int32)):
         position[rank] = node
@@ -629,6 +648,6 @@ def _describe_deadlock(
         for rank, wait in stuck
     ]
     return (
-        f"schedule {graph.schedule.name!r}: deadlock, expected every rank to finish, "
-        f"got {len(stuck)} stuck; reorder one of them:\n" + "\n".join(lines)
+        f"schedule {graph.schedule.name!r}: deadlock, {len(stuck)} ranks cannot finish; "
+        f"reorder the actions of one of them:\n" + "\n".join(lines)
     )

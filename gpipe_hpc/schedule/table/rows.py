@@ -1,7 +1,7 @@
-"""Rows: what one rank does, packed, so that a table of millions of actions stays small.
+"""Packed rows: the actions of one rank as integer columns, for tables of millions of actions.
 
-A row is read as a sequence of actions, each made when it is looked at. Passes over whole tables
-read its columns instead: a rank has few kinds of actions, and of each one for every micro-batch.
+A row behaves as a sequence of actions, which are created on access. Passes over whole tables use
+the columns instead: a rank has few kinds of actions, each of which occurs once per micro-batch.
 """
 
 from array import array
@@ -16,37 +16,37 @@ from numpy.typing import NDArray
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import Action, Op
 
-# What actions of several micro-batches have in common: op, stage and peer.
+# The part of an action that does not depend on the micro-batch: op, stage and peer.
 Kind = tuple[Op, int, int | None]
-# Stands for the micro-batch of an action that has none.
+# Replaces the micro-batch in the columns of a row if an action has none.
 NO_NUMBER: Final = -(2**31)
-# Four bytes a number; negative ones are refused by the checker, so they must be kept.
+# Signed 32-bit integers: the checker rejects negative numbers, so they must be representable.
 _INT: Final = "i"
 
 
 def kind_of(action: Action) -> Kind:
-    """Return what an action has in common with those of other micro-batches."""
+    """Return the op, stage and peer of an action."""
     return action.op, action.stage, action.peer
 
 
 def action_of(kind: Kind, number: int = NO_NUMBER) -> Action:
-    """Return the action of a kind for a micro-batch or bucket; without a number, for none."""
+    """Return the action of a kind for a micro-batch or bucket, or without either."""
     op, stage, peer = kind
     return Action(op, stage, None if number == NO_NUMBER else number, peer)
 
 
 def integers(values: Iterable[int] = ()) -> "array[int]":
-    """Return whole numbers, four bytes each."""
+    """Return an array of 32-bit integers."""
     return array(_INT, values)
 
 
 def numbers_of(column: Sequence[int]) -> "NDArray[np.int32]":
-    """Return a column as an array of numpy; of an `array` the same memory, which it then holds."""
+    """Return a column as a numpy array; an `array` shares its memory with the result."""
     return np.asarray(column, dtype=np.int32)
 
 
 def column_of(values: "NDArray[np.int32]") -> "array[int]":
-    """Return an array of numpy as a column."""
+    """Return a numpy array as a column (`array` of 32-bit integers)."""
     column = integers()
     column.frombytes(values.astype(np.int32, copy=False).tobytes())
     return column
@@ -55,8 +55,9 @@ def column_of(values: "NDArray[np.int32]") -> "array[int]":
 class Row(Sequence[Action]):
     """The packed, immutable actions of one rank, in order.
 
-    ``which[i]`` is the index of action i's kind in `kinds`, which are in order of first occurrence;
-    ``numbers[i]`` is its micro-batch or bucket, or `NO_NUMBER`. Equal rows have equal columns.
+    ``which[i]`` is the index in `kinds` of the kind of action i, with kinds in order of first
+    occurrence; ``numbers[i]`` is its micro-batch or bucket, or `NO_NUMBER`. Equal rows have equal
+    columns.
     """
 
     __slots__ = ("kinds", "numbers", "which")
@@ -66,7 +67,7 @@ class Row(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Row":
-        """Pack actions; a Row is returned unchanged."""
+        """Pack actions into a row; a `Row` is returned unchanged."""
         if isinstance(actions, Row):
             return actions
         listed = list(actions)
@@ -82,22 +83,24 @@ class Row(Sequence[Action]):
             return cls(kinds, integers(map(place.__getitem__, each)), integers(given))
         except OverflowError:
             raise ScheduleError(
-                f"action: expected micro-batches and buckets below {-NO_NUMBER}, got {max(given)}"
+                f"action: micro-batches and buckets must be below {-NO_NUMBER}, got {max(given)}"
             ) from None
 
     @classmethod
     def of_bytes(cls, kinds: tuple[Kind, ...], which: bytes, numbers: bytes) -> "Row":
-        """Return a row from the bytes of its columns, as sent by another process."""
+        """Return a row from the bytes of its columns, as received from another process."""
         columns = integers(), integers()
         for column, data in zip(columns, (which, numbers), strict=True):
             column.frombytes(data)
         if len(columns[0]) != len(columns[1]) or not set(columns[0]) <= set(range(len(kinds))):
-            raise ScheduleError("row: expected columns of one length that lead to its kinds")
+            raise ScheduleError(
+                "row: columns differ in length or contain an index outside the kinds of actions"
+            )
         return cls(kinds, *columns)
 
     @classmethod
     def in_order(cls, kinds: Sequence[Kind], which: "array[int]", numbers: "array[int]") -> "Row":
-        """Return the row of some columns, its kinds in the order in which they come first."""
+        """Return a row of the given columns, with its kinds sorted by first occurrence."""
         places = numbers_of(which)
         starts = np.full(len(kinds), len(which))
         starts[places[::-1]] = np.arange(len(which))[::-1]  # the first of each kind stays
@@ -114,13 +117,13 @@ class Row(Sequence[Action]):
         return frozenset(op for op, _, _ in self.kinds)
 
     def below(self, num_microbatches: int) -> "Row":
-        """Return the actions of the first micro-batches."""
+        """Return the actions of micro-batches below `num_microbatches`, and those without one."""
         if not self.numbers or max(self.numbers) < num_microbatches:
             return self
         return self._only(numbers_of(self.numbers) < num_microbatches)
 
     def only(self, keep: Callable[[Kind], bool]) -> "Row":
-        """Return the actions of the given kinds."""
+        """Return the actions whose kind satisfies a predicate."""
         kept = [keep(kind) for kind in self.kinds]
         if all(kept):
             return self
@@ -137,9 +140,9 @@ class Row(Sequence[Action]):
         which: "NDArray[np.int32]",
         numbers: "NDArray[np.int32]",
     ) -> "Row":
-        """Return the row with further actions, each before the one at a position, in order.
+        """Return the row with actions inserted, each before the action at its position in `at`.
 
-        Their columns index `kinds`.
+        `which` indexes `kinds`; the inserted actions keep their order.
         """
         if not len(at):
             return self
@@ -155,7 +158,7 @@ class Row(Sequence[Action]):
         return Row.in_order(list(places), *columns)
 
     def digest(self) -> str:
-        """Return a hash of the actions, the same in every process."""
+        """Return the SHA-256 digest of the actions, which is the same in every process."""
         sha = sha256(repr([(op.value, stage, peer) for op, stage, peer in self.kinds]).encode())
         sha.update(self.which)
         sha.update(self.numbers)
@@ -202,9 +205,9 @@ class Row(Sequence[Action]):
 
 @dataclass(frozen=True)
 class Elsewhere(Sequence[Action]):
-    """The row of another rank, where each keeps its own alone: its length and its digest.
+    """The row of another rank, of which this process has only the length and the digest.
 
-    To look at its actions raises ScheduleError.
+    Access to its actions raises ScheduleError.
     """
 
     rank: int
@@ -212,7 +215,7 @@ class Elsewhere(Sequence[Action]):
     of_row: str
 
     def digest(self) -> str:
-        """Return the hash of the row."""
+        """Return the digest of the row."""
         return self.of_row
 
     def __len__(self) -> int:
@@ -232,45 +235,45 @@ class Elsewhere(Sequence[Action]):
 
     def _refuse(self) -> NoReturn:
         raise ScheduleError(
-            f"schedule: the actions of rank {self.rank} were asked for, expected this rank's own: "
-            f"each keeps its own row, and rank 0 of the job all of them; look at the table there"
+            f"schedule: the actions of rank {self.rank} are not available in this process: each "
+            f"rank keeps only its own row, and rank 0 of the job keeps all; read the table there"
         )
 
 
 class RowWriter:
-    """A row as it grows.
+    """A mutable builder of a `Row`.
 
-    Who adds many actions of a kind asks for its `place` once and extends the columns, `which` by
-    that place and `numbers` by the micro-batch.
+    To add many actions of one kind, get its index from `place` once, then extend the columns:
+    `which` by that index and `numbers` by the micro-batches.
     """
 
     def __init__(self, kinds: Iterable[Kind] = ()) -> None:
-        """Start empty; `kinds` have the first places."""
+        """Create an empty builder; `kinds` are numbered first."""
         self.which, self.numbers = integers(), integers()
         self._places = {kind: place for place, kind in enumerate(kinds)}
 
     @classmethod
     def on(cls, row: Row) -> "RowWriter":
-        """Start with the actions of a row."""
+        """Create a builder that contains the actions of a row."""
         writer = cls(row.kinds)
         writer.which.extend(row.which)
         writer.numbers.extend(row.numbers)
         return writer
 
     def place(self, kind: Kind) -> int:
-        """Return the place of a kind."""
+        """Return the index of a kind, adding the kind if it is new."""
         return self._places.setdefault(kind, len(self._places))
 
     def add(self, kind: Kind, number: int = NO_NUMBER) -> None:
-        """Add one action."""
+        """Append one action."""
         self.which.append(self._places.setdefault(kind, len(self._places)))
         self.numbers.append(number)
 
     def take(self, row: Row, start: int, end: int) -> None:
-        """Add the actions of a row from `start` to `end`; its kinds have the first places."""
+        """Append the actions of `row` from `start` to `end`; kinds must be numbered as in `row`."""
         self.which.extend(row.which[start:end])
         self.numbers.extend(row.numbers[start:end])
 
     def row(self) -> Row:
-        """Return the row, its kinds in the order in which they come first."""
+        """Return the row, with its kinds sorted by first occurrence."""
         return Row.in_order(list(self._places), self.which, self.numbers)

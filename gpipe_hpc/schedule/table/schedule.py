@@ -1,4 +1,4 @@
-"""The table: stages placed on ranks, and for each rank its list of actions."""
+"""The schedule table: a placement of stages on ranks and an action list for each rank."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action, Op
 from gpipe_hpc.schedule.table.rows import Elsewhere, Row
 
-# A forward and the backward of another stage that the same rank runs along with it.
+# A forward and the backward of another stage that the same rank runs as one block.
 Overlap = tuple[Action, Action]
 # A long skip: the stage that stashes tensors, and the later one that pops them.
 Skip = tuple[int, int]
@@ -17,27 +17,28 @@ Skip = tuple[int, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """The rank of each stage of each micro-batch.
+    """The rank that runs each stage for each micro-batch.
 
-    ``routes[route][stage]`` is a rank and ``route_of[microbatch]`` a route. Usually there is one
-    route; mirrored placements, with stages on several ranks, have several.
+    ``routes[route][stage]`` is a rank and ``route_of[microbatch]`` the index of a route. Most
+    placements have one route; those that hold a stage on several ranks (mirrored pipelines) have
+    several.
     """
 
     routes: tuple[tuple[int, ...], ...]
     route_of: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse routes of unequal length and micro-batches on a route that is not there."""
+        """Check that routes have equal numbers of stages and every micro-batch has a route."""
         if not self.routes or not self.routes[0] or not self.route_of:
-            raise ScheduleError("placement: expected a stage and a micro-batch at least, got none")
+            raise ScheduleError("placement: needs at least one stage and one micro-batch, got none")
         if len({len(route) for route in self.routes}) > 1:
             raise ScheduleError(
-                "placement: routes differ in their number of stages, expected one number, "
+                "placement: all routes need the same number of stages, "
                 f"got {[len(route) for route in self.routes]}"
             )
         if min(self.route_of) < 0 or max(self.route_of) >= len(self.routes):
             raise ScheduleError(
-                f"placement: route_of names a route that is not there, expected 0 to "
+                f"placement: route_of must contain route indices from 0 to "
                 f"{len(self.routes) - 1}, got {sorted(set(self.route_of))}"
             )
         if min(map(min, self.routes)) < 0:
@@ -45,7 +46,7 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Return the number of stages of one route."""
+        """Return the number of stages of the model."""
         return len(self.routes[0])
 
     @cached_property
@@ -85,18 +86,21 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table: for each rank the actions it runs, in order.
+    """A schedule table: the ordered actions of each rank.
 
     Args:
-        ranks: sequences of actions, kept packed as `Row`s. In a run, rank 0 has all; other ranks
-            have their own row, and `Elsewhere` for the others.
-        max_activations: bound per rank of the micro-batches of a stage whose activations it keeps
-            at once; None: undeclared.
-        max_receives: bound per rank of posted and unused receive buffers; None: undeclared.
-        overlaps: pairs of an ``F`` and the next ``B`` on its rank that form one block, so the
-            output of the ``F`` leaves when both are done.
-        skips: sorted pairs (source, destination) of stages that exchange tensors directly, two or
-            more stages apart.
+        name: name of the schedule, used in messages.
+        placement: rank of each stage for each micro-batch.
+        ranks: one sequence of actions per rank, packed into `Row`s. During a run, rank 0 has all
+            rows; other ranks have their own row and an `Elsewhere` for each other rank.
+        max_activations: for each rank, the largest number of (stage, micro-batch) pairs whose
+            activations it keeps at once; None if not declared.
+        max_receives: for each rank, the largest number of posted receive buffers; None if not
+            declared.
+        overlaps: pairs of an ``F`` and the next ``B`` on its rank that run as one block. The output
+            of the ``F`` is sent when both are done.
+        skips: sorted pairs (source, destination) of stages at least two apart that exchange tensors
+            directly.
     """
 
     name: str
@@ -108,28 +112,27 @@ class Schedule:
     skips: tuple[Skip, ...] = ()
 
     def __post_init__(self) -> None:
-        """Pack the rows; refuse skips between stages not there or too near, and out of order."""
+        """Pack the rows and check that skips are sorted and join stages at least two apart."""
         packed = (row if isinstance(row, Elsewhere) else Row.of(row) for row in self.ranks)
         object.__setattr__(self, "ranks", tuple(packed))
         last = self.num_stages - 1
         for source, destination in self.skips:
             if not (source >= 0 and source + 2 <= destination <= last):
                 raise ScheduleError(
-                    f"schedule {self.name!r}: no such skip, expected stages of 0 to {last}, the "
-                    f"second two on or more, got ({source}, {destination}); leave out what goes to "
-                    "the next stage or stays within one"
+                    f"schedule {self.name!r}: invalid skip ({source}, {destination}): a skip joins "
+                    f"stages of 0 to {last} that are at least two apart; remove skips to the next "
+                    "stage or within one stage"
                 )
         if list(self.skips) != sorted(set(self.skips)):
             raise ScheduleError(
-                f"schedule {self.name!r}: skips, expected each pair of stages once and in order, "
-                f"got {self.skips}; sort them"
+                f"schedule {self.name!r}: skips must be sorted and unique, got {self.skips}"
             )
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Return the packed actions of all ranks.
 
-        Raises ScheduleError if this rank has only its own row.
+        Raises ScheduleError if this process has only the row of its own rank.
         """
         return tuple(map(Row.of, self.ranks))
 
@@ -160,12 +163,12 @@ class Schedule:
 
     @cached_property
     def is_lowered(self) -> bool:
-        """Return whether communication and reduction are part of the table."""
+        """Return whether the table contains communication and reductions."""
         return self.max_receives is not None or not self.ops <= COMPUTE | COPIES
 
     @cached_property
     def hash(self) -> str:
-        """Return `digest` of the table, computed once."""
+        """Return the SHA-256 digest of the table, computed once."""
         sha = hashlib.sha256()
         head = (self.placement, self.max_activations, self.max_receives)
         sha.update(repr(head).encode())
@@ -180,28 +183,31 @@ class Schedule:
 
 
 def digest(schedule: Schedule) -> str:
-    """Return a hash of all that a run depends on: placement, actions, bounds, skips; not the name.
+    """Return the SHA-256 digest of placement, actions, bounds and skips of a table.
 
-    It is the same in every process; ranks compare it before the first step.
+    The name is not part of it. The digest is the same in every process; ranks compare it before the
+    first step.
     """
     return schedule.hash
 
 
 def without_rows(schedule: Schedule) -> Schedule:
-    """Return a table with the digests of all rows but no actions."""
+    """Return a table in which each row is replaced by its length and digest."""
     rows = (Elsewhere(rank, len(row), row.digest()) for rank, row in enumerate(schedule.rows))
     return replace(schedule, ranks=tuple(rows))
 
 
 def with_row(schedule: Schedule, rank: int, row: Row) -> Schedule:
-    """Return a table `without_rows` with one rank's row; raise if the row is not the original."""
+    """Return a table of `without_rows` with the row of one rank inserted.
+
+    Raises ScheduleError if the digest of the row differs from that of the original row.
+    """
     expected = schedule.ranks[rank]
     assert isinstance(expected, Elsewhere), f"rank {rank} has its row already"
     if row.digest() != expected.digest():
         raise ScheduleError(
             f"schedule {schedule.name!r}, rank {rank}: received a row of {len(row)} actions and "
-            f"digest {row.digest()[:12]}, expected {len(expected)} actions and digest "
-            f"{expected.digest()[:12]}, as rank 0 has made them; start all ranks with one version "
-            f"of gpipe_hpc"
+            f"digest {row.digest()[:12]}, but rank 0 built {len(expected)} actions with digest "
+            f"{expected.digest()[:12]}; start all ranks with the same version of gpipe_hpc"
         )
     return replace(schedule, ranks=(*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :]))

@@ -1,8 +1,8 @@
-"""The text form of a table: a line of comma-separated actions for each rank.
+"""The text form of a table: one line of comma-separated actions per rank.
 
-The format that torch.distributed.pipelining dumps and loads; empty cells are bubbles there. An F
-and a B that are one block share a cell, as in ``(0F4;7B1)OVERLAP_F_B``. A table with long skips has
-a last line that names them by their stages, as in ``skips,0>4,1>3``.
+This is the format that torch.distributed.pipelining writes and reads; an empty cell is a bubble. An
+F and a B that form one block share a cell, as in ``(0F4;7B1)OVERLAP_F_B``. A table with long skips
+ends with a line that lists them by stage, as in ``skips,0>4,1>3``.
 """
 
 import csv
@@ -33,7 +33,7 @@ _SKIP: Final = re.compile(r"(\d{1,9})\s*>\s*(\d{1,9})")
 def to_text(schedule: Schedule) -> str:
     """Return a table as text, one line per rank.
 
-    Trailing ranks without actions become empty lines, which a reader does not count as ranks.
+    Trailing ranks without actions become empty lines, which `from_text` does not count as ranks.
     """
     partner_of = dict(schedule.overlaps)
     lines = [",".join(_cells_of(row, partner_of)) for row in schedule.ranks]
@@ -44,7 +44,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Iterator[str]:
-    """Yield the cells of one rank; a block takes one, with all that stands within it."""
+    """Yield the cells of one rank; an overlapped block and everything inside it share one cell."""
     if not partner_of:
         yield from map(str, row)
         return
@@ -58,17 +58,19 @@ def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Ite
 
 
 def from_text(text: str, name: str = "file") -> Schedule:
-    """Read a table from text; the placement follows from the positions of actions.
+    """Parse a table from text; the placement is derived from the lines on which actions occur.
 
-    No bounds are declared. Reductions and gathering in a table without transfers, as torch writes
-    them, are dropped and added again by lowering. Raises `ScheduleError` with line and cell, from
-    1.
+    No bounds are declared. If the table has no transfers, as torch writes it, its reductions and
+    all-gathers are dropped and added again by lowering.
+
+    Raises:
+        ScheduleError: the text is invalid; the message gives line and cell, counted from 1.
     """
     lines = _lines(text, name)
     skips = _take_skips(lines, name)
     cells = _read(lines, name)
     if not cells:
-        raise ScheduleError(f"schedule {name!r}: no action in the text, expected one at least")
+        raise ScheduleError(f"schedule {name!r}: the text contains no action")
     placement = _placement(cells, name)
     if _lacks_transfers(cells, placement):
         cells = [cell for cell in cells if cell.action.op not in OF_BUCKETS]
@@ -85,13 +87,13 @@ def from_text(text: str, name: str = "file") -> Schedule:
 
 
 def _lines(text: str, name: str) -> list[list[str]]:
-    rows = csv.reader(io.StringIO(text, newline=None))  # ends of lines of any system
+    rows = csv.reader(io.StringIO(text, newline=None))  # accepts any line ending
     try:
         return list(rows)
     except csv.Error as error:
         raise ScheduleError(
-            f"schedule {name!r}, line {rows.line_num}: not readable, expected comma-separated "
-            f"actions, got {error}; correct the line"
+            f"schedule {name!r}, line {rows.line_num}: cannot parse the line as comma-separated "
+            f"actions: {error}"
         ) from None
 
 
@@ -106,9 +108,9 @@ class _Cell(NamedTuple):
 
 
 def _take_skips(lines: list[list[str]], name: str) -> tuple[Skip, ...]:
-    """Take the line of skips off the end of a table, if it has one."""
+    """Remove the line of skips from the end of `lines` and return its skips."""
     while lines and not any(map(str.strip, lines[-1])):
-        lines.pop()  # blank lines at the end are no ranks
+        lines.pop()  # blank lines at the end do not count as ranks
     if not lines or lines[-1][0].strip() != _SKIPS:
         return ()
     skips: list[Skip] = []
@@ -118,8 +120,8 @@ def _take_skips(lines: list[list[str]], name: str) -> tuple[Skip, ...]:
             skips.append((int(match[1]), int(match[2])))
         elif entry.strip():
             raise ScheduleError(
-                f"schedule {name!r}, line {len(lines) + 1}, cell {column}: not a skip, expected "
-                f"its stages such as 0>4, got {entry!r:.80}"
+                f"schedule {name!r}, line {len(lines) + 1}, cell {column}: expected a skip such "
+                f"as 0>4, got {entry!r:.80}"
             )
     return tuple(sorted(skips))
 
@@ -129,7 +131,7 @@ def _read(lines: list[list[str]], name: str) -> list[_Cell]:
     for line, row in enumerate(lines):
         for column, entry in enumerate(row):
             if not entry.strip():
-                continue  # a bubble: time is a result of running a table, no part of it
+                continue  # a bubble: a table defines order, not time
             try:
                 actions = _parse(entry.strip())
                 cells += [_Cell(line, column, action, len(actions) > 1) for action in actions]
@@ -141,7 +143,7 @@ def _read(lines: list[list[str]], name: str) -> list[_Cell]:
 
 
 def _parse(entry: str) -> list[Action]:
-    """Read one cell: an action, or a block of an F and a B, between them R and copies at most."""
+    """Parse one cell: an action, or a block of an F and a B with only R and copies between them."""
     if not entry.startswith("("):
         return [parse_action(entry)]
     inner, _, op = entry[1:].partition(")")
@@ -150,19 +152,19 @@ def _parse(entry: str) -> list[Action]:
     ops = [action.op for action in block if action.op not in between]
     if ops != [Op.F, Op.B] or block[0].op in between or block[-1].op in between:
         raise ScheduleError(
-            f"action: not a block, expected one such as (0F4;7B1){_OVERLAP}, got {entry!r:.80}"
+            f"action: expected a block such as (0F4;7B1){_OVERLAP}, got {entry!r:.80}"
         )
     return block
 
 
 def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
-    """Say whether values cross ranks and no transfer is in the table: it is one of compute."""
+    """Return whether a table spans several ranks but contains no transfers (compute only)."""
     crosses = any(len(set(route)) > 1 for route in placement.routes)
     return crosses and not any(cell.action.op in SENDS | RECEIVES for cell in cells)
 
 
 def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
-    """Add a route for each rank that reduces or gathers a stage without running a micro-batch."""
+    """Add a route for each rank that only reduces or gathers a stage."""
     first, idle = placement.routes[0], []
     for line, _, (op, stage, _, _), _ in cells:
         if op in OF_BUCKETS and stage < len(first) and line not in placement.holders(stage):
@@ -171,7 +173,7 @@ def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
 
 
 def _placement(cells: list[_Cell], name: str) -> Placement:
-    """Return where each micro-batch runs; micro-batches that go one way share a route."""
+    """Derive the placement from the cells; micro-batches with the same ranks share a route."""
     places: dict[tuple[int, int], _Cell] = {}
     for cell in cells:
         op, stage, microbatch, _ = cell.action
@@ -180,11 +182,11 @@ def _placement(cells: list[_Cell], name: str) -> Placement:
         first = places.setdefault((stage, microbatch), cell)
         if first.line != cell.line:
             raise ScheduleError(
-                f"schedule {name!r}, {cell}: {cell.action} on another rank than "
-                f"{first.action} ({first}), expected one rank for a stage of a micro-batch"
+                f"schedule {name!r}, {cell}: {cell.action} is on a different rank than "
+                f"{first.action} ({first}); one rank must run a micro-batch on a stage"
             )
     if not places:
-        raise ScheduleError(f"schedule {name!r}: no compute in the text, expected F at least")
+        raise ScheduleError(f"schedule {name!r}: the text contains no compute action such as 0F0")
     num_stages = 1 + max(stage for stage, _ in places)
     routes: dict[tuple[int, ...], int] = {}
     route_of: list[int] = []
@@ -193,8 +195,8 @@ def _placement(cells: list[_Cell], name: str) -> Placement:
         for stage in range(num_stages):
             if (stage, microbatch) not in places:
                 raise ScheduleError(
-                    f"schedule {name!r}: {Action(Op.F, stage, microbatch)} is missing, expected "
-                    f"every micro-batch on each of {num_stages} stages, got it on no line; add it"
+                    f"schedule {name!r}: {Action(Op.F, stage, microbatch)} is missing; every "
+                    f"micro-batch must run on each of the {num_stages} stages"
                 )
             route.append(places[stage, microbatch].line)
         route_of.append(routes.setdefault(tuple(route), len(routes)))

@@ -74,7 +74,7 @@ def test_larger_vocabulary_of_data_is_refused(config_file: Path, tmp_path: Path)
 
 def test_missing_path_names_the_setting(library: Any):
     config = compose_config(["model=huggingface", *DATA])
-    with pytest.raises(ConfigError, match=r"got null; set model\.path=/folder"):
+    with pytest.raises(ConfigError, match=r"no model is given; set model\.path"):
         build_target("model", config.model)
 
 

@@ -89,23 +89,26 @@ def test_blocks_need_nothing_of_what_is_not_theirs(configs: Any, batch_of: Any):
 def test_other_inputs_are_refused(configs: Any, batch_of: Any):
     tokens, labels = batch_of("gpt2")
     embedding = built(huggingface_layers(configs["gpt2"])[:1])[0]
-    with pytest.raises(ModelError, match=r"input_ids.*labels.*give labels as targets"):
+    with pytest.raises(ModelError, match=r"input_ids.*labels.*pass labels as targets"):
         embedding({"input_ids": tokens, "labels": labels})
     with pytest.raises(ModelError, match=r"bad inputs, expected a tensor input_ids.*got tuple"):
         embedding((tokens,))
 
 
 REFUSED = {
-    "encoder_decoder": ({"model_type": "bart"}, "bart is an encoder with a decoder.*causal"),
-    "t5": ({"model_type": "t5"}, "t5 is an encoder with a decoder.*causal"),
-    "no_blocks": ({"model_type": "resnet"}, "cannot be cut into layers"),
-    "unknown": ({"model_type": "nonesuch"}, "unknown model_type.*'nonesuch'"),
+    "encoder_decoder": ({"model_type": "bart"}, "bart is an encoder-decoder model.*causal"),
+    "t5": ({"model_type": "t5"}, "t5 is an encoder-decoder model.*causal"),
+    "no_blocks": ({"model_type": "resnet"}, "cannot be split into layers"),
+    "unknown": ({"model_type": "nonesuch"}, "does not know the model_type.*'nonesuch'"),
     "other_task": (
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         "expected a causal language model",
     ),
     "more_outputs": ({"model_type": "llama", "output_attentions": True}, "output_attentions"),
-    "impossible": ({"model_type": "llama", "num_hidden_layers": "many"}, "llama.*got"),
+    "impossible": (
+        {"model_type": "llama", "num_hidden_layers": "many"},
+        "rejects the config of a llama",
+    ),
 }
 
 
@@ -121,7 +124,7 @@ def test_bad_settings_are_refused(configs: Any):
         huggingface_layers(configs["llama"], attention="flash")
     with pytest.raises(ConfigError, match=r"bad dtype.*'int8'"):
         huggingface_layers(configs["llama"], dtype="int8")
-    with pytest.raises(ConfigError, match=r"got null; set model\.path"):
+    with pytest.raises(ConfigError, match=r"no model is given; set model\.path"):
         huggingface_layers(None)
     with pytest.raises(ModelError, match=r"got int; set model\.path"):
         huggingface_layers(5)

@@ -171,17 +171,17 @@ def test_pickled_missing_and_damaged_files_are_refused(stored: Any, tmp_path: Pa
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-8])
-    with pytest.raises(ModelError, match=rf"{shard.name} cannot be read"):
+    with pytest.raises(ModelError, match=rf"cannot read .*{shard.name}"):
         huggingface_layers(folder)
     shard.unlink()
-    with pytest.raises(ModelError, match=rf"lacks a file, expected {shard.name}"):
+    with pytest.raises(ModelError, match=rf"lacks the file {shard.name}"):
         huggingface_layers(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    with pytest.raises(ModelError, match=r"lacks a file, expected model\.safetensors"):
+    with pytest.raises(ModelError, match=r"lacks the file model\.safetensors"):
         huggingface_layers(folder)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
-    with pytest.raises(ModelError, match=r"pickled weights alone.*pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"only pickled weights.*pytorch_model\.bin"):
         huggingface_layers(folder)
 
 
@@ -192,7 +192,7 @@ def test_index_does_not_lead_out_of_the_folder(stored: Any, tmp_path: Path):
     content["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(content))
     (tmp_path / "elsewhere.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"lacks a file, expected elsewhere\.safetensors"):
+    with pytest.raises(ModelError, match=r"lacks the file elsewhere\.safetensors"):
         huggingface_layers(folder)
 
 

@@ -136,17 +136,22 @@ def test_a_cell_passes_on_what_it_was_given():
 @pytest.mark.parametrize("shape", [(2, 3, 48, 32), (2, 3, 32, 33)])
 def test_images_that_do_not_halve_are_refused(shape: tuple[int, ...]):
     stem = build_layer(build_amoebanet_d(3, 16)[0], index=0, seed=0)
-    with pytest.raises(ModelError, match=r"amoebanet_d: images.*divide by 32, got \[2, 3, "):
+    with pytest.raises(
+        ModelError, match=r"amoebanet_d: height and width of images.*divisible by 32, got \[2, 3, "
+    ):
         stem(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 19}, r"amoebanet_d: impossible num_layers.*got 19; take 18"),
-        ({"num_layers": 0}, r"amoebanet_d: impossible num_layers.*got 0; take 3"),
-        ({"num_filters": 210}, r"amoebanet_d: impossible num_filters.*got 210; take 208"),
-        ({"num_filters": 4}, r"amoebanet_d: impossible num_filters.*got 4; take 8"),
+        ({"num_layers": 19}, r"amoebanet_d: num_layers must be a multiple of 3.*got 19; use 18"),
+        ({"num_layers": 0}, r"amoebanet_d: num_layers must be a multiple of 3.*got 0; use 3"),
+        (
+            {"num_filters": 210},
+            r"amoebanet_d: num_filters must be a multiple of 4.*got 210; use 208",
+        ),
+        ({"num_filters": 4}, r"amoebanet_d: num_filters must be a multiple of 4.*got 4; use 8"),
         ({"num_classes": 0}, r"amoebanet_d: num_classes too small"),
     ],
 )

@@ -118,7 +118,7 @@ def test_too_long_a_sequence_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 5}, r"bert: width does not divide.*num_heads=5, got width=24"),
+        ({"num_heads": 5}, r"bert: width must be a multiple of num_heads=5, got width=24"),
         ({"vocab_size": 0}, r"bert: vocab_size too small"),
         ({"dropout": 1.0}, r"bert: dropout out of range"),
     ],

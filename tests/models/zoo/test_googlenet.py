@@ -116,7 +116,7 @@ def test_initialisation_is_torchvisions():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"width": 12}, r"googlenet: impossible width, expected a multiple of 8.*got 12; take 16"),
+        ({"width": 12}, r"googlenet: width must be a multiple of 8.*got 12; use 16"),
         ({"width": 0}, r"googlenet: width too small"),
         ({"form": "keras"}, r"googlenet: unknown form.*torchvision, caffe.*got 'keras'"),
         ({"dropout": 1.0}, r"googlenet: dropout out of range"),

@@ -36,7 +36,7 @@ def test_unknown_names_are_answered_with_the_known():
         build_model("gpt", depth=3)
     with pytest.raises(ModelError, match=r"mlp: unknown activation.*relu.*got 'sin'"):
         build_mlp([2, 2], activation="sin")
-    with pytest.raises(ModelError, match=r"mlp: bad widths.*\[2\]"):
+    with pytest.raises(ModelError, match=r"mlp: widths must be.*\[2\]"):
         build_mlp([2])
 
 

@@ -121,7 +121,7 @@ def test_a_zeroed_block_is_the_identity_at_first():
 @pytest.mark.parametrize(
     ("build", "change", "message"),
     [
-        (build_resnet, {"num_blocks": []}, r"resnet: no blocks.*got none"),
+        (build_resnet, {"num_blocks": []}, r"resnet: num_blocks is empty"),
         (build_resnet, {"num_blocks": [1, 0]}, r"resnet: num_blocks\[1\] too small.*got 0"),
         (build_small_resnet, {"num_blocks": [0]}, r"resnet_small: num_blocks\[0\] too small"),
         (build_small_resnet, {"width": 0}, r"resnet_small: width too small"),

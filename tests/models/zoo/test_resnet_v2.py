@@ -89,9 +89,9 @@ def test_initialisation_is_hes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"depth": 5000}, r"resnet_v2: impossible depth, expected 9 n \+ 2.*got 5000; take 4997"),
-        ({"depth": 2}, r"resnet_v2: impossible depth.*got 2; take 11"),
-        ({"depth": -7}, r"resnet_v2: impossible depth.*got -7; take 11"),
+        ({"depth": 5000}, r"resnet_v2: depth must be 9 n \+ 2.*got 5000; use 4997"),
+        ({"depth": 2}, r"resnet_v2: depth must be 9 n .*got 2; use 11"),
+        ({"depth": -7}, r"resnet_v2: depth must be 9 n .*got -7; use 11"),
         ({"form": "mxnet"}, r"resnet_v2: unknown form.*keras, he.*got 'mxnet'"),
         ({"width": 0}, r"resnet_v2: width too small"),
     ],

@@ -138,7 +138,7 @@ def test_too_long_a_sequence_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 5}, r"transformer: width does not divide.*num_heads=5, got width=2048"),
+        ({"num_heads": 5}, r"transformer: width must be a multiple of num_heads=5, got width=2048"),
         ({"num_layers": 0}, r"transformer: num_layers too small"),
         ({"hidden": 0}, r"transformer: hidden too small"),
         ({"dropout": 1.0}, r"transformer: dropout out of range"),

@@ -81,7 +81,7 @@ def test_equals_unet_written_out(
     [
         ({"num_convs": 0}, r"unet: num_convs too small"),
         ({"depth": 0}, r"unet: depth too small"),
-        ({"base_channels": 7}, r"unet: odd base_channels.*got 7; take 8"),
+        ({"base_channels": 7}, r"unet: base_channels must be even.*got 7; use 8"),
         ({"dropout": 1.0}, r"unet: dropout out of range"),
         ({"num_classes": 0}, r"unet: num_classes too small"),
     ],

@@ -97,7 +97,7 @@ def test_initialisation_is_torchvisions():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_convs": []}, r"vgg: no convolutions"),
+        ({"num_convs": []}, r"vgg: num_convs is empty"),
         ({"num_convs": [1, 0]}, r"vgg: num_convs\[1\] too small.*got 0"),
         ({"num_classes": 0}, r"vgg: num_classes too small"),
         ({"dropout": 1.0}, r"vgg: dropout out of range"),

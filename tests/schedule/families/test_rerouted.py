@@ -172,14 +172,14 @@ def test_without_a_hole_it_is_the_schedule_of_that_name():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stages": 4}, "expected a rank for each of 4 stages at least, got 3"),
+        ({"stages": 4}, "4 stages need at least 4 ranks, got 3"),
         ({"stages": 0}, "stages must be a whole number"),
-        ({"stages": 2, "copies": [2, 2]}, "add up to 3 ranks"),
-        ({"stages": 2, "copies": [3]}, "2 numbers"),
+        ({"stages": 2, "copies": [2, 2]}, "sum to 3 ranks"),
+        ({"stages": 2, "copies": [3]}, "each of 2 stages"),
         ({"stages": 2, "copies": [3, 0]}, "copies must be a whole number"),
         ({"stages": 2, "room": 0}, "room must be a whole number"),
-        ({"stages": 2, "paces": [1, 1]}, "a number above 0 for each of 3 ranks, got .1, 1."),
-        ({"stages": 2, "paces": [1, 0, 1]}, "a number above 0 for each of 3 ranks"),
+        ({"stages": 2, "paces": [1, 1]}, "each of 3 ranks, each above 0, got .1, 1."),
+        ({"stages": 2, "paces": [1, 0, 1]}, "each of 3 ranks, each above 0"),
         ({"stages": 2, "order": "zb_v"}, "one of gpipe, one_f_one_b, zb_h1"),
     ],
 )
@@ -201,5 +201,5 @@ def test_auto_beats_the_named_orders_of_the_same_rows():
     found = simulate(build("auto", placement="rerouted", costs=costs, **rows), costs).makespan
     named = [simulate(build("rerouted", order=o, **rows), costs).makespan for o in ORDERS]
     assert found <= min(named)
-    with pytest.raises(ScheduleError, match="are of placement rerouted, got 'wave'"):
+    with pytest.raises(ScheduleError, match="need placement rerouted, got 'wave'"):
         build("auto", ranks=4, microbatches=2, placement="wave", stages=2)

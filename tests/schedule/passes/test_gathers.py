@@ -72,11 +72,11 @@ def test_a_holder_without_a_forward_gathers_at_its_end():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0UNSHARD0,0B0,0REDUCE_GRAD\n", r"0F0: waits for 0UNSHARD0, expected it earlier"),
-        ("0UNSHARD0,0UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"0UNSHARD0 is done twice"),
+        ("0F0,0UNSHARD0,0B0,0REDUCE_GRAD\n", r"0F0: waits for 0UNSHARD0, which comes later"),
+        ("0UNSHARD0,0UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"0UNSHARD0 occurs twice"),
         ("0UNSHARD1,0F0,0B0,0REDUCE_GRAD\n", r"0UNSHARD0 is missing"),
         ("0UNSHARD,0UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"beside 0UNSHARD, which is of all"),
-        ("1UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"no such stage"),
+        ("1UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"stage must be 0 to 0, got 1"),
     ],
 )
 def test_refusals(text, message):

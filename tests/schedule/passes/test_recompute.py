@@ -38,7 +38,7 @@ def test_only_the_stages_named_recompute(variant, mode):
 
 
 def test_stages_that_are_not_there_are_refused():
-    with pytest.raises(ScheduleError, match=r"expected some of 0 to 3, got \[1, 4\]"):
+    with pytest.raises(ScheduleError, match=r"must be from 0 to 3, got \[1, 4\]"):
         add_recompute(build("gpipe", ranks=4, microbatches=2), "always", [4, 1])
 
 

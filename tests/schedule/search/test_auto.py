@@ -95,7 +95,7 @@ def test_never_worse_than_what_a_schedule_does_with_options(name, ranks, microba
 
 
 def test_a_cost_that_is_not_known_is_refused():
-    with pytest.raises(ScheduleError, match=r"unknown cost, expected some of forward.*'fwd'"):
+    with pytest.raises(ScheduleError, match=r"unknown cost 'fwd', expected some of forward"):
         build("auto", ranks=2, microbatches=2, costs={"fwd": 1})
 
 
@@ -148,7 +148,7 @@ def test_where_nothing_fits_the_order_that_needs_least_is_found():
 
 @pytest.mark.parametrize("name", ["auto", "gpipe"])
 def test_what_ranks_may_hold_is_no_setting(name):
-    with pytest.raises(ScheduleError, match=r"unknown option, expected .*got 'within'"):
+    with pytest.raises(ScheduleError, match=r"unknown option 'within', expected"):
         build(name, ranks=2, microbatches=2, within=3)
 
 
@@ -161,9 +161,9 @@ def test_memory_in_bytes():
     assert peaks[0] <= 125
     assert peaks[1] <= 110
     assert found.schedule.max_activations[0] == 2
-    with pytest.raises(ScheduleError, match=r"no order fits.*got \[105, 110\]"):
+    with pytest.raises(ScheduleError, match=r"no order stays within the limit \[105, 110\]"):
         search(placement, ONE_EACH, limit=[105, 110], memory=memory)
-    with pytest.raises(ScheduleError, match="one for each rank, expected 2, got 3"):
+    with pytest.raises(ScheduleError, match="one for each of 2 ranks, got 3"):
         search(placement, ONE_EACH, limit=[1, 2, 3])
 
 
@@ -176,7 +176,7 @@ def test_auto_is_a_schedule_by_name():
     default = build("auto", ranks=2, microbatches=1)
     assert simulate(default, ONE_EACH).makespan == 5
     for kind, count in (("ring", 2), ("wave", 3)):
-        with pytest.raises(ScheduleError, match="expected placement one_each, looped, mirrored"):
+        with pytest.raises(ScheduleError, match="placement must be one_each, looped, mirrored"):
             build("auto", ranks=2, microbatches=1, placement=kind, stages_per_rank=count)
 
 

@@ -71,7 +71,7 @@ def test_blocks_share_a_cell_as_torch_writes_them():
         ("0F0,0F1\n1F0\n", r"1F1 is missing"),
         ("\n,,\n", r"no action"),
         ("0REDUCE_GRAD\n", r"no compute"),
-        ("0F0,(0F1;0B0\n", r"line 1, cell 2: .*not a block, expected one such as"),
+        ("0F0,(0F1;0B0\n", r"line 1, cell 2: .*expected a block such as"),
         ("(0B0;0F1)OVERLAP_F_B\n", r"line 1, cell 1: .*not a block"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_full_disk_is_told_with_its_folder_and_a_remedy(tmp_path):
     full.close()
     full._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     refusing = [Refusing(), Refusing()]
-    told = rf"metrics: cannot write to {tmp_path}: .*No space left on device.*make room there"
+    told = rf"metrics: cannot write to {tmp_path}: .*No space left on device.*free some space"
     with (
         pytest.raises(RunFolderError, match=told),
         Metrics(*refusing, full, folder=tmp_path) as metrics,
