@@ -1,4 +1,4 @@
-"""`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
+"""`Pipeline`: a model divided into stages on several ranks and trained as one model."""
 
 import logging
 import time
@@ -82,27 +82,52 @@ O = TypeVar("O", bound=torch.optim.Optimizer)
 
 
 class Pipeline:
-    """A sequential model on `stages` x `replicas` ranks. Every rank makes it.
+    """A sequential model, divided into stages on `stages` x `replicas` ranks.
+
+    Every rank must construct it with the same arguments. It joins the existing process group, or
+    starts one from the launcher's environment, or works in one plain process. Replicas whose
+    initial weights differ are made equal to replica 0.
 
     Args:
-        layers: An nn.Sequential, or a sequence of modules and LayerSpecs. A rank builds only its
-            own layers.
-        loss_fn: A function of (output, target) that returns the mean over the micro-batch's samples
-            (never a sum alone), or a pair (sum, weight), as (sum, number of tokens). A third value
-            holds metrics. None: the pipeline only predicts.
+        layers: nn.Sequential, or a sequence of modules and LayerSpecs. A rank builds only its own
+            layers.
+        loss_fn: function of (output, target) that returns the mean over the samples of a
+            micro-batch, or a pair (sum, weight) such as (summed loss, number of tokens). A third
+            value holds metrics. None if the pipeline only predicts.
+        stages: number of ranks of one pipeline; default: world size / replicas.
+        replicas: number of data-parallel pipelines.
+        microbatches: number of micro-batches into which each replica splits its share of a batch.
+        schedule: name of a schedule (``gpipe``, ``one_f_one_b``, ``zb_h1``, ...), or a Schedule.
+        recompute: activations to recompute: ``always``, ``except_last``, ``never`` or ``budget``.
+        partition: how layers are assigned to stages: ``parameters``, ``uniform``, ``time``,
+            ``simulated``, or the number of layers of each stage.
+        precision: ``float32``, ``bfloat16`` or ``float16``, by autocast; weights stay float32.
+        example: (inputs, targets) of one micro-batch, if layers are to be measured.
 
-    All else is given by keyword. The keywords are settings of the command line, with the same
-    meaning: docs/reference/library.md lists them.
+    All arguments but the first two are keywords and have the meaning of the command line's
+    settings; docs/reference/library.md lists them all.
 
-    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work, and
-    PeerError if another rank found it.
+    Raises:
+        ConfigError: an argument is invalid.
+        ModelError: the model is not a sequence of layers, or a layer cannot be built.
+        PartitionError: the layers do not fit the stages.
+        ScheduleError: the schedule is invalid for these ranks and micro-batches.
+        PeerError: another rank raised one of these.
+
+    Example::
+
+        pipe = Pipeline(layers, loss_fn, stages=4, replicas=2, microbatches=16)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        part = pipe.share(len(inputs))
+        result = pipe.step(inputs[part], targets[part])
+        optimizer.step()
     """
 
     @by_keyword(Keywords)
     def __init__(
         self, layers: nn.Sequential | Sequence[Layer], loss_fn: LossFunction, given: Keywords
     ) -> None:
-        assert given.world is not None, "joined before"
+        assert given.world is not None, "the world was joined before"
         self.world = given.world
         with together(self.world, "start"):
             request = given.request()
@@ -116,7 +141,7 @@ class Pipeline:
         request = with_open_choices(request, self.world, gauge, given.timeout_s)
         with together(self.world, "start"):
             request = request.on(self.world.size)
-            assert not isinstance(request.stages, str), "checked, and found by now"
+            assert not isinstance(request.stages, str), "the number of stages is known by now"
             self._norms: Norms | None = None
             self._planned: RankForecast | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
@@ -155,7 +180,7 @@ class Pipeline:
         loss_fn: LossFunction,
         example: tuple[Nest, Nest] | None,
     ) -> Gauge:
-        """Return what measures the layers on one micro-batch, if there is one."""
+        """Return the cost model of the layers, which measures them if `example` is given."""
         given = None
         if example is not None:
             inputs, targets = (unwrapped(with_tensors(part, "example")) for part in example)
@@ -164,7 +189,7 @@ class Pipeline:
         return Measured(counted)
 
     def _compile(self, wish: bool | str) -> None:
-        """Let the layers run compiled, if that is wished."""
+        """Compile the layers with torch.compile if requested."""
         backend = chosen_backend(wish, self.world.device)
         if backend is None:
             return
@@ -174,13 +199,13 @@ class Pipeline:
             stage.run_by(calls)
         if self.world.rank == 0 and Op.W in self.schedule.ops:
             log.warning(
-                "compile: compiled layers make weight gradients together with those of inputs, so "
-                "W of schedule %r has nothing to do; a schedule whose backward is B is as fast",
+                "compile: compiled layers compute weight gradients together with input gradients, "
+                "so W of schedule %r does nothing; a schedule with full backwards (B) is as fast",
                 self.schedule.name,
             )
 
     def _build(self, model: list[Layer]) -> None:
-        """Build this rank's stages, connect them with those of other ranks, and make their steps.
+        """Build this rank's stages, connect them to other ranks, and create the step runner.
 
         Every rank calls it.
         """
@@ -206,7 +231,7 @@ class Pipeline:
             Outsiders(model, {i: m for s in self.stages.values() for i, m in s.layers.items()}),
         )
         if world.rank == 0:
-            # Of one replica, local SGD has nothing to average.
+            # With a single replica, local SGD has nothing to average.
             is_combined = bool(layout.tables.buckets) and not request.combining.uses_local_sgd
             if is_combined or self.uses_local_sgd:
                 log_inexact(request.combining)
@@ -221,15 +246,15 @@ class Pipeline:
         warn_of_untested_torch()
         if Op.W in self.schedule.ops and not can_split_backward():
             log.warning(
-                "schedule: torch %s lacks what a split backward needs, so weight gradients are "
-                "made together with those of inputs and W of schedule %r has nothing to do; a "
-                "schedule whose backward is B is as fast",
+                "schedule: torch %s does not support split backwards, so weight gradients are "
+                "computed together with input gradients and W of schedule %r does nothing; a "
+                "schedule with full backwards (B) is as fast",
                 torch.__version__,
                 self.schedule.name,
             )
 
     def _build_stages(self, model: list[Layer]) -> None:
-        """Build the stages of this rank, and learn from the others what the whole model has."""
+        """Build the stages of this rank and gather the parameters of the whole model."""
         placement, pipeline = self.schedule.placement, self._site.pipeline
         self.stages = build_stages(
             model,
@@ -266,22 +291,22 @@ class Pipeline:
         return self.request.normalise_over_replicas and bool(self.batchnorm.converted)
 
     def _check_local_sgd(self) -> None:
-        """Refuse what joins replicas in every step where they train apart."""
+        """Raise ConfigError for settings that synchronise replicas every step."""
         if not self.uses_local_sgd:
             return
         if self._normalises_together:
             raise ConfigError(
-                "outer.every: replicas train apart, expected normalise_over_replicas=False, got "
-                "True, which joins them in every micro-batch; set one or the other"
+                "outer.every: with local SGD, expected normalise_over_replicas=False, got True, "
+                "which synchronises replicas in every micro-batch; disable one of them"
             )
         if self.request.noise_over:
             raise ConfigError(
-                f"outer.every: replicas train apart, expected no noise_over, which compares their "
-                f"gradients in every step, got {self.request.noise_over}; set one or the other"
+                f"outer.every: with local SGD, expected no noise_over, which compares gradients of "
+                f"replicas in every step, got {self.request.noise_over}; disable one of them"
             )
 
     def _connect(self, model: list[Layer]) -> tuple[Wiring, list[TiedParameter]]:
-        """Open this rank's channels, form its groups, and make copies and tied weights equal."""
+        """Open channels, create groups, and make replicas and tied weights equal."""
         world, mesh, placement = self.world, self.mesh, self.schedule.placement
         wiring = wire(
             world,
@@ -308,7 +333,7 @@ class Pipeline:
         return wiring, tied
 
     def _measure_parts(self, parts: str) -> tuple[int, ...]:
-        """Let this rank's stages measure the parts of gradients; return which there are."""
+        """Make stages measure parts of gradients; return the part of each micro-batch."""
         placement = self.schedule.placement
         tables = [self.layout.of(replica).schedule for replica in range(self.mesh.replicas)]
         found = parts_of(parts, [table.placement for table in tables])
@@ -330,22 +355,22 @@ class Pipeline:
 
     @property
     def replica(self) -> int:
-        """Return this rank's replica; world rank = replica x stages + stage_rank."""
+        """Return the index of this rank's replica; world rank = replica x stages + stage_rank."""
         return self._site.replica
 
     @property
     def stage_rank(self) -> int:
-        """Return this rank's position in its pipeline."""
+        """Return the position of this rank in its pipeline, from 0."""
         return self._site.stage_rank
 
     @property
     def num_microbatches(self) -> int:
-        """Return the number of micro-batches in this replica's step."""
+        """Return the number of micro-batches in a step of this replica."""
         return self.schedule.num_microbatches
 
     @property
     def microbatches(self) -> range:
-        """Return which micro-batches of the global batch are this replica's."""
+        """Return the indices of this replica's micro-batches in the global batch."""
         return self.layout.portions.of(self.replica)
 
     @property
@@ -354,9 +379,9 @@ class Pipeline:
         return self.layout.portions.total
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters by global name (`layers.<index>.<name>`), each once.
+        """Yield this rank's parameters with global names (`layers.<index>.<name>`).
 
-        Waits until parameters that other ranks have updated are there.
+        Waits for parameters that other ranks have updated (`outer.shard`).
         """
         self.await_parameters()
         named = {n: p for s in self.stages.values() for n, p in s.named_parameters().items()}
@@ -365,19 +390,25 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters; empty if its layers have none.
 
-        torch's optimizers accept the empty list too.
+        The result can be passed to torch's optimizers even if it is empty.
         """
         found = [parameter for _, parameter in self.named_parameters()]
         return found or NoParameters(self.world.device.torch)
 
     def optimizer(self, factory: Factory[O]) -> O:
-        """Return the optimizer that `factory` creates for this rank's parameters.
+        """Create an optimizer for this rank's parameters, sharded over replicas if configured.
 
-        Every rank calls it. `factory(parameters)` returns a torch.optim.Optimizer, with any groups
-        and options. With ``outer.shard`` it then holds this rank's part of them, as one-dimensional
-        or whole parameters, and its state is divided over replicas and mirrored stages. Raises
-        ConfigError for an optimizer that cannot be divided so, or that looks across parameters
-        although a rank does not have all of them.
+        Every rank must call it. With ``outer.shard``, `factory` gets this rank's shards of the
+        parameters (one-dimensional or whole), and the optimizer state is sharded over replicas and
+        mirrored stages.
+
+        Args:
+            factory: function from a list of parameters to a torch.optim.Optimizer, with any groups
+                and options.
+
+        Raises:
+            ConfigError: the optimizer cannot be sharded, or it uses several parameters together
+                although a rank does not have all of them.
         """
         with together(self.world, "making the optimizer"):
             whole = dict(self.named_parameters())
@@ -388,70 +419,76 @@ class Pipeline:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether the optimizer's state is divided over the copies of stages."""
+        """Return whether the optimizer state is sharded over the ranks that hold a stage."""
         return self._steps.sharding is not None
 
     def sharers(self, stage: int) -> Group:
-        """Return the group that combines gradients of one of this rank's stages."""
+        """Return the group that reduces the gradients of one of this rank's stages."""
         return self._steps.sharers(stage)
 
     def owned_parameters(self) -> dict[str, OwnedParameter]:
-        """Return what this rank's optimizer updates, by global name."""
+        """Return the parameters or shards that this rank's optimizer updates, by global name."""
         return self._steps.owned_parameters()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of this rank's parameters by global name.
 
-        Every rank calls it. They are `.grad`, or gathered copies if they are divided over replicas;
-        None if no replica used the parameter.
+        Every rank must call it. Gradients are the `.grad` tensors, or gathered copies if gradients
+        are sharded over replicas; None if no replica used the parameter.
         """
         with together(self.world, "gathering gradients"):
             return self._steps.gradients()
 
     def say_what_is_left(self) -> None:
-        """Log pending messages about the steps so far; waits for the device.
+        """Log pending messages about previous steps; synchronises with the device.
 
-        Which buffers differed is known only when the device has finished; it is logged with the
-        next step, with a checkpoint, or by this call.
+        Which buffers differ between replicas is known only when the device has finished. It is
+        logged with the next step, with a checkpoint, or by this call.
         """
         self._steps.say_all()
 
     def await_parameters(self) -> None:
-        """Wait until all parameters that other ranks have updated are there."""
+        """Wait for all parameters that other ranks are updating."""
         sharding = self._steps.sharding
         if sharding is not None and sharding.is_gathering:
             self._await(sharding)
 
     def _await(self, sharding: OptimizerSharding) -> None:
-        """Wait for what the optimizer's step has started on all ranks; no new call of theirs."""
+        """Wait for communication that the optimizer step has started on all ranks."""
         with together(self.world, "gathering parameters"):
             sharding.wait()
 
     def share(self, num_samples: int) -> slice:
-        """Return the slice of a global batch of `num_samples` that is this replica's."""
+        """Return the slice of a global batch of `num_samples` that belongs to this replica."""
         own = self.microbatches
         return share_of(num_samples, self.num_global_microbatches, own.start, len(own))
 
     def step(
         self, inputs: Nest = None, targets: Nest = None, tell: Tell | None = None
     ) -> StepResult:
-        """Run forward, backward and reduction on this replica's share of a global batch.
+        """Run forward, backward and gradient reduction on this replica's share of a global batch.
 
-        Every rank calls it. Replaces `.grad` of every parameter by the gradient of the global loss,
-        None if no replica used the parameter. The next step may reuse its memory: clone what you
-        keep. If float16 gradients overflowed, all are None and `is_skipped` of the result is True;
-        such a step counts: its batch is consumed and the learning rate advances.
+        Every rank must call it. It sets `.grad` of each of this rank's parameters to the gradient
+        of the loss over the global batch, replacing the previous one (no `zero_grad` is needed), or
+        to None if no replica used the parameter. The next step may reuse the memory of gradients:
+        clone those that you keep.
 
         Args:
-            inputs, targets: tensors, NumPy arrays, or nests of them; `docs/how-to/own-loop.md`
-                says what is cut into micro-batches. Needed by ranks with `needs_inputs` and
-                `needs_targets`; None elsewhere.
-            tell: called when this rank's part of the pipeline has run; returns at most 8 numbers (a
-                wish to stop, a time). They travel with what ranks exchange anyway, and every rank
-                gets the totals, least and greatest over all ranks: `result.told.greatest[0]`.
+            inputs: tensor, NumPy array, or nest of them, split into micro-batches along dimension
+                0; `docs/how-to/own-loop.md` describes nests. Needed on ranks with `needs_inputs`,
+                None elsewhere.
+            targets: as `inputs`, passed to the loss function. Needed on ranks with `needs_targets`.
+            tell: called when this rank has finished its part; returns at most 8 numbers (for
+                example a request to stop, or a time). They are reduced together with the loss, and
+                every rank gets sum, minimum and maximum over all ranks: `result.told.greatest[0]`.
+
+        Returns:
+            A StepResult, equal on all ranks: `loss`, `losses`, `metrics`, `weight`. If float16
+            gradients overflowed, `is_skipped` is True and all gradients are None; such a step
+            counts: its batch is consumed and the learning rate advances.
         """
         self._norms = None
-        # As under no_grad: what a step does is not for the caller's inference mode to say.
+        # The caller's inference mode must not affect a step.
         self.outer_step()
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             self._refuse_own_optimizer()
@@ -470,20 +507,21 @@ class Pipeline:
         return result
 
     def _refuse_own_optimizer(self) -> None:
-        """Raise ConfigError where an optimizer of the user's own would find no gradients."""
+        """Raise ConfigError if gradients are sharded but `Pipeline.optimizer` was not called."""
         shard = self.request.combining.shard
         if self._steps.sharding is not None and not self._has_optimizer:
             raise ConfigError(
-                f"outer.shard={shard}: expected an optimizer made by pipe.optimizer ahead of the "
-                f"first step, got none; write optimizer = pipe.optimizer(lambda parameters: "
+                f"outer.shard={shard}: the optimizer must be created by pipe.optimizer before the "
+                f"first step; write optimizer = pipe.optimizer(lambda parameters: "
                 f"torch.optim.AdamW(parameters)), or use outer.shard=none"
             )
 
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
-        """Return the result of a global batch in evaluation mode: its `loss` is over all replicas.
+        """Run the forward of a global batch in evaluation mode and return its loss.
 
-        Every rank calls it, and gets the same `StepResult` as from `step`, without gradients:
-        `loss`, `losses`, `metrics`, `weight`.
+        Every rank must call it. Arguments are those of `step`. Returns a StepResult, equal on all
+        ranks, with `loss`, `losses`, `metrics` and `weight` over all replicas; gradients are not
+        changed.
         """
         self._catch_up()
         with together(self.world, "evaluation"):
@@ -492,10 +530,11 @@ class Pipeline:
                 return self._steps.evaluate(run)
 
     def predict(self, inputs: Nest = None) -> Nest:
-        """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
+        """Return the outputs of the model for this replica's inputs, in order of samples.
 
-        Every rank of the replica calls it. Tensors of the micro-batches are joined along the first
-        dimension; None if there was no sample.
+        Every rank of the replica must call it and gets the outputs. `inputs` is that of `step`.
+        Output tensors of the micro-batches are concatenated along dimension 0; None if there are no
+        samples.
         """
         self._catch_up()
         with together(self.world, "prediction"):
@@ -506,15 +545,16 @@ class Pipeline:
     def expect_memory(self, ranks: Sequence[RankForecast] | None) -> None:
         """Set the memory forecast of a pipeline's ranks, None if there is none.
 
-        An out-of-memory error shows it next to what is allocated.
+        An out-of-memory error shows it next to the allocated memory.
         """
         self._planned = None if ranks is None else ranks[self.stage_rank]
 
     @contextmanager
     def telling_of_memory(self, where: str) -> Iterator[None]:
-        """Report to all ranks if memory runs out within the block; `where` names the activity.
+        """Context that reports an out-of-memory error to all ranks; `where` names the activity.
 
-        The DeviceMemoryError shows the plan next to what is allocated; see `expect_memory`.
+        Raises DeviceMemoryError, which shows the forecast (see `expect_memory`) next to the
+        allocated memory.
         """
         try:
             yield
@@ -534,7 +574,7 @@ class Pipeline:
 
     @contextmanager
     def _with_plan_of_memory(self) -> Iterator[None]:
-        """Put the plan beside what was allocated where an action finds no memory."""
+        """Add the memory forecast to an out-of-memory error of an action."""
         try:
             yield
         except OutOfMemoryError as error:
@@ -542,33 +582,36 @@ class Pipeline:
             raise DeviceMemoryError(f"{error}\n{told}") from error.__cause__
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip gradients by the norm over all stages; return that norm, the same on every rank.
+        """Clip gradients by their total norm over all stages; return the norm before clipping.
 
-        Every rank calls it, also one without parameters. Raises ConfigError for a negative
-        `max_norm`, which would reverse the gradients.
+        Every rank must call it, even without parameters. The norm is a 0-dim tensor, equal on all
+        ranks.
+
+        Raises:
+            ConfigError: `max_norm` is negative or NaN.
         """
         if not max_norm >= 0:
-            raise ConfigError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
+            raise ConfigError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}")
         with together(self.world, "clipping"):
             norms = self._gather_norms()
             own = {name: each.parameter for name, each in self._steps.owned_gradients().items()}
             return clip_by_norm(own, norms, max_norm)
 
     def grad_square(self) -> float:
-        """Return the squared norm of this step's gradient before clipping, without tied parameters.
+        """Return the squared gradient norm of this step before clipping, without tied parameters.
 
-        Over all stages, the same on every rank. Every rank calls it, after `step`. After clipping
-        it needs no communication.
+        Every rank must call it, after `step`. The norm is over all stages and equal on all ranks.
+        After `clip_grad_norm_` it needs no communication.
         """
         with together(self.world, "adding up norms"):
             known = self._norms or self._gather_norms()
             return known.square_without(self._tied_names)
 
     def _gather_norms(self) -> Norms:
-        """Return the norms of all gradients as they are now; the first ones of a step are kept."""
+        """Return the norms of all current gradients; the first ones of a step are cached."""
         owned, sharding = self._steps.owned_gradients(), self._steps.sharding
         in_parts = sharding is not None and sharding.shards_gradients
-        # Of what is divided each rank counts its part, of all else the first that holds it.
+        # Each rank counts its shards; unsharded gradients are counted by their first holder.
         is_first = not (in_parts and self.replica)
         norms = gather_norms(
             {name: each.parameter for name, each in owned.items()},
@@ -587,14 +630,14 @@ class Pipeline:
         return norms
 
     def timeline(self) -> Timeline:
-        """Return when the actions of the last step ran on each rank of this replica, in seconds.
+        """Return start and end of each action of the last step on all ranks of this replica.
 
-        Every rank of the replica calls it. Times are on the clock of the replica's first rank;
-        those of other hosts are accurate to the time of a message.
+        Every rank of the replica must call it. Times are in seconds on the clock of the replica's
+        first rank; those of other hosts are accurate to the latency of a message.
         """
         group = self._site.pipeline
         with together(self.world, "gathering a timeline"):
-            group.all_reduce(torch.zeros(1))  # which all leave together
+            group.all_reduce(torch.zeros(1))  # all ranks finish at about the same time
             met_s = time.perf_counter()
             events = self.last_step_moments().events(self.stage_rank)
             own = Recorded(clock_identity(), met_s, events)
@@ -604,19 +647,19 @@ class Pipeline:
         return Timeline(rows, *size, table.name, table.skips)
 
     def last_step_moments(self) -> Moments:
-        """Return when the actions of the last step ran on this rank, in seconds of its clock."""
+        """Return start and end of this rank's actions in the last step, in seconds of its clock."""
         return self.last_step_marks().moments
 
     def last_step_times(self) -> StepTimes:
-        """Return when this rank computed in the last step."""
+        """Return the compute times of this rank in the last step."""
         return self.last_step_marks().times
 
     def last_step_marks(self) -> StepMarks:
-        """Return the last step's marks, for later: reading them waits for an accelerator."""
+        """Return the recorded events of the last step; reading them waits for the device."""
         return self._steps.recorder.step
 
     def describe(self) -> str:
-        """Return the cut as a table: stage, rank, layers, parameters, share of the costs."""
+        """Return the partition as a text table: stage, rank, layers, parameters, costs."""
         return self._cut_table
 
     def save(
@@ -628,26 +671,29 @@ class Pipeline:
         step: int | None = None,
         keep: int | None = None,
     ) -> Path:
-        """Write a checkpoint that any layout can load, complete or not at all; return its path.
+        """Write a checkpoint that can be loaded in any layout; return its path.
 
-        Every rank calls it, with the same path. Raises CheckpointError, and writes nothing, if
-        `path` exists (without a step) or cannot be written, or if `extra` holds a value of another
-        type.
+        Every rank must call it, with the same path. The checkpoint is written completely or not at
+        all.
 
         Args:
-            path: the checkpoint; with a `step`, a folder of several.
-            optimizer: saved with its state and the options of its groups.
-            extra: a dict of plain values and NumPy arrays that `load` returns with the same types.
-            step: write `path/step_<step>`, replacing one of that step. `gpipe_hpc.latest(path)`
-                finds the newest.
-            keep: with a step, how many of the newest checkpoints stay; None: all.
+            path: path of the checkpoint or, with `step`, of a folder of checkpoints.
+            optimizer: optimizer to save, with its state and the options of its groups.
+            extra: dict of plain values and NumPy arrays that `load` returns with the same types.
+            step: write `path/step_<step>`, replacing an existing one; `gpipe_hpc.latest(path)`
+                returns the newest.
+            keep: with `step`, number of newest checkpoints to keep; None keeps all.
+
+        Raises:
+            CheckpointError: `path` exists (without `step`) or cannot be written, or `extra` has a
+                value of an unsupported type. Nothing is written.
+            ConfigError: `keep` is given without `step`.
         """
         self._catch_up()
         if step is None:
             if keep is not None:
                 raise ConfigError(
-                    f"save: expected a step for keep={keep} to count by, got none; add "
-                    f"step=pipe.steps_done"
+                    f"save: keep={keep} needs a step, got none; add step=pipe.steps_done"
                 )
             with together(self.world, f"saving {path}"):
                 return checkpoint.save(self, Path(path), optimizer, extra)
@@ -666,11 +712,18 @@ class Pipeline:
         path: str | Path | checkpoint.Verified,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint of any layout, with the options of its groups; return its `extra`.
+        """Load a checkpoint written in any layout; return its `extra`.
 
-        Every rank calls it. Every byte is verified first, unless `checkpoint.verify` has done so.
-        Raises CheckpointError, and changes nothing, if it is damaged or of another model, kind of
-        optimizer or grouping.
+        Every rank must call it. The checkpoint is verified completely first, unless
+        `checkpoint.verify` has done so.
+
+        Args:
+            path: path of the checkpoint, or the result of `checkpoint.verify`.
+            optimizer: optimizer whose state and group options are restored.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or belongs to another model, class of
+                optimizer or division into groups. Nothing is changed.
         """
         source = Path(path) if isinstance(path, (str, Path)) else path
         where = source if isinstance(source, Path) else source.path
@@ -681,19 +734,23 @@ class Pipeline:
 
     @property
     def loss_weight(self) -> float:
-        """Return the global loss weight of the last step; the next backward starts near 1 / it."""
+        """Return the global loss weight of the last step.
+
+        The backward of the next step starts near 1 / this weight.
+        """
         return float(self._steps.weight)
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Return the loss scale of float16, the same on every rank; None in other precisions."""
+        """Return the float16 loss scale, equal on all ranks, or None in other precisions."""
         return self._steps.loss_scale
 
     def outer_step(self) -> bool:
-        """Average separately trained replicas if that is due; return whether it was done.
+        """Average replicas that train separately (local SGD), if due; return whether that was done.
 
-        Every rank calls it, after each `optimizer.step()`; otherwise the next `step`, `evaluate`,
-        `predict` or `save` does it first. Does nothing if replicas sum gradients.
+        Every rank must call it, after each `optimizer.step()`; otherwise the next `step`,
+        `evaluate`, `predict` or `save` does it first. Does nothing if replicas reduce gradients in
+        every step.
         """
         local_sgd = self._steps.local_sgd
         if local_sgd is None or not self._outer_due:
@@ -706,11 +763,11 @@ class Pipeline:
         return stepped
 
     def unite_replicas(self) -> bool:
-        """Make separately trained replicas equal; return whether they were not.
+        """Make replicas that train separately (local SGD) equal; return whether they differed.
 
-        Every rank calls it, at the end of training, after the last `optimizer.step()`. Averages
-        under way are applied, and each part of the model that was trained since its last outer step
-        gets one more at once. Does nothing if replicas are equal already.
+        Every rank must call it at the end of training, after the last `optimizer.step()`. Pending
+        averages are applied, and each part of the model trained since its last outer step is
+        averaged once more. Does nothing if replicas are equal.
         """
         local_sgd = self._steps.local_sgd
         if local_sgd is None:
@@ -723,7 +780,7 @@ class Pipeline:
         return united
 
     def _catch_up(self) -> None:
-        """Do the outer step that was not called for, if the optimizer has stepped since."""
+        """Run an outer step that was not called explicitly, if the optimizer has stepped since."""
         if self._outer_due and self._versions() != self._versions_stepped:
             self.outer_step()
 
@@ -732,7 +789,7 @@ class Pipeline:
 
     @property
     def uses_local_sgd(self) -> bool:
-        """Return whether replicas train separately and are averaged at outer steps."""
+        """Return whether replicas train separately and are averaged in outer steps."""
         return self._own.tables.averaging is not None
 
     @property
@@ -742,47 +799,51 @@ class Pipeline:
         return local_sgd is not None and local_sgd.steps.replicas_differ
 
     def outer_state(self) -> dict[str, torch.Tensor]:
-        """Return what this rank keeps between steps for combining copies (residuals), by name."""
+        """Return the state that this rank keeps between steps to combine replicas, by name.
+
+        For example the residuals of compressed gradients.
+        """
         return self._steps.outer_state()
 
     def outer_wanted(self, stored: Collection[str]) -> list[str]:
-        """Return which tensors of a checkpoint `restore_outer` needs on this rank."""
+        """Return the names of checkpoint tensors that `restore_outer` needs on this rank."""
         return self._steps.outer_wanted(stored)
 
     def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore `outer_state` from a checkpoint; what it lacks is reset."""
+        """Restore `outer_state` from a checkpoint; missing tensors are reset."""
         self._steps.restore_outer(tensors)
         self._outer_due = False
 
     @property
     def outer_sent_bytes(self) -> int:
-        """Return how many bytes this rank has sent so far to combine replicas.
+        """Return the number of bytes that this rank has sent to combine replicas so far.
 
-        Compressed exchanges are counted as sent. A reduction of whole gradients by the backend
-        counts as what a ring sends, 2 (n - 1) / n of its bytes; those of tied weights are left out.
+        Compressed exchanges count their compressed size. A backend reduction of whole gradients
+        counts 2 (n - 1) / n of their bytes, as in a ring; reductions of tied weights are not
+        counted.
         """
         return self._steps.outer_sent_bytes
 
     def restore_position(
         self, steps_done: int, loss_weight: float, loss_scale: Mapping[str, float] | None = None
     ) -> None:
-        """Continue after `steps_done` steps, as a checkpoint says."""
+        """Continue after `steps_done` steps, with the loss weight and scale of a checkpoint."""
         self.steps_done = steps_done
         self._steps.weight.fill_(loss_weight)
         if loss_scale is not None and self._steps.loss_scale is not None:
             self._steps.loss_scale.restore(loss_scale)
 
     def _counts(self, stage: int) -> bool:
-        """Say whether this rank speaks for a stage: the first of those that hold a copy of it."""
+        """Return whether this rank counts a stage in totals, as the first that holds it."""
         return self.schedule.placement.holders(stage)[0] == self.stage_rank
 
     def _run(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Run:
-        """Return what a run works on: this replica's share, cut into micro-batches."""
+        """Return the work of a run: this replica's share of the batch, in micro-batches."""
         held = [index for stage in self.stages.values() for index in stage.layers]
         keys = random_keys(self.seed, self.steps_done, self.microbatches, [*held, self.num_layers])
         if self.needs_inputs and inputs is None:
             raise DataError(
-                f"rank {self.world.rank}: expected inputs, as it holds stage 0, got None; "
+                f"rank {self.world.rank}: expected inputs, because it holds stage 0, got None; "
                 f"pass this replica's share on ranks with pipe.needs_inputs"
             )
         uses_targets = self.needs_targets and targets is not None
@@ -805,7 +866,7 @@ class Pipeline:
 
 
 def _name_of(loss_fn: LossFunction | None) -> dict[str, object]:
-    """Return the name of the loss, if this rank has one: ranks that need none may have none."""
+    """Return the name of the loss function for comparison between ranks; empty if there is none."""
     if loss_fn is None:
         return {}
     inner = getattr(loss_fn, "func", loss_fn)  # of a functools.partial

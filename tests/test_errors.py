@@ -58,7 +58,7 @@ def test_real_mishaps_name_their_remedy(tmp_path, act):
     (tmp_path / "file").write_text("")
     with pytest.raises(GpipeError, match="its name is too long: choose a shorter one"):
         act(tmp_path / LONG)
-    with pytest.raises(GpipeError, match="a part of the path is a file, no folder"):
+    with pytest.raises(GpipeError, match="a part of the path is a file, not a folder"):
         act(tmp_path / "file" / "x")
 
 

@@ -1,4 +1,4 @@
-"""What to do about the commonest errors of torch in layers and losses, told by its words."""
+"""Remedies for common errors of torch in layers and losses, recognised by their messages."""
 
 import re
 from typing import Final, NamedTuple
@@ -7,17 +7,17 @@ from gpipe_hpc.errors import GpipeError, ModelError, words_of
 
 
 class _Known(NamedTuple):
-    """Errors whose text matches, and what to do about them."""
+    """A pattern of error messages and the remedy."""
 
     text: "re.Pattern[str]"
     remedy: str
 
 
 _NO_MEMORY: Final = "can't allocate memory"
-# Where layers are measured: in a step the plan stands beside it, see `planning.exhausted`.
+# Used while layers are measured; in a step, the planner's explanation is shown instead.
 _LESS_MEMORY: Final = (
-    "memory is used up: take more micro-batches or more stages, recompute=always, or a smaller "
-    "batch (python -m gpipe_hpc.plan says what a layout needs)"
+    "out of memory: use more micro-batches or more stages, recompute=always, or a smaller "
+    "batch (python -m gpipe_hpc.plan shows what a layout needs)"
 )
 
 _WHOLE: Final = r"(?:torch\.)?(?:Long|long|Int|int|Byte|Char|Short|unsigned|uint|Bool|bool)[\w ]*"
@@ -25,8 +25,8 @@ _FLOAT: Final = r"(?:torch\.)?(?:Float|float|BFloat16|Half|Double|double|c10::)[
 _DOUBLE: Final = r"(?:torch\.)?(?:Double|double)\w*"
 
 _VECTORS: Final = (
-    r"it takes vectors of \2 numbers and was given some of \1: correct its size, or put a layer "
-    "ahead of it that reshapes, as nn.Flatten()"
+    r"the layer expects vectors of size \2 but got size \1: correct its size, or put a layer "
+    "before it that reshapes, such as nn.Flatten()"
 )
 
 _KNOWN: Final = (
@@ -37,28 +37,28 @@ _KNOWN: Final = (
             r"|input dtype \(torch\.(?:u?int\d+|bool)\) does not match weight"
             r"|not implemented for '(?:Long|Int|Byte|Char|Short|Bool)'"
         ),
-        "it was given whole numbers or truth values and computes with floats: give it floats, as "
-        "inputs.float() (on the command line with data=arrays data.inputs_dtype=float32), which "
-        "keeps the values: the 0 to 255 of pictures stay so",
+        "the layer expects floating-point input but got integers or booleans: convert it with "
+        "inputs.float() (on the command line with data=arrays data.inputs_dtype=float32); values "
+        "are kept, so images stay in the range 0 to 255",
     ),
     _Known(
         re.compile(
             rf"same dtype,? but got:? {_DOUBLE}|Input type \({_DOUBLE}\) and (?:bias|weight) type"
             r"|input dtype \(torch\.float64\) does not match weight"
         ),
-        "it was given float64, as NumPy makes by itself, and computes with less: give it floats of "
-        "the layer's own type, as array.astype('float32') or tensor.float()",
+        "the input is float64, NumPy's default, but the layer has another dtype: convert the input "
+        "to the dtype of the layer, with array.astype('float32') or tensor.float()",
     ),
     _Known(
         re.compile(r"mixed dtype"),
-        "its input and its weights have different types of numbers: give it floats of theirs, as "
-        "inputs.float() (on the command line with data=arrays data.inputs_dtype=float32)",
+        "the input and the weights have different dtypes: convert the input with inputs.float() "
+        "(on the command line with data=arrays data.inputs_dtype=float32)",
     ),
     _Known(
         re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)"),
         _VECTORS,
     ),
-    # As torch says it of tensors without values.
+    # The message of torch for tensors on the meta device.
     _Known(
         re.compile(r"must have same reduction dim, but got \[\d+, (\d+)\] X \[(\d+), \d+\]"),
         _VECTORS,
@@ -68,59 +68,59 @@ _KNOWN: Final = (
             r"expected input\[.*\] to have \d+ channels, but got \d+ channels"
             r"|Invalid channel dimensions"
         ),
-        "pictures are [samples, channels, height, width]: store those without channels as "
-        "array[:, None], those with channels behind as np.moveaxis(array, -1, 1)",
+        "images must have shape [samples, channels, height, width]: add a channel dimension with "
+        "array[:, None], or move a trailing one with np.moveaxis(array, -1, 1)",
     ),
     _Known(
         re.compile(r"'indices' to have one of the following scalar types: Long, Int"),
-        "it looks up rows by their numbers and was given floats: give it whole numbers, as "
+        "the layer expects integer indices but got floating-point input: convert it with "
         "inputs.long() (on the command line with data=arrays data.inputs_dtype=int64)",
     ),
     _Known(
         re.compile(r"expected (?:scalar type|target dtype to be) Long\b.* (?:found|got) \w+"),
-        "classes are whole numbers: give them as such, as targets.long() (on the command line with "
-        "data=arrays data.targets_dtype=int64)",
+        "class indices must be integers: convert them with targets.long() (on the command line "
+        "with data=arrays data.targets_dtype=int64)",
     ),
     _Known(
         re.compile(r"Output size is too small|Kernel size can't be greater than actual input"),
-        "what it is given is too small for it: give larger pictures, or let fewer layers ahead of "
-        "it make them smaller",
+        "the input of the layer is too small: use larger images, or fewer layers before it that "
+        "reduce their size",
     ),
     _Known(
         re.compile(r"0D or 1D target tensor expected"),
-        "classes are one whole number for each sample: give targets of one dimension, as "
+        "targets must have one class index per sample: pass one-dimensional targets, such as "
         "targets[:, 0]",
     ),
     _Known(
         re.compile(r"Target -?\d+ is out of bounds"),
-        "classes count from 0 and are fewer than the model's outputs: correct the targets, or let "
-        "the last layer have more outputs (targets that are numbers, not classes, are floats: "
+        "class indices must be at least 0 and less than the number of outputs: correct the "
+        "targets, or give the last layer more outputs (for regression, convert targets with "
         "targets.float(), on the command line with data=arrays data.targets_dtype=float32)",
     ),
     _Known(
         re.compile(r"index out of range in self"),
-        "a row's number is beyond its table: correct the inputs, or let the table have more rows "
-        "(of tokens as many as there are different ones)",
+        "an index is outside of the embedding: correct the inputs, or give the embedding more rows "
+        "(for tokens, the size of the vocabulary)",
     ),
 )
 
 
 def is_shape_mistake(error: BaseException | None) -> bool:
-    """Say whether torch, or a loss of ours, refused what it was given: shapes, types of numbers."""
+    """Return whether torch or a gpipe_hpc loss rejected the shape or dtype of its input."""
     if isinstance(error, GpipeError):
         return isinstance(error, ModelError)
     return error is not None and any(each.text.search(str(error)) for each in _KNOWN)
 
 
 def with_remedy(error: BaseException, otherwise: str) -> str:
-    """Return the kind and text of an error and what to do; messages of ours are as they are."""
+    """Return class, text and remedy of an error; messages of gpipe_hpc are returned unchanged."""
     if isinstance(error, GpipeError):
         return str(error)
     return f"{words_of(error)}; {remedy_of(error) or otherwise}"
 
 
 def remedy_of(error: BaseException) -> str | None:
-    """Return what to do about an error of torch, to stand behind its text; None if unknown."""
+    """Return the remedy for an error of torch, to append to its text, or None if it is unknown."""
     text = str(error)
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or _NO_MEMORY in text:
         return _LESS_MEMORY

@@ -36,7 +36,7 @@ def failed(layer, inputs, loss=cross_entropy, targets=None):
 def test_whole_numbers_for_a_layer_of_floats(layer, shape, dtype):
     """Pictures of uint8 ended in torch's text alone."""
     said = failed(layer(), torch.ones(shape, dtype=dtype))
-    assert FLOATS in said and "as inputs.float() (on the command line" in said
+    assert FLOATS in said and "with inputs.float() (on the command line" in said
 
 
 def test_numbers_as_numpy_makes_them():
@@ -44,7 +44,7 @@ def test_numbers_as_numpy_makes_them():
 
 
 def test_vectors_of_another_size():
-    said = "takes vectors of 784 numbers and was given some of 28"
+    said = "expects vectors of size 784 but got size 28"
     assert said in failed(nn.Linear(784, 10), torch.zeros(2, 28, 28))
 
 
@@ -70,13 +70,13 @@ def test_classes_of_another_type(dtype):
 
 def test_classes_in_a_column():
     targets = torch.zeros(2, 1, dtype=torch.int64)
-    assert "as targets[:, 0]" in failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=targets)
+    assert "such as targets[:, 0]" in failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=targets)
 
 
 def test_a_class_beyond_the_outputs():
     """Classes that count from 1, or numbers that are no classes."""
     said = failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=torch.tensor([1, 4]))
-    assert "classes count from 0" in said and "data.targets_dtype=float32" in said
+    assert "class indices must be at least 0" in said and "data.targets_dtype=float32" in said
     assert "targets.float(), on the command line" in said
 
 
@@ -119,9 +119,9 @@ def test_targets_of_another_number_are_counted():
 def test_a_mistake_in_shapes_is_told_from_other_failures():
     """The layers of a model are counted before it trains: what torch refuses there is final."""
     for layer, shape, remedy in (
-        (nn.MaxPool2d(2), (1, 1, 1, 8), "larger pictures"),
-        (nn.Linear(8, 8), (4, 7), "vectors of 8 numbers and was given some of 7"),
-        (nn.Conv2d(3, 4, 3), (2, 1, 8, 8), "pictures are"),
+        (nn.MaxPool2d(2), (1, 1, 1, 8), "larger images"),
+        (nn.Linear(8, 8), (4, 7), "vectors of size 8 but got size 7"),
+        (nn.Conv2d(3, 4, 3), (2, 1, 8, 8), "images must have shape"),
     ):
         for place in ("cpu", "meta"):
             with pytest.raises(RuntimeError) as raised:

@@ -229,7 +229,7 @@ def test_loss_without_a_graph_is_refused_as_it_would_train_nothing():
 def test_clipping_to_a_negative_norm_is_refused():
     pipe = Pipeline(linears(2), mean_square, microbatches=2)
     pipe.step(*batch())
-    with pytest.raises(ConfigError, match=r"clip_grad_norm_: expected max_norm of 0 or more"):
+    with pytest.raises(ConfigError, match=r"clip_grad_norm_: max_norm must be 0 or more"):
         pipe.clip_grad_norm_(-1.0)
 
 

@@ -88,7 +88,7 @@ def test_what_cannot_be_compared_is_refused():
 
 def test_a_model_too_large_to_compare_is_refused_before_it_is_built(monkeypatch):
     monkeypatch.setattr("gpipe_hpc.verify.run.free_bytes", lambda: 10_000)
-    with pytest.raises(ConfigError, match="scale the model down"):
+    with pytest.raises(ConfigError, match="make the model smaller"):
         verify(compose_config(GPT))
 
 

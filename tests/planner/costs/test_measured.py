@@ -300,7 +300,9 @@ def test_a_loss_that_fails_is_not_blamed_on_the_last_layer():
         text = str(refusal.value)
         assert text.startswith("loss: failed on the output of layers.0 (Linear)")
         assert "output float32[2, 3] and targets int64[2]" in text
-        assert ("correct the loss" if loss is broken else "classes count from 0") in text
+        assert (
+            "correct the loss" if loss is broken else "class indices must be at least 0"
+        ) in text
         assert "make the layer" not in text
 
 
