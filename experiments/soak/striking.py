@@ -116,7 +116,7 @@ def _disk(fault: Fault, live: Live) -> Struck:
         since_s = time.time()
         _fill(live.folder.parent / FILLER)
         names = dict.fromkeys(everybody, (some, "No space left"))
-        return Struck(since_s, names, remedy="make room", form="tmpfs")
+        return Struck(since_s, names, remedy="free some space", form="tmpfs")
     limit = (_FILE_LIMIT_BYTES, _FILE_LIMIT_BYTES)
     since_s = time.time()
     resource.prlimit(live.ranks[fault.victim].process.pid, resource.RLIMIT_FSIZE, limit)

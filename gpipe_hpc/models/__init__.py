@@ -1,4 +1,4 @@
-"""What a layered model is, how its layers are built, counted and keyed, and the zoo."""
+"""Layers, skips, tied weights, BatchNorm, losses and the named models of a layered model."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -176,7 +176,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return a module of the zoo by the name it had before: settings of old runs say it."""
+    """Return a zoo module by its former name, which settings of old runs contain."""
     if find_spec(f"gpipe_hpc.models.zoo.{name}") is None:
         raise AttributeError(f"module 'gpipe_hpc.models' has no attribute {name!r}")
     return import_module(f"gpipe_hpc.models.zoo.{name}")

@@ -95,7 +95,7 @@ def _section(
         return kinds.setdefault(f"{action.stage}{action.op.value}*{peer}", len(kinds))
 
     def ahead(box: Box) -> float:
-        """Return how long before its start a box's awaited value arrived; mostly 0."""
+        """Return the time from the arrival of the awaited value to the start of a box; mostly 0."""
         if box.wait is None or box.wait.over_s == box.event.start_s:
             return 0
         return _short((box.event.start_s - box.wait.over_s) * factor)

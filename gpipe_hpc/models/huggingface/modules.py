@@ -91,7 +91,7 @@ class HuggingFaceLayer(nn.Module):
 
 
 def _change(name: str, tensor: Tensor, known: Tensor | None) -> str:
-    """Return how a tensor differs from the model's tensor, or "" if it does not."""
+    """Return the difference between a tensor and the model's as text, "" if there is none."""
     if known is None:
         return f"{name}, which the model does not have"
     if tensor.shape != known.shape:

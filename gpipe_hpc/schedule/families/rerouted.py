@@ -27,7 +27,7 @@ def rerouted(
     room: int = 1,
     paces: Sequence[float] | None = None,
 ) -> Schedule:
-    """Run pipelines of `stages` stages on any number of ranks, where the last one lacks ranks.
+    """Run pipelines of `stages` stages on any number of ranks; the last one may lack ranks.
 
     Two stages on three ranks; the second stage is held by one rank and has half as much work:
 

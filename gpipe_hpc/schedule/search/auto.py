@@ -43,7 +43,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Return how much slower the table is than the lower bound, as a share of the bound."""
+        """Return the excess of the table's time over the lower bound, as a share of the bound."""
         return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
 
 
@@ -284,7 +284,7 @@ class _Room:
         return all(peak <= most + 1e-9 for peak, most in zip(peaks, self.limits, strict=True))
 
     def counts(self, placement: Placement) -> list[int] | None:
-        """Return how many (stage, micro-batch) pairs certainly fit on each rank; None: any."""
+        """Return the number of (stage, micro-batch) pairs that fit on each rank; None: no limit."""
         if self.limits is None:
             return None
         num_stages = placement.num_stages

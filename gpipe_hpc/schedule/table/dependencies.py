@@ -19,7 +19,7 @@ class Thing(StrEnum):
 
     OUTPUT = "output"
     GRADIENT = "gradient"
-    # What a forward saves for its backward, or for the recomputation if there is one.
+    # Tensors that a forward saves for its backward, or for the recomputation if there is one.
     ACTIVATIONS = "activations"
     # The part of the activations that only the input gradient needs.
     INPUT_SHARE = "activations for the input gradient"
