@@ -11,15 +11,15 @@ def sees_ahead(layers: Sequence[Layer]) -> bool:
     Such a model sees the next token, so it cannot be trained to predict it. A layer declares this
     by a true attribute `sees_ahead` of its class or of an argument; without it, False is returned.
     """
-    return _is_said(layers, "sees_ahead")
+    return _declares(layers, "sees_ahead")
 
 
 def looks_back(layers: Sequence[Layer]) -> bool:
     """Return whether the model is known to be a causal language model; see `sees_ahead`."""
-    return _is_said(layers, "looks_back") and not sees_ahead(layers)
+    return _declares(layers, "looks_back") and not sees_ahead(layers)
 
 
-def _is_said(layers: Sequence[Layer], name: str) -> bool:
+def _declares(layers: Sequence[Layer], name: str) -> bool:
     for layer in layers:
         told = (layer.factory, *layer.args) if isinstance(layer, LayerSpec) else (layer,)
         if any(getattr(each, name, False) is True for each in told):

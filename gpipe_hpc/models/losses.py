@@ -47,7 +47,7 @@ def token_cross_entropy(
         )
     flat = targets.flatten()
     total = F.cross_entropy(
-        _wide(logits).flatten(0, -2), flat, reduction="sum", ignore_index=ignore_index
+        _at_least_float32(logits).flatten(0, -2), flat, reduction="sum", ignore_index=ignore_index
     )
     return total, (flat != ignore_index).sum()
 
@@ -135,11 +135,14 @@ def bert_pretraining(
             f"tokens and one next-sentence class per sample"
         )
     losses = F.cross_entropy(
-        _wide(token_logits).transpose(1, 2), tokens, reduction="none", ignore_index=ignore_index
+        _at_least_float32(token_logits).transpose(1, 2),
+        tokens,
+        reduction="none",
+        ignore_index=ignore_index,
     )
     num_masked = (tokens != ignore_index).sum(1)
     masked = (losses.sum(1) / num_masked.clamp(min=1)).sum()
-    sentence = F.cross_entropy(_wide(sentence_logits), sentences, reduction="sum")
+    sentence = F.cross_entropy(_at_least_float32(sentence_logits), sentences, reduction="sum")
     return masked + sentence, float(len(tokens))
 
 
@@ -151,7 +154,7 @@ def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
             f"mean_squared_error: shapes do not match, expected a target of shape "
             f"{list(output.shape)}, got {list(target.shape)}; {_reshape(output, target)}"
         )
-    total = F.mse_loss(_wide(output), _wide(target), reduction="sum")
+    total = F.mse_loss(_at_least_float32(output), _at_least_float32(target), reduction="sum")
     return total, float(output.numel())
 
 
@@ -168,7 +171,7 @@ def _reshape(output: Tensor, target: Tensor) -> str:
     return "reshape one of the two"
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -313,12 +316,12 @@ class Reductions(TorchFunctionMode):
     @property
     def is_sum(self) -> bool:
         """Return whether the result is known to be a sum over the whole input of the loss."""
-        return _is_among(self.result, self._sums)
+        return _contains_same(self.result, self._sums)
 
     @property
     def num_means(self) -> int:
         """Return the number of means that the result is the sum of; 0 if unknown."""
-        return self._num_added[id(self.result)] if _is_among(self.result, self._means) else 0
+        return self._num_added[id(self.result)] if _contains_same(self.result, self._means) else 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -345,16 +348,18 @@ class Reductions(TorchFunctionMode):
         elif len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].numel() > 1:
             reduction = name
         if name in _ADDS and not kwargs and tensors:
-            are_means = all(_is_among(each, self._means + self._weighed) for each in tensors)
-            if all(_is_among(each, self._sums) for each in tensors):
+            are_means = all(_contains_same(each, self._means + self._weighed) for each in tensors)
+            if all(_contains_same(each, self._sums) for each in tensors):
                 reduction = "sum"
-            elif are_means and any(_is_among(each, self._means) for each in tensors):
+            elif are_means and any(_contains_same(each, self._means) for each in tensors):
                 reduction = "mean"
         if reduction == "sum" and self._is_plain:
             self._sums.append(value)
         elif reduction in ("mean", "batchmean"):
             self._note_mean(self._means, value, tensors)
-        elif name in _MULTIPLIES and numbers and all(_is_among(t, self._means) for t in tensors):
+        elif (
+            name in _MULTIPLIES and numbers and all(_contains_same(t, self._means) for t in tensors)
+        ):
             self._note_mean(self._weighed, value, tensors)
 
     def _note_mean(self, means: list[Tensor], value: Tensor, made_of: Sequence[Any]) -> None:
@@ -385,5 +390,5 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", ""))
 
 
-def _is_among(value: object, known: Sequence[Tensor]) -> bool:
+def _contains_same(value: object, known: Sequence[Tensor]) -> bool:
     return any(value is each for each in known)

@@ -40,7 +40,7 @@ def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
     if total <= 0:
         return BubbleCauses(0.0, 0.0, 0.0, 0.0)
     undelayed = _end_of_compute(simulate(schedule, costs.without_transfers()))
-    parts = zip(*_explained(timeline, undelayed), strict=True)
+    parts = zip(*_split_by_cause(timeline, undelayed), strict=True)
     return BubbleCauses(*(sum(part) / total for part in parts))
 
 
@@ -49,10 +49,10 @@ def explain_measured(timeline: Timeline) -> tuple[BubbleCauses, ...]:
 
     The part due to transfers is found by replaying the measured order and durations without them.
     """
-    return _explained(timeline, _undelayed_end(timeline))
+    return _split_by_cause(timeline, _end_without_transfers(timeline))
 
 
-def _explained(timeline: Timeline, undelayed: float) -> tuple[BubbleCauses, ...]:
+def _split_by_cause(timeline: Timeline, undelayed: float) -> tuple[BubbleCauses, ...]:
     """Split the idle time of each rank, given the end of all compute without transfers."""
     busy = timeline.busy
     end = _end_of_compute(timeline)
@@ -72,7 +72,7 @@ def _end_of_compute(timeline: Timeline) -> float:
     return timeline.end_of_compute - timeline.start_s
 
 
-def _undelayed_end(timeline: Timeline) -> float:
+def _end_without_transfers(timeline: Timeline) -> float:
     """Return the end of all compute if transfers were free."""
     return replayed_end(timeline)
 

@@ -52,10 +52,10 @@ def check(schedule: Schedule, *, is_apart: bool = False) -> None:
         _check_reductions(graph, is_apart=is_apart)
         _check_gathers(graph)
     _check_bounds(schedule)
-    _check_ends(graph)
+    _check_deadlock(graph)
 
 
-def _check_ends(graph: Precedence) -> None:
+def _check_deadlock(graph: Precedence) -> None:
     """Raise on a deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
 
     A table that completes with blocking sends also completes with buffered ones.
@@ -133,7 +133,7 @@ def _check_transfers(graph: Precedence) -> None:
         if kind[0] not in SENDS and kind[0] not in RECEIVES:
             continue
         partners = graph.makers.get(kind_of(counterpart(action_of(kind))), nowhere)
-        if _are_transferred(graph, halves, partners):
+        if _have_partners(graph, halves, partners):
             continue
         for node, partner in zip(halves, partners, strict=True):
             if node == NOWHERE:
@@ -148,7 +148,7 @@ def _check_transfers(graph: Precedence) -> None:
     _check_order(graph)
 
 
-def _are_transferred(graph: Precedence, halves: Column, partners: Column) -> bool:
+def _have_partners(graph: Precedence, halves: Column, partners: Column) -> bool:
     """Return whether every transfer in `halves` has a partner on another rank."""
     own, others, ranks = map(numbers_of, (halves, partners, graph.ranks))
     own, others = own[own != NOWHERE], others[own != NOWHERE]

@@ -125,12 +125,12 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
     meeting = times.clock(costs[0])
     ready = meeting.ready(times.order)
     last = [0] * len(ready)
-    found = {id(costs[0]): _alone(meeting)}
+    found = {id(costs[0]): _times_without_reductions(meeting)}
     for number, each in enumerate(costs):
         if id(each) in found:
             continue
         clock = times.clock(each)
-        found[id(each)] = _alone(clock)
+        found[id(each)] = _times_without_reductions(clock)
         for at, (most, more) in enumerate(zip(ready, clock.ready(times.order), strict=True)):
             if max(more) > max(most):
                 last[at] = number
@@ -203,7 +203,7 @@ class _Times:
         return clock
 
 
-def _alone(clock: Clock) -> ReplicaTimes:
+def _times_without_reductions(clock: Clock) -> ReplicaTimes:
     """Return the times of a replica without reductions."""
     graph, starts, ends = clock.graph, clock.starts, clock.ends
     computes = [op in COMPUTE for op, _, _ in graph.kinds]

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from gpipe_hpc.schedule.costs import Cost, per_stage, shares_of_each
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.dependencies import Thing
-from gpipe_hpc.schedule.table.lifetimes import Life, Place, away, in_flight, kept, received
+from gpipe_hpc.schedule.table.lifetimes import Lifetime, Place, away, in_flight, kept, received
 from gpipe_hpc.schedule.table.schedule import Schedule, Skip
 from gpipe_hpc.schedule.timeline import Timeline
 
@@ -73,7 +73,7 @@ class Step(NamedTuple):
 
 def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
     """Return the peak memory of each rank, including weights, in the unit of `memory`."""
-    keeper = _Keeper(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
+    keeper = _StageMemory(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
     weights = per_stage("weights", memory.weights, schedule.num_stages)
     return tuple(
         sum(weights[stage] for stage in schedule.placement.stages_of(rank)) + keeper.peak(row)
@@ -86,7 +86,7 @@ def peak_copies(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
 
     A copy exists from its ``OFFLOAD`` to the end of its ``FETCH``.
     """
-    keeper = _Keeper(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
+    keeper = _StageMemory(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
     return tuple(map(keeper.peak_of_copies, schedule.ranks))
 
 
@@ -96,7 +96,7 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
     Memory is allocated when an action starts and freed when it ends. The first entry is zero.
     """
     events = timeline.events[rank]
-    keeper = _Keeper(memory, timeline.num_stages, timeline.num_microbatches, timeline.skips)
+    keeper = _StageMemory(memory, timeline.num_stages, timeline.num_microbatches, timeline.skips)
     changes: list[tuple[float, float]] = []
     for event, added, freed in zip(
         events, *keeper.changes([event.action for event in events]), strict=True
@@ -135,7 +135,7 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
     return steps
 
 
-def _most(added: Sequence[float], freed: Sequence[float]) -> float:
+def _peak_of(added: Sequence[float], freed: Sequence[float]) -> float:
     """Return the peak, if actions allocate at their start and free at their end."""
     total = most = 0.0
     for more, less in zip(added, freed, strict=True):
@@ -145,7 +145,7 @@ def _most(added: Sequence[float], freed: Sequence[float]) -> float:
     return most
 
 
-class _Keeper:
+class _StageMemory:
     """Memory amounts of each stage, expanded to one number per stage."""
 
     def __init__(
@@ -171,7 +171,7 @@ class _Keeper:
 
     def peak(self, row: Sequence[Action]) -> float:
         """Return the peak memory of a rank over its actions, without weights."""
-        return _most(*self.changes(row))
+        return _peak_of(*self.changes(row))
 
     def peak_of_copies(self, row: Sequence[Action]) -> float:
         """Return the peak host memory of a rank's offloaded activations."""
@@ -181,7 +181,7 @@ class _Keeper:
             nbytes = self.moved(life, recomputes=life.place in again)
             added[life.first] += nbytes
             freed[life.last] += nbytes
-        return _most(added, freed)
+        return _peak_of(added, freed)
 
     def changes(self, row: Sequence[Action]) -> tuple[list[float], list[float]]:
         """Return the memory that each action allocates at its start and frees at its end."""
@@ -193,7 +193,7 @@ class _Keeper:
 
     def _keep(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
         """Count the activations that stay with their stage and micro-batch."""
-        lives: dict[Thing, list[Life]] = defaultdict(list)
+        lives: dict[Thing, list[Lifetime]] = defaultdict(list)
         for life in kept(row):
             lives[life.thing].append(life)
         again = {life.place for life in lives[Thing.RECOMPUTED]}
@@ -219,13 +219,13 @@ class _Keeper:
             freed[life.first] += moved
             added[life.last] += moved
 
-    def moved(self, life: Life, *, recomputes: bool) -> float:
+    def moved(self, life: Lifetime, *, recomputes: bool) -> float:
         """Return the memory that offloading a (stage, micro-batch) pair moves to the host."""
         here = (self.boundary if recomputes else self.forward)[life.stage]
         moved = here if self.offload is None else min(here, self.offload[life.stage])
         return moved * self._share(life)
 
-    def _share(self, life: Life) -> float:
+    def _share(self, life: Lifetime) -> float:
         return 1.0 if life.microbatch is None else self.shares[life.microbatch]
 
     def _whole(self, place: Place, again: Collection[Place]) -> float:

@@ -144,7 +144,7 @@ class Judge:
         self._number("loss of an evaluation", loss, plain)
         if len(self._pieces) > len(self._uncut):
             self._compare_uncut(plain)
-        line = self.report.line("what a checkpoint brings back")
+        line = self.report.line("restored checkpoint")
         kept: dict[str, Any] = {}
         for saved, _ in reversed(states):
             kept |= saved  # if replicas may differ (buffers=each), a checkpoint has the first's
@@ -190,12 +190,12 @@ class Judge:
             return
         self.report.notes.append(
             f"The loss of an evaluation depends on the number of micro-batches: it is {loss:.9g} "
-            f"as the batch is cut, {uncut:.9g} if it is not. {self._first_mixing()} A tensor that "
-            f"is for all samples may have been cut with them (mark it: gpipe_hpc.whole), a "
-            f"layer may mix samples, or the loss may be no mean over samples."
+            f"with the batch split, {uncut:.9g} without. {self._first_dependent_layer()} A tensor "
+            f"shared by all samples may have been split with them (mark it: gpipe_hpc.whole), a "
+            f"layer may mix samples, or the loss may not be a mean over samples."
         )
 
-    def _first_mixing(self) -> str:
+    def _first_dependent_layer(self) -> str:
         """Return a sentence that names the first layer whose output depends on the split."""
         ours, theirs = (self._by_layer(pieces) for pieces in (self._pieces, self._uncut))
         for layer, name in enumerate(self.layer_names):

@@ -251,7 +251,7 @@ class PlainTraining:
                 parameter.grad = None
             terms.append(_Terms())
             if size:
-                with self._apart():
+                with self._generators_restored():
                     terms[-1] = self._forward(g, inputs, targets, size, watcher)
                     terms[-1].backward(scale)
                 terms[-1].roots.clear()
@@ -262,9 +262,9 @@ class PlainTraining:
                 if gradient is not None:
                     _accumulate(in_order, name, gradient)
                     _accumulate(magnitudes, name, gradient.abs())
-        weight = 1.0 if self._is_sum else _added(each.weight for each in terms)
+        weight = 1.0 if self._is_sum else _sum_in_order(each.weight for each in terms)
         divisor = scale * weight if weight > 0 else torch.full_like(scale, torch.inf)
-        gradients = {name: _united(by_strand) for name, by_strand in sums.items()}
+        gradients = {name: _sum_over_ranks(by_strand) for name, by_strand in sums.items()}
         for found in (gradients, in_order, magnitudes):
             for each in found.values():
                 if each is not None:
@@ -274,11 +274,11 @@ class PlainTraining:
             given = gradients[name]
             parameter.grad = None if is_skipped or given is None else given.clone()
         self._statistics.finish(is_kept=not is_skipped)
-        self._unite_buffers(pieces)
+        self._combine_buffers(pieces)
         self.steps_done += 1
         return PlainStep(
             *_loss(terms, weight, is_sum=self._is_sum),
-            _added(each.main for each in terms) / weight if weight else 0.0,
+            _sum_in_order(each.main for each in terms) / weight if weight else 0.0,
             {name: g if g is None else self._device.fetch(g) for name, g in gradients.items()},
             {name: self._device.fetch(each) for name, each in in_order.items()},
             {name: self._device.fetch(each) for name, each in magnitudes.items()},
@@ -290,10 +290,10 @@ class PlainTraining:
     ) -> float:
         """Return the loss of a global batch in evaluation mode."""
         terms: list[_Terms] = []
-        with self._apart(), self._evaluating(), torch.no_grad():
+        with self._generators_restored(), self._evaluating(), torch.no_grad():
             for g, (inputs, targets, size) in enumerate(pieces):
                 terms.append(self._forward(g, inputs, targets, size, watcher) if size else _Terms())
-        weight = 1.0 if self._is_sum else _added(each.weight for each in terms)
+        weight = 1.0 if self._is_sum else _sum_in_order(each.weight for each in terms)
         return _loss(terms, weight, is_sum=self._is_sum)[0]
 
     def _forward(
@@ -326,7 +326,7 @@ class PlainTraining:
         loss_fn = self._loss_fn
         if isinstance(loss_fn, nn.Module):  # do not change its buffers
             loss_fn = copy.deepcopy(loss_fn)
-        with self._apart(), torch.no_grad(), self._casting(), reporting(Reports()):
+        with self._generators_restored(), torch.no_grad(), self._casting(), reporting(Reports()):
             before = [generator.get_state() for generator in self._device.generators()]
             value = loss_fn(outputs, map_tensors(self._device.bring, targets))
             after = [generator.get_state() for generator in self._device.generators()]
@@ -367,7 +367,7 @@ class PlainTraining:
         return not all(bool(g.isfinite().all()) for g in gradients.values() if g is not None)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _generators_restored(self) -> Iterator[None]:
         """Restore the process's random generators on exit, which ranks on threads share."""
         with GENERATOR_LOCK:
             states = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -390,7 +390,7 @@ class PlainTraining:
             for module, was in zip(modules, before, strict=True):
                 module.training = was
 
-    def _unite_buffers(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> None:
+    def _combine_buffers(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> None:
         """Combine the buffers of a layer's copies after a step."""
         for index, copies in enumerate(self._copies):
             if len(copies) == 1:
@@ -475,20 +475,20 @@ def _loss(
     terms: Sequence[_Terms], weight: float, *, is_sum: bool = False
 ) -> tuple[float, list[float]]:
     """Return the loss of the step and that of each micro-batch, summed in global order."""
-    main = _added(each.main for each in terms)
+    main = _sum_in_order(each.main for each in terms)
     further: dict[str, float] = {}
     for each in terms:
         for name, value in each.further.items():
             further[name] = further.get(name, 0.0) + value
-    total = main + _added(further.values())
-    sums = [(each.main + _added(each.further.values()), each.weight) for each in terms]
+    total = main + _sum_in_order(further.values())
+    sums = [(each.main + _sum_in_order(each.further.values()), each.weight) for each in terms]
     return (
         total / weight if weight else 0.0,
         [value / own if own and not is_sum else value for value, own in sums],
     )
 
 
-def _added(numbers: Iterable[float]) -> float:
+def _sum_in_order(numbers: Iterable[float]) -> float:
     """Return the sum from left to right; since Python 3.12, `sum` compensates rounding errors."""
     total = 0.0
     for number in numbers:
@@ -506,7 +506,7 @@ def _divide(gradient: Tensor, divisor: Tensor) -> None:
     gradient.copy_(gradient.float() / number if is_low else gradient / number)
 
 
-def _united(by_strand: Mapping[Strand, Sum]) -> Tensor | None:
+def _sum_over_ranks(by_strand: Mapping[Strand, Sum]) -> Tensor | None:
     """Sum the gradients of all ranks, in order of world rank."""
     totals = [each.total for _, each in sorted(by_strand.items()) if each.total is not None]
     if not totals:

@@ -125,7 +125,7 @@ def test_extra_state_that_a_checkpoint_keeps_wrong(compared, monkeypatch):
     encode = contents.encode
     monkeypatch.setattr(contents, "encode", lambda name, state: encode(name, {"seen": 0}))
     report = compared("model.kind=remembering")
-    assert differing(report) == ["what a checkpoint brings back"]
+    assert differing(report) == ["restored checkpoint"]
     assert "extra state of layers.1" in report.first
 
 

@@ -46,7 +46,7 @@ def test_a_layout_is_the_same_to_the_bit(layout):
     assert report.is_same, str(report)
     assert {each.verdict for each in report.lines.values()} == {Verdict.EXACT}, str(report)
     assert report.lines["gradients"].count > 0
-    assert report.lines["what a checkpoint brings back"].count > 0
+    assert report.lines["restored checkpoint"].count > 0
 
 
 SMALL = ["train.batch_size=8", "pipeline.microbatches=2", "pipeline.partition=uniform"]

@@ -147,16 +147,16 @@ class Blueprint:
                 setattr(layer.get_submodule(owner), leaf, layer.get_parameter(first))
         with torch.no_grad(), GENERATOR_LOCK, _default_dtype(self.model.dtype):
             loaded = self._load(layer) if self.weights is not None else []
-            unset = _poisoned(layer)
+            unset = _filled_with_nan(layer)
             with transformers_part("initialization").guard_torch_init_functions():
-                self._initialise(part, self._whole_around(path, part))
+                self._initialise(part, self._model_around(path, part))
             for tensor in loaded:
                 tensor.__dict__.pop(_INITIALISED, None)
             self._check_set(unset)
         for module in part.modules():
             module.__dict__.pop(_INITIALISED, None)
 
-    def perhaps_unset(self) -> list[str]:
+    def possibly_unset(self) -> list[str]:
         """Return names of tensors that neither the folder nor transformers' initialisation may set.
 
         Without values, only in-place writes are observed, and not those of all torch functions; of
@@ -210,7 +210,7 @@ class Blueprint:
             loaded.append(tensor)
         return loaded
 
-    def _whole_around(self, path: str, part: nn.Module) -> Any:
+    def _model_around(self, path: str, part: nn.Module) -> Any:
         """Return the model with real values for one part, and stand-ins for the blocks."""
         if not path:
             return part
@@ -266,7 +266,7 @@ def _numbers(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if tensor.is_floating_point()}
 
 
-def _poisoned(layer: nn.Module) -> dict[str, Tensor]:
+def _filled_with_nan(layer: nn.Module) -> dict[str, Tensor]:
     """Fill tensors that are not loaded with NaN, to detect values that are never initialised."""
     unset = {n: t for n, t in _numbers(layer).items() if not hasattr(t, _INITIALISED)}
     for tensor in unset.values():

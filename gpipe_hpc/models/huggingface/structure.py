@@ -74,12 +74,12 @@ def find_structure(model: nn.Module) -> Structure:
     for depth in range(len(above), 0, -1):
         try:
             return _structure_under(model, ".".join(above[:depth]), blocks, kind)
-        except _CoreIsHigher as error:
+        except _CoreIsOuterModule as error:
             refusal = error
     raise refusal.reason
 
 
-class _CoreIsHigher(Exception):
+class _CoreIsOuterModule(Exception):
     """The candidate for the core is called with computed tensors instead of the model's inputs."""
 
     def __init__(self, reason: ModelError) -> None:
@@ -253,7 +253,7 @@ def _core_inputs(
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             if not any(value is each for each in given):
-                raise _CoreIsHigher(
+                raise _CoreIsOuterModule(
                     unknown(kind, f"computes {name} ahead of its core", "a tensor of its own")
                 )
         elif not isinstance(value, type(None) | bool | int | float | str):

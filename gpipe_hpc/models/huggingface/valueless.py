@@ -13,7 +13,7 @@ from gpipe_hpc.models.huggingface.library import transformers_part
 from gpipe_hpc.torch_compat import FakeTensor
 
 # Serialises changes of transformers' detection of tracing.
-_TOLD: Final = threading.Lock()
+_TRACING_LOCK: Final = threading.Lock()
 
 # The grouped matmul of experts, in new and old versions of torch.
 _GROUPED: Final = tuple(
@@ -66,7 +66,7 @@ def run_as_with_values(given: Tensor) -> Iterator[None]:
             yield
     else:
         utilities = transformers_part("utils.import_utils")
-        with _TOLD, SayYes():
+        with _TRACING_LOCK, SayYes():
             looks_traced = utilities.is_fake_tensor
             utilities.is_fake_tensor = _is_no_sign_of_tracing
             try:

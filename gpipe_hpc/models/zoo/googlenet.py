@@ -47,7 +47,7 @@ class GoogLeNetConv(nn.Conv2d):
         super().__init__(
             num_inputs, num_outputs, kernel_size, stride, padding=kernel_size // 2, bias=bias
         )
-        _small(self.weight)
+        _init_small(self.weight)
 
 
 class GoogLeNetLinear(nn.Linear):
@@ -55,7 +55,7 @@ class GoogLeNetLinear(nn.Linear):
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_outputs)
-        _small(self.weight)
+        _init_small(self.weight)
 
 
 class Inception(nn.Module):
@@ -183,7 +183,7 @@ def _built(specs: Sequence[LayerSpec]) -> nn.Sequential:
     return nn.Sequential(*(spec.build() for spec in specs))
 
 
-def _small(weight: Tensor) -> None:
+def _init_small(weight: Tensor) -> None:
     nn.init.trunc_normal_(weight, std=0.01, a=-0.02, b=0.02)
 
 

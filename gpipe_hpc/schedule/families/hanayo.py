@@ -26,14 +26,14 @@ def hanayo(ranks: int, microbatches: int, waves: int = 2) -> Schedule:
     num_stages = placement.num_stages
     rules = Rules(
         durations={Op.F: [1.0] * num_stages, Op.B: [2.0] * num_stages},
-        priority=_furthest_on(Op.B if microbatches <= ranks else Op.F),
+        priority=_most_advanced_first(Op.B if microbatches <= ranks else Op.F),
         transfers=[0.0] * num_stages,
         limits=[num_stages] * ranks,
     )
     return tabulate("hanayo", placement, list_schedule(placement, rules))
 
 
-def _furthest_on(first: Op) -> Priority:
+def _most_advanced_first(first: Op) -> Priority:
     """Return a priority: op `first`, then the stage closest to the end of its pass."""
     forward = Op.F
 

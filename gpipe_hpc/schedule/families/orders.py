@@ -74,7 +74,7 @@ class RankOrder:
         self.actions.append(Action(Op.W, stage, microbatch))
 
     def taken(self, op: Op, stage: int) -> int:
-        """Return the number of micro-batches that an op of a stage has run; ``B`` counts as ``I``."""
+        """Return the micro-batches that an op of a stage has run so far; ``B`` counts as ``I``."""
         return self._taken[op, stage]
 
     def num_owed(self, stage: int) -> int:

@@ -61,9 +61,9 @@ def rerouted(
             f"schedule 'rerouted': unknown order {order!r}, expected one of {', '.join(_ORDERS)}; "
             f"set pipeline.options.order"
         )
-    slow = _slow(ranks, paces)
+    slow = _unequal_paces(ranks, paces)
     if len(set(map(len, _held(placement)))) == 1 and not slow:
-        return tabulate("rerouted", placement, _whole_rows(placement, _NAMED[order]))
+        return tabulate("rerouted", placement, _complete_replicas(placement, _NAMED[order]))
     return tabulate(
         "rerouted",
         placement,
@@ -87,10 +87,10 @@ def in_rows(
     """
     num_stages = ranks if stages is None else whole("rerouted", "stages", stages)
     held = _copies(ranks, num_stages, copies)
-    return with_holes(held, microbatches, _slow(ranks, paces))
+    return with_holes(held, microbatches, _unequal_paces(ranks, paces))
 
 
-def _slow(ranks: int, paces: Sequence[float] | None) -> Sequence[float]:
+def _unequal_paces(ranks: int, paces: Sequence[float] | None) -> Sequence[float]:
     """Return the relative compute time of each rank, empty if all are equal; check the values."""
     given = [] if paces is None else [*paces]
     are_paces = all(isinstance(each, int | float) and 0 < each < math.inf for each in given)
@@ -136,7 +136,9 @@ def _held(placement: Placement) -> list[tuple[int, ...]]:
     return [placement.holders(stage) for stage in range(placement.num_stages)]
 
 
-def _whole_rows(placement: Placement, named: Callable[[int, int], Schedule]) -> list[list[Action]]:
+def _complete_replicas(
+    placement: Placement, named: Callable[[int, int], Schedule]
+) -> list[list[Action]]:
     """Return the rows if all replicas are complete: each replica runs the named schedule."""
     num_stages, columns = placement.num_stages, _held(placement)
     rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]

@@ -20,7 +20,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     at most min(F, I) and M at least K, a step takes M (F + I + W) + (K - 1)(F + I - W). Source:
     Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figure 2.
     """
-    return _handcrafted("zb_h1", ranks, microbatches, depth=1)
+    return _delayed_weights("zb_h1", ranks, microbatches, depth=1)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
@@ -36,10 +36,10 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     idle between its first and its last action. Ranks start one after the other and all wait for the
     last, so a step takes M (F + I + W) + (K - 1) F. Source: as `zb_h1`, figure 3.
     """
-    return _handcrafted("zb_h2", ranks, microbatches, depth=2)
+    return _delayed_weights("zb_h2", ranks, microbatches, depth=2)
 
 
-def _handcrafted(name: str, ranks: int, microbatches: int, depth: int) -> Schedule:
+def _delayed_weights(name: str, ranks: int, microbatches: int, depth: int) -> Schedule:
     """Build a table with `depth` warm-up forwards per following rank, and W delayed likewise."""
     rows: list[list[Action]] = []
     for rank in range(ranks):

@@ -30,10 +30,10 @@ def with_averages(schedule: Schedule) -> Schedule:
     of the reductions. Gradients are reduced as in `without_reductions`.
     """
     kept = without_reductions(schedule)
-    return replace(schedule, ranks=tuple(map(_averaging, kept.rows, schedule.rows)))
+    return replace(schedule, ranks=tuple(map(_add_averages, kept.rows, schedule.rows)))
 
 
-def _averaging(row: Row, whole: Row) -> Row:
+def _add_averages(row: Row, whole: Row) -> Row:
     writer = RowWriter.on(row)
     for _, stage, bucket, _ in whole.only(lambda kind: kind[0] is Op.REDUCE_GRAD):
         writer.add((Op.AVERAGE, stage, None), NO_NUMBER if bucket is None else bucket)

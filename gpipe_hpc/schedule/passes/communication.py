@@ -49,7 +49,7 @@ def add_communication(graph: Precedence) -> Schedule:
     if graph.late:
         runs(graph, graph.waits)  # raises: a rank that waits for a later action of its own is stuck
     traffic = _traffic(graph)
-    rendezvous = _Rendezvous(traffic, _due(traffic))
+    rendezvous = _Rendezvous(traffic, _due_positions(traffic))
     placed = rendezvous.run()
     if placed is None:
         runs(graph, graph.waits)
@@ -197,7 +197,7 @@ def _distance(send: Kind) -> int:
     return 0 if peer is None else abs(peer - stage)
 
 
-def _due(traffic: _Traffic) -> "array[int]":
+def _due_positions(traffic: _Traffic) -> "array[int]":
     """Return for each transfer the latest position in its receiver's lane at which to post it.
 
     Receives from one rank are due in the order of its sends, independent of the order of their
@@ -315,7 +315,7 @@ class _Rendezvous:
         self.fresh: list[int] = []
         self.ring: _Ring | None = None
 
-    def _coming(self) -> "list[array[int]]":
+    def _receives_in_order(self) -> "list[array[int]]":
         """Return the transfers that each rank receives, by due position, then as sent."""
         transfers, lanes = self.traffic
         coming: list[list[NDArray[np.int32]]] = [[] for _ in lanes]
@@ -331,7 +331,7 @@ class _Rendezvous:
 
     def run(self) -> Iterator["_Placed"] | None:
         """Execute all lanes and yield the rows with receives; return None on a deadlock."""
-        ranks = [self._run(rank, coming) for rank, coming in enumerate(self._coming())]
+        ranks = [self._run(rank, coming) for rank, coming in enumerate(self._receives_in_order())]
         awake = self.awake
         awake.extend(range(len(ranks)))
         while True:
@@ -339,7 +339,7 @@ class _Rendezvous:
                 next(ranks[awake.popleft()], None)
             if not self.asleep:
                 return map(self._placed, range(len(ranks)))
-            if not self._post_ahead():
+            if not self._post_early():
                 return None
 
     def _run(self, rank: int, coming: "array[int]") -> Iterator[None]:
@@ -430,31 +430,31 @@ class _Rendezvous:
             del self.asleep[sender]
             self.awake.append(sender)
 
-    def _post_ahead(self) -> bool:
+    def _post_early(self) -> bool:
         """Break every cycle of blocked ranks by posting one receive early.
 
         Receives of earlier messages between the two ranks are already posted, so their order is
         kept. Returns False if a cycle has no receive to post: the compute-only table deadlocks.
         """
         fresh, self.fresh = self.fresh, []
-        if self._is_ring_again(fresh):
+        if self._closes_ring_again(fresh):
             number, num_circles = self._cheapest_in_ring(), 1
         else:
             # All earlier cycles were broken, so a new one contains a rank that blocked since.
-            circles = self._circles(each for each in fresh if each in self.asleep)
+            circles = self._cycles(each for each in fresh if each in self.asleep)
             number, num_circles = self._cheapest_of_one(circles), len(circles)
         if number is not None:
             self._post(number)
             return True
         # Start from the ranks that have been blocked longest.
-        for circle in self._circles(self.asleep, num_circles):
+        for circle in self._cycles(self.asleep, num_circles):
             costs = self._costs_of_posting(circle)
             if not costs:
                 return False
             self._post(min(costs, key=costs.__getitem__))
         return True
 
-    def _is_ring_again(self, fresh: list[int]) -> bool:
+    def _closes_ring_again(self, fresh: list[int]) -> bool:
         """Return whether the newly blocked rank closes the same cycle; update costs."""
         ring = self.ring
         if ring is None or len(fresh) != 1:
@@ -522,7 +522,7 @@ class _Rendezvous:
                 costs[number] = not at_a_send, self.due[number] - self.position[receiver]
         return costs
 
-    def _circles(self, starts: Iterable[int], most: int | None = None) -> list[list[int]]:
+    def _cycles(self, starts: Iterable[int], most: int | None = None) -> list[list[int]]:
         """Return the cycles of blocked ranks that are reachable from `starts`.
 
         `most` is the number of cycles, if known; the search stops after as many.
@@ -536,12 +536,12 @@ class _Rendezvous:
                 ways[rank] = way
                 rank = blockers[rank]
             if ways[rank] == way:
-                circles.append(self._circle_of(rank))
+                circles.append(self._cycle_of(rank))
                 if len(circles) == most:
                     break
         return circles
 
-    def _circle_of(self, first: int) -> list[int]:
+    def _cycle_of(self, first: int) -> list[int]:
         """Return the cycle that contains a rank, starting at that rank."""
         blockers = self.blockers
         circle, rank = [first], blockers[first]

@@ -32,7 +32,7 @@ def add_reductions(
     """
     if not schedule.ops & ENDS_BACKWARD:
         return schedule
-    turns = _turns(bare)
+    turns = _reduction_turns(bare)
     rows = tuple(
         _rank(row, schedule.placement.stages_of(rank), turns, buckets or {})
         for rank, row in enumerate(schedule.rows)
@@ -40,7 +40,7 @@ def add_reductions(
     return replace(schedule, ranks=rows)
 
 
-def _turns(graph: Precedence) -> dict[int, int]:
+def _reduction_turns(graph: Precedence) -> dict[int, int]:
     """Return the stages held by several ranks, with their position in the order of reductions."""
     schedule = graph.schedule
     placement = schedule.placement
@@ -91,7 +91,7 @@ def _rank(
         while in_turn and (in_turn[0] in ready or in_turn[0] not in last):
             due.append(in_turn.popleft())
         if due:
-            end = _behind_sends(row, at + 1)
+            end = _after_sends(row, at + 1)
             writer.take(row, taken, end)
             _reduce(writer, due, buckets)
             taken = end
@@ -112,7 +112,7 @@ def _last_backwards(row: Row) -> dict[int, int]:
     return found
 
 
-def _behind_sends(row: Row, at: int) -> int:
+def _after_sends(row: Row, at: int) -> int:
     """Return the first position from `at` on that is not a ``SEND``."""
     while at < len(row) and row.kinds[row.which[at]][0] in SENDS:
         at += 1

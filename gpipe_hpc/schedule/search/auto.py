@@ -182,7 +182,7 @@ def search(
     Raises:
         ScheduleError: no order stays within `limit`.
     """
-    room = _Room(placement, memory or Memory(), limit, within)
+    room = _MemoryLimits(placement, memory or Memory(), limit, within)
     may_split = costs.input_gradient is not None and costs.weight_gradient is not None
     tables = (
         [replace(table, skips=skips) for table in each]
@@ -205,7 +205,7 @@ def search(
     started = sorted(apart + listed, key=_speed_then_memory)[:_NUM_IMPROVED]
     if may_split:
         # Start also from tables made as if splitting were free: a few splits may pay off.
-        free = _free_splits(costs, placement.num_stages)
+        free = _costs_with_free_splits(costs, placement.num_stages)
         timed = ((simulate(each, free).makespan, each) for _, each in apart + listed)
         started += sorted(timed, key=_speed_then_memory)[:_NUM_IMPROVED]
     best = min(
@@ -225,7 +225,7 @@ def search(
 _NUM_IMPROVED: Final = 3
 
 
-def _free_splits(costs: Costs, num_stages: int) -> Costs:
+def _costs_with_free_splits(costs: Costs, num_stages: int) -> Costs:
     """Return costs under which ``I`` plus ``W`` takes no longer than ``B``."""
     whole_s, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))
     shares = [
@@ -244,7 +244,7 @@ def _speed_then_memory(timed: tuple[float, Schedule]) -> tuple[float, int]:
     return makespan, sum(schedule.max_activations or ())
 
 
-class _Room:
+class _MemoryLimits:
     """Memory limits of a search, and checks of tables against them."""
 
     def __init__(
@@ -301,7 +301,7 @@ class _Room:
 
 
 def _timed(
-    schedules: Iterator[Schedule], costs: Costs, room: _Room
+    schedules: Iterator[Schedule], costs: Costs, room: _MemoryLimits
 ) -> Iterator[tuple[float, Schedule]]:
     """Yield the tables that fit, with their simulated step times."""
     for schedule in schedules:
@@ -353,7 +353,9 @@ def _in_rows(placement: Placement, paces: Sequence[float]) -> Iterator[dict[str,
         yield from ({**rows, "order": order} for order in ORDERS)
 
 
-def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) -> Iterator[Schedule]:
+def _listed(
+    placement: Placement, costs: Costs, may_split: bool, room: _MemoryLimits
+) -> Iterator[Schedule]:
     """Yield list schedules with full and split backwards, several priorities and several limits."""
     num_stages = placement.num_stages
     most = room.counts(placement)
@@ -420,7 +422,7 @@ def _oldest_first(order: tuple[Op, ...]) -> Priority:
     return lambda op, stage, microbatch: (order.index(op), microbatch, stage)
 
 
-def _finish(schedule: Schedule, costs: Costs, room: _Room, trials: int) -> Schedule:
+def _finish(schedule: Schedule, costs: Costs, room: _MemoryLimits, trials: int) -> Schedule:
     """Improve a table by swaps, then join ``I`` and ``W`` if that does not slow it down."""
     improved = improve(schedule, costs, room.fits, trials)
     return join_backwards(improved, costs, room.fits, trials)

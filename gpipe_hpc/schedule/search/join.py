@@ -25,14 +25,14 @@ def join_backwards(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int
     splits = [[action for action in row if action.op is Op.I] for row in schedule.ranks]
     most = max(map(len, splits), default=0)
     for level in _levels(most):
-        search.attempt(chain.from_iterable(_but_last(each, level) for each in splits))
+        search.attempt(chain.from_iterable(_without_last(each, level) for each in splits))
     for _ in range(2):
         for own in splits:
             others = search.joined.difference(own)
             for level in _levels(len(own)):
-                search.attempt(chain(others, _but_last(own, level)))
+                search.attempt(chain(others, _without_last(own, level)))
     for own in splits:
-        for group in _halving([action for action in own if action not in search.joined]):
+        for group in _bisections([action for action in own if action not in search.joined]):
             search.attempt(chain(search.joined, group))
     return search.best
 
@@ -73,18 +73,18 @@ def _levels(most: int) -> list[int]:
     return levels
 
 
-def _but_last(splits: Sequence[Action], number: int) -> Sequence[Action]:
+def _without_last(splits: Sequence[Action], number: int) -> Sequence[Action]:
     return splits[: max(0, len(splits) - number)]
 
 
-def _halving(splits: Sequence[Action]) -> Iterator[Sequence[Action]]:
+def _bisections(splits: Sequence[Action]) -> Iterator[Sequence[Action]]:
     """Yield all, then recursively each half, down to single actions."""
     if splits:
         yield splits
     if len(splits) > 1:
         middle = len(splits) // 2
-        yield from _halving(splits[:middle])
-        yield from _halving(splits[middle:])
+        yield from _bisections(splits[:middle])
+        yield from _bisections(splits[middle:])
 
 
 def _joined(schedule: Schedule, chosen: frozenset[Action]) -> Schedule:

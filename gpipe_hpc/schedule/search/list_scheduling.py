@@ -90,7 +90,7 @@ class _State:
         self.columns = [(integers(), integers()) for _ in range(num_ranks)]
         self.durations = [rules.durations[op][stage] for op, stage in self.kinds]
         self.starts = [op in STARTS_ACTIVATIONS for op, _ in self.kinds]
-        self.spare = _spare_room(placement, self.kinds)
+        self.spare = _later_stages(placement, self.kinds)
         self.ends = [op in ENDS_BACKWARD for op, _ in self.kinds]
         self.ways = _ways(needs, rules.transfers)
         # For each rank and place: its order of first use, and a heap of actions that are or will be
@@ -218,7 +218,7 @@ def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
     return found
 
 
-def _spare_room(placement: Placement, kinds: Sequence[_Kind]) -> list[dict[int, int]]:
+def _later_stages(placement: Placement, kinds: Sequence[_Kind]) -> list[dict[int, int]]:
     """Return for each rank and each forward on it (by place) its number of later stages."""
     found: list[dict[int, int]] = [{} for _ in range(placement.num_ranks)]
     for place, (op, stage) in enumerate(kinds):

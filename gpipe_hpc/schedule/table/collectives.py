@@ -39,11 +39,11 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
                 awake.append(queue[0])
     for queue in queues:
         if queue:
-            _refuse_circle(graph, queue[0], members[graph.action(queue[0])], queues)
+            _refuse_deadlock(graph, queue[0], members[graph.action(queue[0])], queues)
     return order
 
 
-def _refuse_circle(
+def _refuse_deadlock(
     graph: Precedence, node: int, group: list[int], queues: list[deque[int]]
 ) -> None:
     """Raise `ScheduleError` for a reduction that a peer rank cannot reach."""

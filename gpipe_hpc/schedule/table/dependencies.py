@@ -30,7 +30,7 @@ class Thing(StrEnum):
     PARAMETERS = "gathered parameters"
 
 
-class _Where(Enum):
+class _Location(Enum):
     """Where a required value is made, relative to the stage and micro-batch of its consumer."""
 
     OWN = auto()  # same stage, same micro-batch
@@ -46,20 +46,20 @@ class _Rule(NamedTuple):
 
     maker: Op
     things: tuple[Thing, ...]
-    where: _Where = _Where.OWN
+    where: _Location = _Location.OWN
 
 
 _BACKWARD: Final = (
     _Rule(Op.F, (Thing.ACTIVATIONS, Thing.INPUT_SHARE)),
     _Rule(Op.FETCH, (Thing.ACTIVATIONS,)),
     _Rule(Op.R, (Thing.RECOMPUTED,)),
-    _Rule(Op.I, (Thing.GRADIENT,), _Where.BEHIND),
+    _Rule(Op.I, (Thing.GRADIENT,), _Location.BEHIND),
 )
 _NEEDS: Final = MappingProxyType(
     {
         Op.F: (
-            _Rule(Op.UNSHARD, (Thing.PARAMETERS,), _Where.STAGE),
-            _Rule(Op.F, (Thing.OUTPUT,), _Where.BEFORE),
+            _Rule(Op.UNSHARD, (Thing.PARAMETERS,), _Location.STAGE),
+            _Rule(Op.F, (Thing.OUTPUT,), _Location.BEFORE),
         ),
         Op.UNSHARD: (),
         Op.B: _BACKWARD,
@@ -71,10 +71,10 @@ _NEEDS: Final = MappingProxyType(
         Op.FETCH: (_Rule(Op.OFFLOAD, (Thing.COPY,)),),
         Op.SEND_F: (_Rule(Op.F, (Thing.OUTPUT,)),),
         Op.SEND_B: (_Rule(Op.I, (Thing.GRADIENT,)),),
-        Op.RECV_F: (_Rule(Op.SEND_F, (Thing.MESSAGE,), _Where.PARTNER),),
-        Op.RECV_B: (_Rule(Op.SEND_B, (Thing.MESSAGE,), _Where.PARTNER),),
-        Op.REDUCE_GRAD: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Where.ALL),),
-        Op.AVERAGE: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Where.ALL),),
+        Op.RECV_F: (_Rule(Op.SEND_F, (Thing.MESSAGE,), _Location.PARTNER),),
+        Op.RECV_B: (_Rule(Op.SEND_B, (Thing.MESSAGE,), _Location.PARTNER),),
+        Op.REDUCE_GRAD: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Location.ALL),),
+        Op.AVERAGE: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Location.ALL),),
     }
 )
 # Ops whose result is needed only if the table contains them.
@@ -82,10 +82,10 @@ OPTIONAL: Final = frozenset({Op.R, Op.FETCH, Op.UNSHARD})
 # For each op that uses a value of another stage: the op that receives it from another rank.
 ARRIVES_BY: Final = MappingProxyType(
     {
-        op: Op.RECV_F if rule.where is _Where.BEFORE else Op.RECV_B
+        op: Op.RECV_F if rule.where is _Location.BEFORE else Op.RECV_B
         for op, rules in _NEEDS.items()
         for rule in rules
-        if rule.where in (_Where.BEFORE, _Where.BEHIND)
+        if rule.where in (_Location.BEFORE, _Location.BEHIND)
     }
 )
 CONSUMERS: Final = frozenset(ARRIVES_BY)
@@ -123,13 +123,13 @@ def needs(
     op, stage, microbatch, _ = action
     found: list[Need] = []
     for maker, things, where in _NEEDS[op]:
-        if where is _Where.OWN:
+        if where is _Location.OWN:
             found.append(Need(Action(maker, stage, microbatch), things))
-        elif where is _Where.PARTNER:
+        elif where is _Location.PARTNER:
             found.append(Need(counterpart(action), things))
-        elif where is _Where.STAGE:
+        elif where is _Location.STAGE:
             found.append(Need(Action(maker, stage), things))
-        elif where is _Where.ALL:
+        elif where is _Location.ALL:
             found += (Need(Action(maker, stage, m), things) for m in range(num_microbatches))
         else:
             others = _neighbours(stage, where, num_stages, skips)
@@ -138,10 +138,10 @@ def needs(
 
 
 def _neighbours(
-    stage: int, where: _Where, num_stages: int, skips: Collection[Skip]
+    stage: int, where: _Location, num_stages: int, skips: Collection[Skip]
 ) -> Iterator[int]:
     """Yield the stages that a stage receives values from: its neighbour first, then over skips."""
-    if where is _Where.BEFORE:
+    if where is _Location.BEFORE:
         if stage > 0:
             yield stage - 1
         yield from (source for source, destination in skips if destination == stage)
@@ -170,13 +170,13 @@ def users_of(maker: Op) -> frozenset[Op]:
     return frozenset(
         op
         for op, rules in _NEEDS.items()
-        if any(rule.maker is maker and rule.where is _Where.OWN for rule in rules)
+        if any(rule.maker is maker and rule.where is _Location.OWN for rule in rules)
     )
 
 
 def uses(op: Op) -> frozenset[Thing]:
     """Return the values of its own stage and micro-batch that an op consumes."""
-    own = (rule for rule in _NEEDS[op] if rule.where is _Where.OWN)
+    own = (rule for rule in _NEEDS[op] if rule.where is _Location.OWN)
     return frozenset(thing for rule in own for thing in rule.things)
 
 

@@ -28,11 +28,11 @@ from gpipe_hpc.schedule.table.rows import Row, numbers_of
 from gpipe_hpc.schedule.table.schedule import Skip
 
 # Values that a rank keeps for a later action of the same stage and micro-batch.
-_STAYS: Final = frozenset({Thing.ACTIVATIONS, Thing.INPUT_SHARE, Thing.RECOMPUTED, Thing.COPY})
-_MAKES: Final = MappingProxyType({op: tuple(sorted(makes(op) & _STAYS)) for op in Op})
-_USES: Final = MappingProxyType({op: tuple(sorted(uses(op) & _STAYS)) for op in Op})
+_KEPT: Final = frozenset({Thing.ACTIVATIONS, Thing.INPUT_SHARE, Thing.RECOMPUTED, Thing.COPY})
+_MAKES: Final = MappingProxyType({op: tuple(sorted(makes(op) & _KEPT)) for op in Op})
+_USES: Final = MappingProxyType({op: tuple(sorted(uses(op) & _KEPT)) for op in Op})
 # Values passed from one stage to another.
-_GOES: Final = frozenset({Thing.OUTPUT, Thing.GRADIENT})
+_PASSED_ON: Final = frozenset({Thing.OUTPUT, Thing.GRADIENT})
 # Ops that complete the backward of a micro-batch on a stage.
 ENDS_BACKWARD: Final = frozenset(op for op in Op if Thing.WEIGHT_GRADIENT in makes(op))
 STARTS_ACTIVATIONS: Final = frozenset(op for op in COMPUTE if Thing.ACTIVATIONS in makes(op))
@@ -41,7 +41,7 @@ STARTS_ACTIVATIONS: Final = frozenset(op for op in COMPUTE if Thing.ACTIVATIONS 
 Place = tuple[int, int | None]
 
 
-class Life(NamedTuple):
+class Lifetime(NamedTuple):
     """The lifetime of a value: from the start of one action of a rank to the end of another.
 
     `first` and `last` are positions in the rank's action list. `stage` and `microbatch` are those
@@ -62,7 +62,7 @@ class Life(NamedTuple):
         return self.stage, self.microbatch
 
 
-def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life]:
+def kept(row: Sequence[Action], things: Collection[Thing] = _KEPT) -> list[Lifetime]:
     """Return the lifetimes of values that a rank keeps between actions of a stage and micro-batch.
 
     ``ACTIVATIONS`` exist from ``F`` and ``RECOMPUTED`` from ``R``, both to the end of ``B`` or
@@ -79,10 +79,10 @@ def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life
             last[thing, stage, microbatch] = at
         for thing in make[op]:
             first.setdefault((thing, stage, microbatch), at)
-    return [Life(*key, start, last.get(key, start)) for key, start in first.items()]
+    return [Lifetime(*key, start, last.get(key, start)) for key, start in first.items()]
 
 
-def away(row: Sequence[Action]) -> list[Life]:
+def away(row: Sequence[Action]) -> list[Lifetime]:
     """Return the lifetimes during which offloaded activations are in host memory only.
 
     The copy to the host runs in parallel with the compute action after the ``OFFLOAD``, and memory
@@ -90,7 +90,7 @@ def away(row: Sequence[Action]) -> list[Life]:
     the start of ``FETCH``. Activations fetched before that are omitted. All values are of kind
     ``COPY``.
     """
-    found: list[Life] = []
+    found: list[Lifetime] = []
     leaving: list[Place] = []
     gone: dict[Place, int] = {}
     for at, (op, stage, microbatch, _) in enumerate(row):
@@ -100,22 +100,22 @@ def away(row: Sequence[Action]) -> list[Life]:
             gone.update(dict.fromkeys(leaving, at))
             leaving.clear()
         elif op is Op.FETCH and (stage, microbatch) in gone:
-            found.append(Life(Thing.COPY, stage, microbatch, gone[stage, microbatch], at))
+            found.append(Lifetime(Thing.COPY, stage, microbatch, gone[stage, microbatch], at))
     return found
 
 
-def received(row: Sequence[Action]) -> list[Life]:
+def received(row: Sequence[Action]) -> list[Lifetime]:
     """Return the lifetimes of a rank's receive buffers, as values of kind ``MESSAGE``.
 
     A buffer exists from its ``RECV`` to the end of the action that consumes the message, or to the
     end of the list if no action does.
     """
     posted: dict[tuple[Op, int, int | None], list[tuple[int, int | None]]] = defaultdict(list)
-    lives: list[Life] = []
+    lives: list[Lifetime] = []
 
     def end(place: tuple[Op, int, int | None], last: int) -> None:
         for first, peer in posted.pop(place, ()):
-            lives.append(Life(Thing.MESSAGE, *place[1:], first, last, peer))
+            lives.append(Lifetime(Thing.MESSAGE, *place[1:], first, last, peer))
 
     for at, (op, stage, microbatch, peer) in enumerate(row):
         if op in RECEIVES:
@@ -129,7 +129,7 @@ def received(row: Sequence[Action]) -> list[Life]:
 
 def in_flight(
     row: Sequence[Action], num_stages: int, skips: Collection[Skip] = ()
-) -> Iterator[Life]:
+) -> Iterator[Lifetime]:
     """Yield the lifetimes of outputs and gradients passed on by a rank's stages, one per consumer.
 
     Each value exists from the action that makes it to its ``SEND``, or to the action of another
@@ -146,17 +146,17 @@ def in_flight(
                     (need.action, thing)
                     for need in needs(action, num_stages, 1, skips)
                     for thing in need.things
-                    if thing in _GOES
+                    if thing in _PASSED_ON
                 ]
             for need, thing in wanted[kind]:
                 first = makers.get(need._replace(microbatch=microbatch))
                 if first is not None:
-                    yield Life(thing, need.stage, microbatch, first, at, _taker(action))
+                    yield Lifetime(thing, need.stage, microbatch, first, at, _consumer(action))
         for need in provides(action):
             makers[need] = at
 
 
-def _taker(action: Action) -> int:
+def _consumer(action: Action) -> int:
     """Return the stage that consumes a value: that at the other end of a ``SEND``, or its own."""
     return counterpart(action).stage if action.op in SENDS else action.stage
 
@@ -180,11 +180,11 @@ def peak_activations(row: Sequence[Action]) -> Peak:
     added: list[_Positions] = []
     freed: list[_Positions] = []
     if any(Thing.ACTIVATIONS in _MAKES[op] for op in ops):
-        firsts, lasts = _bounds_of_lives(row, Thing.ACTIVATIONS)
+        firsts, lasts = _bounds_of_lifetimes(row, Thing.ACTIVATIONS)
         added.append(firsts)
         freed.append(lasts)
     if Op.OFFLOAD in ops:
-        gone, back = _bounds_of_absences(row)
+        gone, back = _bounds_of_offloads(row)
         freed.append(gone)
         added.append(back)
     return _peak(np.sort(np.concatenate(added)), np.sort(np.concatenate(freed))) if added else _NONE
@@ -194,7 +194,7 @@ _Positions = NDArray[np.intp]
 """Positions in a rank's list."""
 
 
-def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
+def _bounds_of_lifetimes(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
     """Return the positions of first creation and last use of one kind of value, per micro-batch."""
     makes, made = _places(row, [stage if thing in _MAKES[op] else -1 for op, stage, _ in row.kinds])
     uses, used = _places(row, [stage if thing in _USES[op] else -1 for op, stage, _ in row.kinds])
@@ -207,9 +207,9 @@ def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
     return firsts, lasts
 
 
-def _bounds_of_absences(row: Row) -> tuple[_Positions, _Positions]:
+def _bounds_of_offloads(row: Row) -> tuple[_Positions, _Positions]:
     """Return the positions after which activations are `away`, and those at which they return."""
-    firsts, lasts = _bounds_of_lives(row, Thing.COPY)
+    firsts, lasts = _bounds_of_lifetimes(row, Thing.COPY)
     computes = np.array([op in COMPUTE for op, _, _ in row.kinds], bool)[numbers_of(row.which)]
     at = np.append(np.flatnonzero(computes), len(row))
     gone = at[np.searchsorted(at, firsts, "right")]

@@ -77,7 +77,7 @@ def with_holes(
         if are_alike:
             rows = _in_turn(home, count)
         else:
-            rows = _by_paces(home, [paces[held[row][stage]] for row in range(count)])
+            rows = _by_speed(home, [paces[held[row][stage]] for row in range(count)])
             home = rows
         columns.append([held[row][stage] for row in rows])
     for route in zip(*columns, strict=True):
@@ -103,7 +103,7 @@ def _in_turn(home: Sequence[int], count: int) -> list[int]:
     return rows
 
 
-def _by_paces(before: Sequence[int], paces: Sequence[float]) -> list[int]:
+def _by_speed(before: Sequence[int], paces: Sequence[float]) -> list[int]:
     """Return the replica that runs a stage for each micro-batch, if ranks differ in speed.
 
     Args:

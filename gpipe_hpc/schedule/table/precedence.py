@@ -41,7 +41,7 @@ Column = Sequence[int]
 NOWHERE: Final = -1
 SEVERAL: Final = -2
 # Ops that run asynchronously: their result is not ready when the next action starts.
-_BESIDE: Final = COPIES | {Op.UNSHARD}
+_ASYNCHRONOUS: Final = COPIES | {Op.UNSHARD}
 
 
 class Links:
@@ -242,7 +242,8 @@ def _index(graph: Precedence) -> None:
     nodes = np.flatnonzero(is_placed)
     stages = np.array([stage for _, stage, _ in graph.kinds], np.int32)
     at_home = (
-        _homes(schedule)[stages[which[nodes]], numbers[nodes]] == numbers_of(graph.ranks)[nodes]
+        _rank_of_each(schedule)[stages[which[nodes]], numbers[nodes]]
+        == numbers_of(graph.ranks)[nodes]
     )
     is_placed[nodes[~at_home]] = False
     nodes = nodes[at_home]
@@ -258,14 +259,14 @@ def _index(graph: Precedence) -> None:
         need = provides(graph.action(node))[0]
         faults.append(_Fault(node, 0, partial(_refuse_twice, graph, node, first, need)))
     for node in np.flatnonzero(~is_placed).tolist():
-        faults += _place_by_itself(graph, node, on_holder)
+        faults += _index_bucket_action(graph, node, on_holder)
     for kind, column in graph.columns.items():
         for order, need in enumerate(provides(action_of(kind))):
             faults += _provide(graph, kind_of(need), column, order)
     _refuse_first(faults)
 
 
-def _homes(schedule: Schedule) -> "NDArray[np.int32]":
+def _rank_of_each(schedule: Schedule) -> "NDArray[np.int32]":
     """Return the rank of each stage (rows) for each micro-batch (columns)."""
     placement = schedule.placement
     routes = np.array(placement.routes, np.int32)
@@ -285,7 +286,7 @@ def _is_over_a_skip(kind: Kind, schedule: Schedule) -> bool:
     return is_transfer and skip_of(action_of(kind)) in schedule.skips
 
 
-def _place_by_itself(
+def _index_bucket_action(
     graph: Precedence, node: int, on_holder: dict[tuple[Action, int], int]
 ) -> Iterator[_Fault]:
     """Record a bucket action, of which each holder has one; yield a fault if invalid."""
@@ -439,11 +440,11 @@ def _link(
     ranks, waits, late, leaves_with = graph.ranks, graph.waits, graph.late, graph.leaves_with
     one = waits.one
     posts_a_buffer = kind[0] in RECEIVES  # its consumer waits
-    is_optional, is_beside = need.action.op in OPTIONAL, need.action.op in _BESIDE
+    is_optional, is_beside = need.action.op in OPTIONAL, need.action.op in _ASYNCHRONOUS
     is_own = need.action.stage == kind[1]
-    if is_own and not is_beside and not posts_a_buffer and _come_first(need.makers, nodes):
+    if is_own and not is_beside and not posts_a_buffer and _all_precede(need.makers, nodes):
         return
-    if not is_beside and not leaves_with and _link_at_once(graph, kind, nodes, need):
+    if not is_beside and not leaves_with and _link_vectorised(graph, kind, nodes, need):
         return
     for microbatch, (node, maker) in enumerate(zip(nodes, need.makers, strict=True)):
         if node == NOWHERE:
@@ -483,7 +484,7 @@ def _link(
                 waits.add(node, send)
 
 
-def _link_at_once(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> bool:
+def _link_vectorised(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> bool:
     """Do the work of `_link` vectorised if nothing is missing or late; return whether it was."""
     users, makers = numbers_of(nodes), numbers_of(need.makers)
     there = users != NOWHERE
@@ -509,7 +510,7 @@ def _link_at_once(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> 
     return True
 
 
-def _come_first(makers: Column, nodes: Column) -> bool:
+def _all_precede(makers: Column, nodes: Column) -> bool:
     """Return whether both columns are complete and every maker precedes its consumer.
 
     Both columns are nodes of one rank.
@@ -541,7 +542,7 @@ def _link_own_weights(graph: Precedence, node: int) -> Iterator[_Fault]:
     action = graph.action(node)
     for need in dependencies(action, schedule.num_stages, 1):
         makers = graph.makers.get(kind_of(need), [NOWHERE] * schedule.num_microbatches)
-        if _come_first(makers, [node] * len(makers)) and len(schedule.placement.routes) == 1:
+        if _all_precede(makers, [node] * len(makers)) and len(schedule.placement.routes) == 1:
             graph.waits.add(node, max(makers))
             continue
         for order, maker in enumerate(makers):
@@ -569,10 +570,10 @@ def _link_gathers(graph: Precedence) -> None:
             assert first is not None, "there is one"
             graph.waits.add(first, gather)
             if gather > first:
-                graph.late.append(Late(first, _BEHIND_NEEDS + order, gather))
+                graph.late.append(Late(first, _AFTER_NEEDS + order, gather))
 
 
-_BEHIND_NEEDS: Final = 2**30
+_AFTER_NEEDS: Final = 2**30
 
 
 def execution_order(graph: Precedence, waits: Links) -> "array[int]":

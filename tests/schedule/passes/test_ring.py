@@ -67,13 +67,13 @@ def test_circles_are_found_in_turn_each_from_where_its_first_start_leads(blocker
     """A start that is given again leads into nothing new."""
     rendezvous = rendezvous_of(blockers)
     expected = circles_by_the_book(blockers, starts)
-    assert rendezvous._circles(starts) == expected
+    assert rendezvous._cycles(starts) == expected
     for most in range(1, len(expected) + 1):
-        assert rendezvous._circles(starts, most) == expected[:most]
+        assert rendezvous._cycles(starts, most) == expected[:most]
 
 
 def test_once_all_circles_are_found_nobody_looks_further():
     """Each of hundreds of thousands of posts walked from all ranks that slept."""
     starts = iter(range(6))
-    assert rendezvous_of([1, 0, 1, 4, 3, 4])._circles(starts, 2) == [[0, 1], [3, 4]]
+    assert rendezvous_of([1, 0, 1, 4, 3, 4])._cycles(starts, 2) == [[0, 1], [3, 4]]
     assert list(starts) == [4, 5]
