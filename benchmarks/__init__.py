@@ -1,4 +1,4 @@
-"""The laboratory: contestants side by side, in one run, on one machine. Not part of the wheel.
+"""Benchmarks of gpipe_hpc and its peers, interleaved in one run on one machine. Not in the wheel.
 
 `python -m benchmarks` is the short form, `python -m benchmarks.peers.run` the long one.
 """

@@ -1,4 +1,4 @@
-"""The short form: ours beside torch's own pipelining and DDP, against the figures kept.
+"""Short benchmark: gpipe_hpc, torch's pipelining and DDP, compared with stored results.
 
 python -m benchmarks --budget-s 270
 """
@@ -21,7 +21,7 @@ WORKLOADS: Final = "A,B,C,T"
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--workloads", default=WORKLOADS, help="a GPT, convolutions, wide layers, tiny ones"
@@ -39,7 +39,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the tables, and say what moved since the figures kept."""
+    """Run the benchmark, print its tables, and report changes since the stored results."""
     try:
         compare(parsed())
     except (GpipeError, OSError) as error:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Measure the short form and hold it against the figures kept."""
+    """Run the short benchmark and compare it with the stored results."""
     blocks = [block for block in short_blocks() if block.workload in args.workloads.split(",")]
     cells: list[Cell] = [cell for block in blocks for cell in block.cells]
     named = {cell.contestant for cell in cells}

@@ -56,7 +56,7 @@ class Revision:
         ]
 
     def ask(self, **request: Any) -> list[dict[str, float]]:
-        """Send a request to all ranks; return their answers, by rank."""
+        """Send a request to all ranks; return their answers in order of ranks."""
         for process in self.ranks:
             assert process.stdin is not None
             process.stdin.write(json.dumps(request) + "\n")
@@ -64,7 +64,7 @@ class Revision:
         return [self._answer(process) for process in self.ranks]
 
     def close(self) -> None:
-        """End the processes: their standard input ends."""
+        """End the processes by closing their standard input."""
         for process in self.ranks:
             process.communicate()
 
@@ -78,7 +78,7 @@ class Revision:
 
 
 def work(workload_name: str, variant: str, recompute: str) -> None:
-    """Run the requests that arrive on standard input, as one rank."""
+    """Serve requests from standard input as one rank."""
     import torch
 
     from benchmarks.cells import Cell
@@ -104,7 +104,7 @@ def work(workload_name: str, variant: str, recompute: str) -> None:
 
 
 def calls_of_a_step(step: Any) -> int:
-    """Return how many calls of functions of our package a step makes on this thread."""
+    """Return the number of calls of gpipe_hpc functions in one step on this thread."""
     count = 0
 
     def profile(frame: Any, event: str, arg: object) -> None:
@@ -125,7 +125,7 @@ def resident_bytes() -> int:
 
 
 def compare(trees: tuple[Path, Path], name: str, variant: str, recompute: str, pairs: int) -> str:
-    """Return a line of the table: one workload on both revisions."""
+    """Return one line of the table: one workload on both revisions."""
     before, after = (
         Revision(tree, name, variant, recompute, 29610 + position)
         for position, tree in enumerate(trees)

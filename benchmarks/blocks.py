@@ -1,4 +1,4 @@
-"""Run blocks one after the other and keep what each gave. Loads no torch."""
+"""Run benchmark blocks one after the other and store their results. Does not import torch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ _GUESS_S: Final = {"A": 1.3, "A16": 0.8, "B": 0.8, "C": 1.3, "T": 0.25}
 
 
 def cost_s(block: Block, num_sittings: int = 1) -> float:
-    """Return about how long a block takes when nothing disturbs: two steps to open a cell."""
+    """Return the estimated seconds of an undisturbed block; a cell opens in about two steps."""
     step_s = _GUESS_S.get(block.workload, 1.0)
     return sum(step_s * cell.wanted + num_sittings * (2 * step_s + 0.5) for cell in block.cells)
 
 
 def new_figures() -> Figures:
-    """Return figures of this machine, today, without any block."""
+    """Return empty results with today's date and a description of this machine."""
     return Figures(machine=machine(), date=datetime.now(UTC).date().isoformat())
 
 
@@ -38,7 +38,7 @@ def run_blocks(
 ) -> None:
     """Measure each block within its share of the time; `done` is called after each.
 
-    A block that needs less leaves the rest to those behind it.
+    Time that a block does not need is left to the following ones.
     """
     end_s = time.monotonic() + budget_s
     figures.versions |= {name: f"torch {text}" for name, text in conductor.versions.items()}
@@ -59,7 +59,7 @@ def run_blocks(
 
 
 def peer_versions(measured: Sequence[Measured]) -> dict[str, str]:
-    """Return the versions of those who are not torch itself."""
+    """Return the versions of the peers other than torch."""
     noted = (
         (each.cell.contestant, each.notes[0].get("version")) for each in measured if each.notes
     )
@@ -67,7 +67,7 @@ def peer_versions(measured: Sequence[Measured]) -> dict[str, str]:
 
 
 def disturbance(measured: Sequence[Measured]) -> str:
-    """Say how many visits others disturbed."""
+    """Return a sentence on how many visits were disturbed by other processes."""
     visits = [sample for each in measured for sample in each.samples]
     num_disturbed = sum(sample.is_disturbed for sample in visits)
     return f"{num_disturbed} of {len(visits)} visits disturbed"

@@ -1,4 +1,4 @@
-"""What is measured: cells, the blocks they stand in, and who runs them. Loads no torch."""
+"""The cells to measure, their blocks, and the contestants that run them. Does not import torch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,9 +30,10 @@ OURS_OF_TORCH: Final = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One contestant's way to do a step of a workload: schedule, micro-batches, recomputation.
+    """One contestant's way to run a step of a workload: schedule, micro-batches, recomputation.
 
-    `variant` is the schedule, or another way to run. `wanted`: undisturbed steps to wait for.
+    `variant` is the schedule, or another mode. `wanted` is the number of undisturbed steps
+    required.
     """
 
     contestant: str
@@ -44,23 +45,23 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Return what tells it from the others of its block."""
+        """Return the name of the cell within its block."""
         again = "" if self.recompute == "never" else f" recompute={self.recompute}"
         return f"{self.contestant} {self.variant}{again}"
 
     @property
     def key(self) -> str:
-        """Return what tells it from all others."""
+        """Return a name that is unique among all cells."""
         return f"{self.workload} M={self.microbatches} {self.name}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return what goes over the wire."""
+        """Return the fields that are sent to the workers."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Cells of one workload and one number of micro-batches, which share the machine's noise."""
+    """Cells with the same workload and number of micro-batches, measured in turn."""
 
     workload: str
     microbatches: int
@@ -69,20 +70,20 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Return its key in the figures."""
+        """Return the key of the block in the results."""
         return f"{self.workload} M={self.microbatches} {self.part}"
 
     def of(self, contestants: Collection[str]) -> "Block":
-        """Return it with the cells of these contestants alone."""
+        """Return the block with only the cells of the given contestants."""
         kept = tuple(cell for cell in self.cells if cell.contestant in contestants)
         return replace(self, cells=kept)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """What a contestant is, ``module:Class``, and what processes it needs.
+    """Class and processes of a contestant, given as ``module:Class``.
 
-    `python` is an interpreter of its own, for a peer with an environment of its own.
+    `python` is the interpreter of a peer with its own environment.
     """
 
     name: str
@@ -93,9 +94,10 @@ class Contestant:
 
     @property
     def crew(self) -> str:
-        """Return what names its processes; contestants that need the same ones share them.
+        """Return the name of its processes; contestants with the same requirements share them.
 
-        Two pairs of equal processes differ by some percent, which is more than some claims.
+        Two pairs of equal processes differ by some percent, which is more than some of the compared
+        differences.
         """
         elsewhere = "" if self.python is None else f"-{self.name}"
         return f"{self.num_ranks}x{self.num_threads}{elsewhere}"
@@ -115,19 +117,22 @@ CONTESTANTS: Final = (
 
 
 def named_schedules() -> list[str]:
-    """Return the schedules of ours that need no file."""
+    """Return the named schedules of gpipe_hpc that need no file."""
     return [name for name in schedule_names() if name != "file"]
 
 
 def floor_cell(workload: str, microbatches: int) -> Cell:
-    """Return the cell that all others of a block are held against."""
+    """Return the cell that all others of a block are compared with."""
     return Cell("floor", workload, "local", microbatches)
 
 
 def our_cells(
     workload: str, microbatches: int, names: Sequence[str], *, wanted: int = MAIN, again: int = 0
 ) -> list[Cell]:
-    """Return ours with these schedules; `again`: steps of recomputing ones, 0 for none of them."""
+    """Return gpipe_hpc's cells for these schedules.
+
+    `again` is the number of steps of those that recompute, 0 to omit them.
+    """
     cells = [Cell("ours", workload, name, microbatches, wanted=wanted) for name in names]
     if again:
         cells += [replace(cell, recompute="except_last", wanted=again) for cell in cells]
@@ -135,7 +140,7 @@ def our_cells(
 
 
 def torch_cells(workload: str, microbatches: int, *, again: bool = True) -> list[Cell]:
-    """Return the schedules of torch.distributed.pipelining, as far as it accepts them."""
+    """Return the cells of torch.distributed.pipelining for the schedules that it supports."""
     cells = [
         Cell("torch", workload, name, microbatches)
         for name in OURS_OF_TORCH
@@ -151,7 +156,7 @@ def torch_cells(workload: str, microbatches: int, *, again: bool = True) -> list
 
 
 def unpiped_cells(workload: str, microbatches: int) -> list[Cell]:
-    """Return plain PyTorch and DDP: the batch in one piece, and in micro-batches."""
+    """Return the cells of plain PyTorch and DDP, with the whole batch and with micro-batches."""
     cells = []
     for name, wanted in (("ddp", MAIN), ("plain", OTHER), ("plain 2 threads", OTHER)):
         cells.append(Cell(name, workload, "whole batch", microbatches, wanted=wanted))
@@ -161,7 +166,7 @@ def unpiped_cells(workload: str, microbatches: int) -> list[Cell]:
 
 
 def short_blocks() -> list[Block]:
-    """Return the blocks of the short form: ours and torch's, one M for each workload."""
+    """Return the blocks of the short benchmark: gpipe_hpc and torch, one M per workload."""
     chosen = (("A", 8), ("B", 16), ("C", 4), ("T", 16))
     blocks = []
     for workload, microbatches in chosen:

@@ -1,4 +1,4 @@
-"""What moved since the figures that are kept. Loads no torch."""
+"""Changes of step times since the stored results. Does not import torch."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _LEAST = 0.02
 
 
 class Move(NamedTuple):
-    """A cell's step time over the floor of its block, now and as kept, and what both may spread."""
+    """Step time of a cell relative to the floor of its block, now and stored, with both spreads."""
 
     block: str
     name: str
@@ -22,7 +22,7 @@ class Move(NamedTuple):
 
     @property
     def is_beyond(self) -> bool:
-        """Say whether it moved by more than the spread."""
+        """Return whether the change exceeds the spread."""
         return abs(self.now / self.kept - 1.0) > self.spread
 
     def __str__(self) -> str:
@@ -33,9 +33,9 @@ class Move(NamedTuple):
 
 
 def moves(now: Figures, kept: Figures) -> Iterator[Move]:
-    """Yield the cells that both have, each as a ratio to the floor measured in the same run.
+    """Yield the cells present in both results, each relative to the floor of the same run.
 
-    Those that have too few undisturbed steps, here or there, are left out.
+    Cells with too few undisturbed steps in either are omitted.
     """
     for block, rows in now.blocks.items():
         there = _counterpart(block, kept)
@@ -55,7 +55,7 @@ def moves(now: Figures, kept: Figures) -> Iterator[Move]:
 
 
 def _counterpart(block: str, kept: Figures) -> str:
-    """Return the kept block of the same workload and micro-batches: that of the full form."""
+    """Return the stored block of the same workload and micro-batches, from the full benchmark."""
     if block in kept.blocks:
         return block
     return f"{block.rsplit(' ', 1)[0]} {FULL}"
@@ -66,7 +66,7 @@ def _floor(figures: Figures, block: str) -> Row | None:
 
 
 def report(now: Figures, kept: Figures) -> str:
-    """Return what moved beyond the spread, or that nothing did."""
+    """Return text on the changes that exceed the spread, or that there are none."""
     compared = list(moves(now, kept))
     if not compared:
         return (

@@ -1,4 +1,4 @@
-"""Processes that contestants share, seen from the one that conducts. Loads no torch."""
+"""Worker processes shared by contestants, as seen by the process that controls them."""
 
 import contextlib
 import json
@@ -33,14 +33,14 @@ _ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 class CrewError(GpipeError):
-    """Processes that failed, ended or did not answer; says how."""
+    """Worker processes failed, ended or did not answer."""
 
 
 class Crew:
-    """Processes that wait to be asked for a step of one of their contestants.
+    """Worker processes that run steps of their contestants on request.
 
-    They are stopped while they wait: each Gloo group has a thread that wakes up 100 times a
-    second, and peers have dozens of groups.
+    They are stopped (SIGSTOP) while they wait, because each Gloo group has a thread that wakes up
+    100 times a second, and peers have dozens of groups.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Crew:
         logs: Path,
         paths: tuple[str, ...] = (),
     ) -> None:
-        """Start them; `paths` are added to where Python looks for modules.
+        """Start the processes; `paths` are added to Python's module search path.
 
-        `absent` says which of the contestants cannot be loaded, and why. Raises CrewError if a
+        `absent` lists the contestants that cannot be loaded, with the reason. Raises CrewError if a
         process cannot start.
         """
         self.contestants = {each.name: each for each in contestants}
@@ -118,9 +118,10 @@ class Crew:
         self._rests.append(b"")
 
     def _start_guard(self) -> subprocess.Popen[bytes]:
-        """Start what ends the groups if this process is killed.
+        """Start a process that ends the workers' process groups if this process is killed.
 
-        The kernel ends their first processes then; what those have started would stay stopped.
+        The kernel then ends their first processes; the processes that those have started would
+        remain stopped.
         """
         groups = [str(process.pid) for process in self._processes]
         return subprocess.Popen(
@@ -132,9 +133,9 @@ class Crew:
         )
 
     def ask(self, request: dict[str, Any], timeout_s: float = ANSWER_S) -> list[dict[str, Any]]:
-        """Ask all ranks the same; return their answers by rank.
+        """Send the same request to all ranks; return their answers in order of ranks.
 
-        Raises CrewError if one fails or is late; then the crew is of no use any more.
+        Raises CrewError if one fails or is late; the crew cannot be used afterwards.
         """
         line = (json.dumps(request) + "\n").encode()
         self._signal(signal.SIGCONT)
@@ -148,7 +149,7 @@ class Crew:
         return answers
 
     def run(self, cell: str, num_steps: int) -> list[dict[str, Any]]:
-        """Run steps from one moment on; adds the seconds since then to each rank's answer."""
+        """Run steps from a common start time; add the seconds since then to each rank's answer."""
         self._signal(signal.SIGCONT)
         at_s = time.monotonic() + 0.005
         answers = self.ask({"do": "run", "cell": cell, "steps": num_steps, "at_s": at_s})
@@ -174,7 +175,7 @@ class Crew:
         return [answers[rank] for rank in range(len(self._streams))]
 
     def _read(self, rank: int) -> bool:
-        """Take what has come from a rank; say whether a line is complete."""
+        """Read the available output of a rank; return whether a line is complete."""
         try:
             data = self._streams[rank].recv(1 << 20)
         except OSError:
@@ -194,7 +195,7 @@ class Crew:
                 os.killpg(process.pid, number)
 
     def close(self) -> None:
-        """End the processes, and what is left of those they have started."""
+        """End the processes and all their descendants."""
         self._signal(signal.SIGCONT)
         for stream in self._streams:
             stream.close()

@@ -1,4 +1,4 @@
-"""The figures of a run: what each cell took, as they are kept in a file. Loads no torch."""
+"""Results of a benchmark run, by cell, and their file. Does not import torch."""
 
 import json
 import os
@@ -21,10 +21,11 @@ _DIGITS: Final = 5
 
 @dataclass(frozen=True)
 class Row:
-    """A cell's figures; times in seconds of one step, bytes of one rank above an idle process.
+    """Results of a cell: seconds per step, and bytes of one rank above an idle process.
 
-    `quartiles_s` are of the undisturbed visits, `num_clean` of `num_visits`; where none was
-    undisturbed `median_s` is the least time of all. `limit_s` is what the schedule leaves at best.
+    `quartiles_s` are those of the undisturbed visits, `num_clean` of `num_visits`. If none is
+    undisturbed, `median_s` is the shortest time of all. `limit_s` is the lower bound for the
+    schedule.
     """
 
     contestant: str
@@ -43,18 +44,18 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return what tells it from the others of its block."""
+        """Return the name of the cell within its block."""
         again = "" if self.recompute == "never" else f" recompute={self.recompute}"
         return f"{self.contestant} {self.variant}{again}"
 
     @property
     def is_sound(self) -> bool:
-        """Say whether there are steps enough for a median that has a spread."""
+        """Return whether there are enough steps for a median with a spread."""
         return self.median_s is not None and self.num_clean >= FEWEST
 
     @property
     def spread(self) -> float:
-        """Return the range between the quartiles over the median."""
+        """Return the interquartile range divided by the median."""
         if not self.quartiles_s or not self.median_s:
             return 0.0
         return (self.quartiles_s[1] - self.quartiles_s[0]) / self.median_s
@@ -62,7 +63,7 @@ class Row:
 
 @dataclass
 class Figures:
-    """All of a run: rows by block, and on what they were measured."""
+    """Results of a run by block, with a description of the machine."""
 
     machine: str = ""
     date: str = ""
@@ -71,14 +72,14 @@ class Figures:
     extras: dict[str, Any] = field(default_factory=dict)
 
     def find(self, block: str, name: str) -> Row | None:
-        """Return the row of a cell that has a time."""
+        """Return the row of a cell if it has a time."""
         for row in self.blocks.get(block, []):
             if row.name == name and row.median_s is not None:
                 return row
         return None
 
     def save(self, path: Path) -> None:
-        """Write them; a reader sees the old file or the new one."""
+        """Write the results; a concurrent reader sees the old or the new file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".new")
         aside.write_text(_compact(asdict(self)), "utf-8")
@@ -86,7 +87,7 @@ class Figures:
 
 
 def _compact(figures: dict[str, Any]) -> str:
-    """Return JSON with one cell a line, and no more digits than were measured."""
+    """Return JSON with one cell per line and only significant digits."""
     blocks, extras = figures.pop("blocks"), figures.pop("extras")
     head = [f" {json.dumps(name)}: {json.dumps(_rounded(each))}" for name, each in figures.items()]
     weighed = _lines({name: _rounded(each) for name, each in extras.items()})
@@ -96,7 +97,7 @@ def _compact(figures: dict[str, Any]) -> str:
 
 
 def _lines(groups: Mapping[str, Any]) -> str:
-    """Return a JSON object of lists and objects, each of whose members has a line of its own."""
+    """Return a JSON object of lists and objects with one member per line."""
     texts = []
     for name, group in groups.items():
         if isinstance(group, Mapping):
@@ -110,7 +111,7 @@ def _lines(groups: Mapping[str, Any]) -> str:
 
 
 def _told(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is as a row has it anyway."""
+    """Remove fields that have their default value."""
     usual = {each.name: each.default for each in fields(Row)}
     return {name: value for name, value in row.items() if value != usual[name]}
 
@@ -124,7 +125,7 @@ def _rounded(value: Any) -> Any:
 
 
 def load_figures(path: Path) -> Figures:
-    """Read figures; raises DataError where the file is none of ours."""
+    """Load results; raises DataError if the file has another format."""
     try:
         raw = json.loads(path.read_text("utf-8"))
         blocks = {name: [_row(each) for each in rows] for name, rows in raw.pop("blocks").items()}
@@ -147,7 +148,7 @@ def _row(raw: Mapping[str, Any]) -> Row:
 
 
 def rows_of(block: Block, measured: Sequence[Measured]) -> list[Row]:
-    """Return the figures of a block's cells, with limits where its floor was measured."""
+    """Return the rows of a block's cells, with limits if its floor was measured."""
     floor = next((m for m in measured if m.cell.contestant == "floor" and m.samples), None)
     return [_figures_of(each, floor) for each in measured]
 
@@ -179,30 +180,30 @@ def _figures_of(each: Measured, floor: Measured | None) -> Row:
 
 
 def median_step(each: Measured) -> float:
-    """Return the median of undisturbed visits, the least of all visits if there is none."""
+    """Return the median of undisturbed visits, or the shortest visit if there is none."""
     if each.clean:
         return statistics.median(sample.step_s for sample in each.clean)
     return min(sample.step_s for sample in each.samples)
 
 
 def median_ranks(each: Measured) -> list[float]:
-    """Return each rank's median of undisturbed visits, of the shortest visit if there is none."""
+    """Return each rank's median over undisturbed visits, or its shortest time if there is none."""
     visits = each.clean or [min(each.samples, key=lambda sample: sample.step_s)]
     return [statistics.median(times) for times in zip(*(v.ranks_s for v in visits), strict=True)]
 
 
 def floor_ranks(floor: Measured) -> list[float]:
-    """Return what each rank of the floor takes, the slower one as long as the floor's step.
+    """Return the time of each rank in the floor, with the slowest as long as the floor's step.
 
-    A step is the later of the ranks' times, and noise makes its median longer than theirs: limits
-    from those alone lay below the floor, which nobody can reach.
+    A step lasts as long as its slowest rank, and noise makes its median longer than the median of
+    any rank. Limits computed from ranks alone would be below the floor, which cannot be reached.
     """
     ranks_s = median_ranks(floor)
     return [rank_s * median_step(floor) / max(ranks_s) for rank_s in ranks_s]
 
 
 def quartiles(steps: Sequence[float]) -> tuple[float, float]:
-    """Return the first and third quartile; of few values their range."""
+    """Return first and third quartile, or minimum and maximum of few values."""
     if len(steps) < 4:
         return min(steps), max(steps)
     first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
@@ -210,7 +211,7 @@ def quartiles(steps: Sequence[float]) -> tuple[float, float]:
 
 
 def _limit(each: Measured, floor: Measured | None) -> Limit | None:
-    """Return the limit of a cell that runs a table."""
+    """Return the lower bound of a cell that runs a table."""
     schedule = table_of(each.cell, each.notes)
     if floor is None or floor.failed or schedule is None:
         return None
@@ -220,7 +221,7 @@ def _limit(each: Measured, floor: Measured | None) -> Limit | None:
 
 
 def table_of(cell: Cell, notes: Sequence[Mapping[str, Any]]) -> Schedule | None:
-    """Return the table that a cell runs, as it says or as its schedule is known; None: none."""
+    """Return the table that a cell runs, given by itself or by its schedule, or None."""
     if notes and "table" in notes[0]:
         table = from_text(notes[0]["table"], cell.variant)
         is_ours = cell.contestant == "ours"

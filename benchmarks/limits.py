@@ -1,4 +1,4 @@
-"""What nobody can beat: the floor, and a schedule's own limit above it. Loads no torch."""
+"""Lower bounds of step times: the floor, and the bound of a schedule. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class LayerTimes:
 
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Sequence[float]]]) -> "LayerTimes":
-        """Put together what the ranks of the floor measured, each its own layers."""
+        """Combine the measurements of the floor's ranks, each of its own layers."""
         merged = {int(index): times for answer in answers for index, times in answer.items()}
         rows = [merged[index] for index in range(len(merged))]
         forward, backward, inputs = zip(*rows, strict=True)
@@ -28,9 +28,10 @@ class LayerTimes:
     def scaled(
         self, ranks_s: Sequence[float], counts: Sequence[int], num_microbatches: int
     ) -> "LayerTimes":
-        """Return the times that add up to what each rank's whole stage takes for its micro-batches.
+        """Scale the times so that they sum to the time of each rank's whole stage per micro-batch.
 
-        Timed one by one layers cost more, and while one rank was timed others may have disturbed.
+        Layers timed one by one take longer, and measurements of one rank may be disturbed by
+        others.
         """
         factors: list[float] = []
         for rank_s, span in zip(ranks_s, _spans(counts), strict=True):
@@ -43,7 +44,7 @@ class LayerTimes:
         return LayerTimes(forward, backward, inputs)
 
     def costs(self, counts: Sequence[int]) -> Costs:
-        """Return the costs of stages of these many layers."""
+        """Return the costs of stages with the given numbers of layers."""
         spans = _spans(counts)
         forward, backward, inputs = (
             [sum(times[span]) for span in spans]
@@ -60,7 +61,7 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Limit:
-    """The least time that a schedule leaves for a step, and the bubble that is in it."""
+    """Lower bound of the step time of a schedule, and the bubble in it."""
 
     step_s: float
     bubble: float
@@ -78,10 +79,10 @@ def limit_of(
     ranks_s: Sequence[float],
     floor_counts: Sequence[int],
 ) -> Limit:
-    """Return the floor with what the schedule adds to it, simulated without transfers.
+    """Return the floor plus the time that the schedule adds, simulated without transfers.
 
-    `times` of each layer are scaled to add up to `ranks_s`, each rank's time in the floor, whose
-    cut is `floor_counts`.
+    `times` of the layers are scaled to sum to `ranks_s`, the time of each rank in the floor, whose
+    partition is `floor_counts`.
     """
     scaled = times.scaled(ranks_s, floor_counts, schedule.num_microbatches)
     timeline = simulate(schedule, scaled.costs(counts))

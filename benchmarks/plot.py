@@ -1,4 +1,4 @@
-"""Lines over micro-batches as an SVG picture, by matplotlib."""
+"""Draw lines over the number of micro-batches as SVG, with matplotlib."""
 
 import io
 import math
@@ -14,7 +14,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: series by name; x is logarithmic, y as told. `dashed` lines go with series."""
+    """One diagram: series by name; x is logarithmic. `dashed` lines belong to series."""
 
     title: str
     series: Mapping[str, Points]
@@ -25,9 +25,9 @@ class Panel:
 
 
 def draw_panels(panels: Sequence[Panel], *, title: str = "") -> str:
-    """Draw panels beside one another with one legend; a name has one colour in all.
+    """Draw panels side by side with a common legend; a name has the same colour in all.
 
-    The same panels give the same text.
+    The output is deterministic.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

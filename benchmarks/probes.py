@@ -1,4 +1,4 @@
-"""What Linux says about this process and this machine. Loads no torch."""
+"""Linux's measurements of this process and machine. Does not import torch."""
 
 import ctypes
 import gc
@@ -17,26 +17,26 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends: it may be stopped by then."""
+    """Make the kernel kill this process when its parent ends, even while it is stopped."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Usage(NamedTuple):
-    """Processor time of this process so far, and how often it had to make room for another."""
+    """Processor time of this process so far, and its number of involuntary context switches."""
 
     cpu_s: float
     num_preempted: int
 
 
 def usage() -> Usage:
-    """Return what this process has used, all threads together."""
+    """Return the resource usage of this process, over all threads."""
     return Usage(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
 
 
 def machine_busy_s() -> float:
-    """Return the time that all processors have worked for anybody, in steps of a clock tick.
+    """Return the total busy time of all processors in seconds, in steps of a clock tick.
 
-    Includes what the host of a virtual machine took away.
+    Includes time that the host of a virtual machine used for others (steal time).
     """
     first = Path("/proc/stat").read_text("utf-8").split("\n", 1)[0]
     user, nice, system, _, _, irq, softirq, stolen = map(int, first.split()[1:9])
@@ -44,17 +44,18 @@ def machine_busy_s() -> float:
 
 
 def is_disturbed(wall_s: float, foreign_s: float) -> bool:
-    """Say whether others took so much processor time that a measurement does not count.
+    """Return whether other processes used so much processor time that a measurement is invalid.
 
-    More than a tenth of one core, beyond what two ticks of the clock may hide.
+    The limit is a tenth of one core, plus two ticks of the clock.
     """
     return foreign_s > 0.1 * wall_s + 0.02
 
 
 class Memory(NamedTuple):
-    """Memory of a process that belongs to it: without the pages of files it has mapped.
+    """Memory of a process without the pages of mapped files.
 
-    `shared_bytes` is what another process touches too; half of it is in the other figures.
+    `shared_bytes` is memory shared with other processes; half of it is included in the other
+    values.
     """
 
     now_bytes: int
@@ -63,10 +64,10 @@ class Memory(NamedTuple):
 
 
 def memory() -> Memory:
-    """Return what is resident now, and the most since `forget_peak`.
+    """Return the resident memory now, and its peak since `forget_peak`.
 
-    Shared memory counts half: here always two ranks touch it. Pages of mapped files (libraries)
-    are taken off: they come in when first used, whoever runs first.
+    Shared memory counts half, because two ranks share it here. Pages of mapped files (libraries)
+    are excluded, because they are loaded by the first process that uses them.
     """
     status = {}
     for line in Path("/proc/self/status").read_text("utf-8").splitlines():
@@ -79,14 +80,14 @@ def memory() -> Memory:
 
 
 def forget_peak() -> None:
-    """Give free memory back to the kernel, and let the peak start from what is left."""
+    """Return free memory to the kernel and reset the peak."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", "utf-8")
 
 
 def machine() -> str:
-    """Return a line on the machine: processor, cores, memory, system."""
+    """Return a line that describes the machine: processor, cores, memory, system."""
     model = "unknown processor"
     for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
         if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""Ask all contestants in turn, so that they share the machine's noise. Loads no torch."""
+"""Visit all contestants in turn, so that they are measured under the same noise."""
 
 import math
 import statistics
@@ -28,9 +28,9 @@ TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.1}
 
 @dataclass(frozen=True)
 class Sample:
-    """One visit: seconds of a step on each rank, processor seconds of all, disturbed or not.
+    """One visit: seconds of a step on each rank, processor seconds, and whether it was disturbed.
 
-    `foreign_s` is what others worked meanwhile.
+    `foreign_s` is the processor time of other processes meanwhile.
     """
 
     ranks_s: tuple[float, ...]
@@ -47,10 +47,10 @@ class Sample:
 
 @dataclass
 class Measured:
-    """What is known of a cell.
+    """State of the measurement of a cell.
 
-    `peaks`: bytes of each rank, of each time it was opened. `sitting`: undisturbed visits before
-    this sitting, and those wanted at its end.
+    `peaks` are the bytes of each rank for each time it was opened. `sitting` has the undisturbed
+    visits before this sitting, and those wanted at its end.
     """
 
     cell: Cell
@@ -66,12 +66,12 @@ class Measured:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Return the mean peak of each rank: where holes of the heap lie is up to chance."""
+        """Return the mean peak of each rank; fragmentation of the heap varies between runs."""
         return tuple(round(statistics.fmean(ranks)) for ranks in zip(*self.peaks, strict=True))
 
     @property
     def patience_s(self) -> float:
-        """Return how long it may take to open: known, once it was open."""
+        """Return the timeout for opening the cell, which is known once it was open."""
         if self.opened_s is None:
             return ANSWER_S
         return min(ANSWER_S, _REOPEN_S + _REOPEN_FACTOR * self.opened_s)
@@ -82,13 +82,13 @@ class Measured:
         return [sample for sample in self.samples if not sample.is_disturbed]
 
     def choose_steps(self, step_s: float) -> None:
-        """Make visits as long as they must be, by how long a step takes."""
+        """Choose the number of steps per visit from the duration of a step."""
         wanted = math.ceil(_VISIT_S / max(step_s, 1e-4))
         # An early step may have been slow: the number only grows.
         self.num_steps = min(_MOST_STEPS, max(self.num_steps, wanted))
 
     def is_due(self, round_number: int, num_rounds: int) -> bool:
-        """Say whether it is behind its share of undisturbed visits, spread over the rounds."""
+        """Return whether the cell lacks undisturbed visits at this point of the rounds."""
         before, goal = self.sitting or (0, self.cell.wanted)
         num_clean, wanted = len(self.clean) - before, goal - before
         if self.failed or num_clean >= wanted:
@@ -96,13 +96,13 @@ class Measured:
         return num_clean * num_rounds <= wanted * round_number
 
     def sit_down(self, number: int, num_sittings: int) -> None:
-        """Begin a sitting: want that share of the undisturbed visits by its end."""
+        """Start a sitting that is to end with the given share of the undisturbed visits."""
         self.sitting = len(self.clean), math.ceil(self.cell.wanted * (number + 1) / num_sittings)
 
 
 @dataclass(frozen=True)
 class _Course:
-    """A block under way: its cells, plain gradients to compare with, when it should end."""
+    """A block in progress: its cells, reference gradients, and deadline."""
 
     measured: Sequence[Measured]
     reference: str
@@ -110,9 +110,9 @@ class _Course:
 
 
 class Conductor:
-    """The crews of all contestants, started once, and the loop that asks them in turn.
+    """The crews of all contestants, started once, and the loop that visits them in turn.
 
-    `crews` by the name of the processes, `absent` and `versions` by that of the contestant.
+    `crews` are keyed by the name of the processes, `absent` and `versions` by contestant.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Conductor:
         self.absent |= absent
 
     def restart(self, name: str) -> None:
-        """End processes and start them anew, without any cell."""
+        """End processes and start them again, without any cell."""
         crew = self.crews.pop(name, None)
         if crew is not None:
             crew.close()
@@ -167,9 +167,9 @@ class Conductor:
     def measure(
         self, block: Block, deadline_s: float, num_rounds: int = 10, *, num_sittings: int = 1
     ) -> list[Measured]:
-        """Open the block's cells, visit them in turn until the deadline, and close them.
+        """Open the cells of a block, visit them in turn until the deadline, and close them.
 
-        In several sittings, as where a cell's memory comes to lie makes it faster or slower for as
+        Several sittings are used, because the memory addresses of a cell influence its speed as
         long as it is open.
         """
         measured = [Measured(cell) for cell in block.cells]
@@ -201,9 +201,9 @@ class Conductor:
                 self.restart(name)
 
     def weigh(self, block: Block) -> dict[str, list[int]]:
-        """Return what the tensors of each cell take at their peak, in bytes of each rank.
+        """Return the peak bytes of each cell's tensors on each rank.
 
-        Cells that fail are not in it.
+        Cells that fail are omitted.
         """
         weighed = {}
         for cell in block.cells:
@@ -230,7 +230,7 @@ class Conductor:
         return str(path)
 
     def _open(self, each: Measured, course: _Course) -> bool:
-        """Open a cell, check it, and say whether its processes still have the block's others."""
+        """Open and check a cell; return whether its processes kept the other cells of the block."""
         name = each.cell.contestant
         if name in self.absent or name not in self.contestants:
             each.failed = self.absent.get(name, "takes no part in this run")
@@ -270,9 +270,9 @@ class Conductor:
                     self._lose(each, course, str(error))
 
     def _lose(self, each: Measured, course: _Course, reason: str) -> None:
-        """Give up a cell that failed; start its processes anew and open their other cells again.
+        """Drop a cell that failed; restart its processes and open their other cells again.
 
-        Past the deadline only those not yet visited: nobody comes to the others any more.
+        After the deadline, only cells that were not yet visited are opened.
         """
         self.say(f"  failed: {each.cell.name}: {reason}")
         each.failed = reason
@@ -313,7 +313,7 @@ class Conductor:
 
 
 def check_gradients(cell: Cell, answers: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
-    """Return the relative error of all ranks' gradients together, and what is wrong with them."""
+    """Return the relative error of all ranks' gradients, and a description of any failure."""
     if any(answer["names"] is None for answer in answers):
         return None, ""
     names = {name for answer in answers for name in answer["names"]}

@@ -1,4 +1,4 @@
-"""Figures as a table in Markdown. Loads no torch."""
+"""Results as Markdown tables. Does not import torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,7 +20,7 @@ _HEAD = (
 
 
 def markdown(figures: Figures) -> str:
-    """Return all blocks, each as a table; the fastest first within a contestant."""
+    """Return a table for each block, sorted by time within a contestant."""
     of_torch = sorted({each for each in figures.versions.values() if each.startswith("torch ")})
     others = (f"{n} {v}" for n, v in sorted(figures.versions.items()) if v not in of_torch)
     lines = [f"{figures.machine}; {', '.join([*of_torch, *others])}; {figures.date}."]
@@ -35,7 +35,7 @@ def block_lines(
 ) -> Iterator[str]:
     """Yield the lines of one block's table.
 
-    `weighed`: bytes of each row's tensors, by its name; without any there is no column for them.
+    `weighed` maps names of rows to bytes of tensors; if empty, the column is omitted.
     """
     floor = next((row.median_s for row in rows if row.contestant == "floor"), None)
     num_columns = len(_HEAD) if weighed else len(_HEAD) - 1
@@ -65,6 +65,6 @@ def _cells(row: Row, floor_s: float | None, tensors: Sequence[int]) -> list[str]
 
 
 def milliseconds(seconds: float) -> str:
-    """Return milliseconds with three digits at least."""
+    """Return milliseconds with at least three digits."""
     value = 1e3 * seconds
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

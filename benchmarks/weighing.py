@@ -1,4 +1,4 @@
-"""How much memory tensors take at once, whatever the C library's heap makes of it."""
+"""Peak memory of tensors, independent of fragmentation in the C library's heap."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,10 +9,10 @@ Made = TypeVar("Made")
 
 
 def weigh(run: Callable[[], Made]) -> tuple[Made, int]:
-    """Call a function; return its result and the most bytes that its tensors took at once.
+    """Call a function; return its result and the peak bytes of its tensors.
 
-    Counted is what torch asks of its allocator on the host and gives back, beyond what was there
-    before. Memory that others map, such as slots shared by ranks, is not in it.
+    Counts torch's host allocations and frees relative to the start. Memory mapped by other means,
+    such as shared slots, is not included.
     """
     with profile(profile_memory=True) as trace:
         made = run()

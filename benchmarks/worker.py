@@ -1,8 +1,8 @@
-"""A process that contestants share: waits, and does what it is asked over a socket.
+"""A worker process shared by contestants, which serves requests from a socket.
 
-Messages are JSON, one a line. ``open`` builds a cell, checks its gradients and measures its
-memory; ``run`` times steps from a given moment of the system's clock; ``close`` drops all cells;
-``weigh`` builds a cell for itself and says what its tensors take.
+Messages are JSON, one per line. ``open`` builds a cell, checks its gradients and measures its
+memory; ``run`` times steps from a given time of the system's clock; ``close`` drops all cells;
+``weigh`` builds a cell alone and returns the memory of its tensors.
 """
 
 import gc
@@ -39,23 +39,23 @@ class Entrant(Protocol):
         """Build this rank's part of the model."""
 
     def step(self) -> None:
-        """Do a whole step on the workload's batch: forward, backward, optimizer."""
+        """Run a whole step on the workload's batch: forward, backward, optimizer."""
 
     def gradients(self) -> Iterable[tuple[str, Tensor]] | None:
-        """Return this rank's gradients of the mean loss, by global name; None: not meant to be.
+        """Return this rank's gradients of the mean loss by global name, or None if not comparable.
 
-        Asked after the first step.
+        Called after the first step.
         """
 
     def notes(self) -> dict[str, Any]:
-        """Return what the table needs to know about this cell."""
+        """Return additional information on this cell for the table."""
 
     def close(self) -> None:
-        """Let go of what outlives this object."""
+        """Release resources that would outlive this object."""
 
 
 class Worker:
-    """The cells that are open in this process."""
+    """The open cells of this process."""
 
     def __init__(self, entrants: Mapping[str, type[Entrant]], size: str, rank: int = 0) -> None:
         self.entrants = entrants
@@ -65,7 +65,7 @@ class Worker:
         self.warm: set[str] = set()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do one request."""
+        """Serve one request."""
         match request["do"]:
             case "open":
                 return self._open(Cell(**request["cell"]), request["reference"])
@@ -97,7 +97,7 @@ class Worker:
         return {"peak_bytes": peak_bytes, "step_s": step_s, **difference, **entrant.notes()}
 
     def _warm(self, cell: Cell) -> None:
-        """Do once what the first cell of a contestant would pay for: libraries, process groups."""
+        """Run once what the first cell of a contestant would pay for: libraries, process groups."""
         cell = replace(cell, workload="T")
         entrant = self.entrants[cell.contestant](make_workload("T", "tiny"), cell)
         for _ in range(3):
@@ -106,7 +106,7 @@ class Worker:
         self.warm.add(cell.contestant)
 
     def _weigh(self, cell: Cell) -> dict[str, Any]:
-        """Return the peak of tensors in two steps, with half of the memory that ranks share."""
+        """Return the peak bytes of tensors in two steps; memory shared by ranks counts half."""
         if cell.contestant not in self.warm:
             self._warm(cell)
         workload = make_workload(cell.workload, self.size)
@@ -156,7 +156,7 @@ class Worker:
 
 
 def wait_until(at_s: float) -> None:
-    """Return at a moment of the system's monotonic clock."""
+    """Return at the given time of the system's monotonic clock."""
     left_s = at_s - time.monotonic()
     if left_s > _WATCH_S:
         time.sleep(left_s - _WATCH_S)
@@ -165,7 +165,7 @@ def wait_until(at_s: float) -> None:
 
 
 def _difference(gradients: Iterable[tuple[str, Tensor]] | None, reference: str) -> dict[str, Any]:
-    """Return the squared norms of this rank's gradients' error and of the plain ones."""
+    """Return the squared norms of the error of this rank's gradients and of the reference."""
     if gradients is None:
         return {"names": None, "error": 0.0, "norm": 0.0}
     plain = torch.load(reference, mmap=True)
@@ -179,7 +179,7 @@ def _difference(gradients: Iterable[tuple[str, Tensor]] | None, reference: str) 
 
 
 def _load(addresses: Mapping[str, str]) -> tuple[dict[str, type[Entrant]], dict[str, str]]:
-    """Return the classes of contestants by name, and why others cannot be loaded."""
+    """Return the contestants' classes by name, and the reasons why others cannot be loaded."""
     entrants, absent = {}, {}
     for contestant, address in addresses.items():
         module, name = address.split(":")
@@ -192,7 +192,7 @@ def _load(addresses: Mapping[str, str]) -> tuple[dict[str, type[Entrant]], dict[
 
 
 def main() -> None:
-    """Serve the socket that was handed down until it closes."""
+    """Serve requests on the inherited socket until it closes."""
     end_with_parent()
     descriptor, addresses, size = sys.argv[1:]
     stream = socket.socket(fileno=int(descriptor)).makefile("rw", encoding="utf-8", newline="\n")

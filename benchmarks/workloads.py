@@ -1,4 +1,4 @@
-"""The models that are benchmarked, their batches, and how they are cut."""
+"""The benchmarked models, their batches and their partition."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,10 +25,11 @@ NUM_UNITS: Final = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, one batch of it and its loss.
+    """A model, its batch and its loss.
 
-    `units`: layers of each of the eight pieces that all contestants cut by. `make_batch` takes the
-    number of samples; `loss_fn` returns (sum, weight), `mean_loss` their ratio.
+    `units` is the number of layers in each of the eight pieces from which all contestants form
+    stages. `make_batch` takes the number of samples; `loss_fn` returns (sum, weight), `mean_loss`
+    their ratio.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Workload:
             return self.make_batch(num_samples or self.batch_size)
 
     def counts(self, num_stages: int) -> list[int]:
-        """Return the layers of each stage: equally many units."""
+        """Return the number of layers of each stage, with equal numbers of units."""
         size, rest = divmod(NUM_UNITS, num_stages)
         assert rest == 0, f"{NUM_UNITS} units do not make {num_stages} equal stages"
         return [sum(self.units[s * size : (s + 1) * size]) for s in range(num_stages)]
@@ -64,17 +65,17 @@ class Workload:
         return [range(*pair) for pair in pairwise(ends)]
 
     def build(self, span: range) -> dict[int, nn.Module]:
-        """Return layers by index, with the weights that all contestants start from."""
+        """Return layers by index, with the initial weights that all contestants use."""
         return {index: build_layer(self.layers[index], index=index, seed=SEED) for index in span}
 
     def module(self, span: range) -> nn.Module:
-        """Return layers as one module for a peer; in bfloat16 it casts by itself."""
+        """Return layers as one module for a peer; in bfloat16 it applies autocast itself."""
         module = nn.Sequential(*self.build(span).values())
         return module if self.precision == "float32" else Casting(module)
 
 
 class Casting(nn.Module):
-    """A module that computes under autocast to bfloat16."""
+    """A module that runs under autocast to bfloat16."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ def global_parameters(module: nn.Module, span: range) -> Iterator[tuple[str, nn.
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that all contestants step."""
+    """Return the optimizer that all contestants use."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
 
@@ -129,7 +130,7 @@ def _gpt(name: str, width: int, seq_len: int, batch_size: int, precision: str) -
 
 
 def _convolutions(name: str, channels: int, size: int, batch_size: int) -> Workload:
-    """B: a stem, 8 blocks of a 3x3 convolution and ReLU, the mean over the image, 10 classes."""
+    """B: a stem, 8 blocks of a 3x3 convolution and ReLU, average pooling, 10 classes."""
     block = [LayerSpec(nn.Conv2d, channels, channels, 3, padding=1), LayerSpec(nn.ReLU)]
     stem = [LayerSpec(nn.Conv2d, 3, channels, 3, padding=1), LayerSpec(nn.ReLU)]
     head = [
@@ -148,7 +149,7 @@ def _convolutions(name: str, channels: int, size: int, batch_size: int) -> Workl
 
 
 def _wide(name: str, width: int, batch_size: int) -> Workload:
-    """C: 8 times Linear and ReLU; boundaries as large as a layer's weights."""
+    """C: 8 times Linear and ReLU; boundaries are as large as a layer's weights."""
     return Workload(
         name=name,
         layers=(LayerSpec(nn.Linear, width, width), LayerSpec(nn.ReLU)) * NUM_UNITS,
@@ -160,7 +161,7 @@ def _wide(name: str, width: int, batch_size: int) -> Workload:
 
 
 def _tiny(name: str) -> Workload:
-    """T: 8 times Linear(8, 8): all that is left is what a step costs by itself."""
+    """T: 8 times Linear(8, 8), which measures the overhead of a step."""
     return Workload(
         name=name,
         layers=(LayerSpec(nn.Linear, 8, 8),) * NUM_UNITS,
@@ -188,17 +189,17 @@ _MAKERS: Final[Mapping[tuple[str, str], Callable[[str], Workload]]] = MappingPro
 
 
 def make_workload(name: str, size: str = "full") -> Workload:
-    """Return a workload by name; the size ``tiny`` tries out the harness."""
+    """Return a workload by name; size ``tiny`` is for tests of the harness."""
     return _MAKERS[name, size](name)
 
 
 def casting(workload: Workload) -> torch.autocast:
-    """Return the block in which a plain loop computes a workload's forwards."""
+    """Return the autocast context in which a plain loop computes a workload's forwards."""
     return torch.autocast("cpu", torch.bfloat16, enabled=workload.precision == "bfloat16")
 
 
 def plain_gradients(workload: Workload) -> dict[str, Tensor]:
-    """Return the gradients of the mean loss by the plainest loop there is."""
+    """Return the gradients of the mean loss, computed by a plain loop."""
     span = range(len(workload.layers))
     modules = workload.build(span)
     value, targets = workload.batch()

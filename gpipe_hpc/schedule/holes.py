@@ -26,7 +26,7 @@ class Rows(NamedTuple):
 
 
 def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
-    """Return the number of replicas of a run, or the number that uses all ranks if None is given.
+    """Return the number of replicas of a run; by default as many as use all ranks.
 
     The last replica may lack ranks. Returns 1 if the number of stages is unknown too.
     """

@@ -76,7 +76,10 @@ class _Step(NamedTuple):
 
 
 class Clock:
-    """Simulated times of all nodes of one pipeline; call `run` first, then `reduce`."""
+    """Simulated times of all actions of one pipeline; call `run` first, then `reduce`.
+
+    Times are indexed by node, the number of an action in the graph.
+    """
 
     def __init__(self, graph: Precedence, costs: Costs) -> None:
         """Look up the costs of all ops in the table."""
@@ -100,7 +103,7 @@ class Clock:
         }
 
     def run(self, order: Iterable[int]) -> None:
-        """Compute the times of all nodes, given in an order that respects their waits."""
+        """Compute start and end of all actions, given in an order that respects their waits."""
         graph = self.graph
         which, numbers, ranks, waits = graph.which, graph.numbers, graph.ranks, graph.waits
         of_kind = [(kind[0], self.steps[kind]) for kind in graph.kinds]

@@ -31,7 +31,7 @@ _OTHER_KERNELS: Final = 4096  # in ulp, if layers run different kernels than the
 
 
 class Judge:
-    """Runs the plain training next to the layout's and records the comparison in `report`."""
+    """Comparison of a layout with the plain training, which it runs; results are in `report`."""
 
     def __init__(self, config: Config, session: Session, start: Sequence[Facts]) -> None:
         pipe = session.pipe

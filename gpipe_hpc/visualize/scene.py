@@ -46,7 +46,7 @@ class Rect(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A compute action: `start` and `duration`, and the idle time of the rank directly before."""
+    """A drawn compute action: start, duration, and the idle time of the rank directly before."""
 
     start: float
     duration: float
@@ -58,7 +58,7 @@ class Box(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An action in parallel with compute, such as a copy or a reduction: `start` and `duration`."""
+    """A drawn asynchronous action, such as a copy or a reduction: start and duration."""
 
     start: float
     duration: float
@@ -166,7 +166,7 @@ def round_step(least: float) -> float:
 
 
 def label_fits(label: str, size: float, width: float) -> bool:
-    """Return whether a label of a font size fits into a box of a width in pixels."""
+    """Return whether a label of a font size fits into a box `width` pixels wide."""
     return size >= LEAST_LABEL and len(label) * size * LETTER + 2 <= width
 
 

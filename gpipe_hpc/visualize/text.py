@@ -85,7 +85,7 @@ def _fold(words: str, page: int | None) -> str:
 
 
 def num_columns(timelines: Sequence[Timeline]) -> int:
-    """Return the columns at which the tightest label of all timelines fits, at most 240.
+    """Return the width in columns at which the tightest label of all timelines fits; at most 240.
 
     This is the width of the longest timeline; on the same scale, others are narrower in proportion
     to their makespan.

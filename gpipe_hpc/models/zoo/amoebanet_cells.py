@@ -16,7 +16,7 @@ Operation = Callable[[int, int], nn.Module]  # (channels, stride) -> module
 
 
 class FactorizedReduce(nn.Module):
-    """Halve height and width, using all pixels: [B, C, H, W] -> [B, C', H/2, W/2].
+    """Layer that halves height and width: [B, C, H, W] -> [B, C', H/2, W/2].
 
     Half of the output channels read the even pixels, half the odd ones.
     """

@@ -103,7 +103,7 @@ class AuxiliaryHead(nn.Module):
 
 
 class GatheredLogits(nn.Module):
-    """Combine main and auxiliary logits for the loss `classification_with_auxiliary`."""
+    """Last layer: combines main and auxiliary logits for `classification_with_auxiliary`."""
 
     def forward(
         self, logits: Tensor, head1: Tensor | None, head2: Tensor | None

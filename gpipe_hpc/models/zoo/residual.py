@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 class Stash(nn.Module):
-    """Return the input and stash it for a later layer: x -> (x, x)."""
+    """Layer that returns its input and stashes it for a later layer: x -> (x, x)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input twice."""
@@ -12,7 +12,7 @@ class Stash(nn.Module):
 
 
 class Add(nn.Module):
-    """Add a stashed tensor of the same shape."""
+    """Layer that adds a stashed tensor of the same shape."""
 
     def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
         """Return the sum."""
@@ -20,13 +20,13 @@ class Add(nn.Module):
 
 
 class ProjectedAdd(nn.Module):
-    """Add a stashed tensor after `projection` has changed its shape."""
+    """Layer that adds a stashed tensor after `projection` has changed its shape."""
 
     def __init__(self, projection: nn.Module) -> None:
         super().__init__()
         self.projection = projection
 
     def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        """Return the sum."""
+        """Return the input plus the projected shortcut."""
         projected: Tensor = self.projection(shortcut)
         return x + projected

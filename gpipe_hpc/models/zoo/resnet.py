@@ -35,7 +35,7 @@ class ResNetConv(nn.Conv2d):
 
 
 class ResNetProjection(ProjectedAdd):
-    """Add a shortcut that changes the number of channels or the size of the image."""
+    """Layer that adds a shortcut with another number of channels or another image size."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int) -> None:
         conv = ResNetConv(num_inputs, num_outputs, 1, stride)

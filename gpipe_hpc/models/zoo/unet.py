@@ -25,7 +25,7 @@ from gpipe_hpc.models.zoo.residual import Stash
 
 
 class Join(nn.Module):
-    """Concatenate with the encoder's output: [B, C, h, w], [B, C', H, W] -> [B, C+C', H, W].
+    """Layer that concatenates the encoder's output: [B, C, h, w], [B, C', H, W] -> [B, C+C', H, W].
 
     The input is padded with zeros at the bottom and right, because pooling of odd sizes drops
     pixels.

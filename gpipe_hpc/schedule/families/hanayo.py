@@ -34,7 +34,7 @@ def hanayo(ranks: int, microbatches: int, waves: int = 2) -> Schedule:
 
 
 def _most_advanced_first(first: Op) -> Priority:
-    """Return a priority: op `first`, then the stage closest to the end of its pass."""
+    """Return a priority function: op `first`, then the stage closest to the end of its pass."""
     forward = Op.F
 
     def key(op: Op, stage: int, microbatch: int) -> tuple[int, ...]:

@@ -310,7 +310,7 @@ class _Rendezvous:
         # Blocked rank -> transfer it waits for: to be posted if the rank is the sender, else to be
         # sent. Longest blocked first. `fresh` lists ranks blocked since the last search for cycles.
         self.asleep: dict[int, int] = {}
-        # Rank -> rank at the other end of the transfer that it waits, or last waited, for.
+        # Rank -> peer of the transfer that it waits for, or last waited for.
         self.blockers = [NOWHERE] * num_ranks
         self.fresh: list[int] = []
         self.ring: _Ring | None = None

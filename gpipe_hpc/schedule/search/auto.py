@@ -409,7 +409,7 @@ def _limits(
 
 
 def _deepest_first(order: tuple[Op, ...]) -> Priority:
-    """Return a priority: the order of ops, then the stage closest to the end of its pass."""
+    """Return a priority function: sort by op, then by the stage closest to the end of its pass."""
 
     def key(op: Op, stage: int, microbatch: int) -> tuple[int, ...]:
         return order.index(op), -stage if op is Op.F else stage, microbatch
@@ -418,7 +418,7 @@ def _deepest_first(order: tuple[Op, ...]) -> Priority:
 
 
 def _oldest_first(order: tuple[Op, ...]) -> Priority:
-    """Return a priority: the order of ops, then the lowest micro-batch."""
+    """Return a priority function: sort by op, then by micro-batch."""
     return lambda op, stage, microbatch: (order.index(op), microbatch, stage)
 
 

@@ -144,7 +144,7 @@ class Precedence:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of actions."""
+        """Return the number of actions in the table."""
         return len(self.which)
 
     @property
@@ -231,7 +231,7 @@ def _refuse_first(faults: list[_Fault]) -> None:
 
 
 def _index(graph: Precedence) -> None:
-    """Record the node of each action; raise if one is out of range, misplaced or duplicated."""
+    """Number the actions of the graph; raise if one is out of range, misplaced or duplicated."""
     schedule = graph.schedule
     num_microbatches = schedule.num_microbatches
     faults: list[_Fault] = []
@@ -367,7 +367,7 @@ def _refuse_twice(graph: Precedence, node: int, first: int, need: Action) -> NoR
 
 
 class _Need(NamedTuple):
-    """A dependency shared by all actions of a kind, with the makers and transfers of the value."""
+    """A dependency shared by all actions of a kind: the nodes that make and transfer its value."""
 
     action: Action
     makers: Column

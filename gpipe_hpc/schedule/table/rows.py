@@ -113,7 +113,7 @@ class Row(Sequence[Action]):
 
     @property
     def ops(self) -> frozenset[Op]:
-        """Return the ops that occur."""
+        """Return the set of ops in the row."""
         return frozenset(op for op, _, _ in self.kinds)
 
     def below(self, num_microbatches: int) -> "Row":

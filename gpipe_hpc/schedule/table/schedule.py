@@ -138,7 +138,7 @@ class Schedule:
 
     @cached_property
     def ops(self) -> frozenset[Op]:
-        """Return the ops that occur in the table."""
+        """Return the set of ops in the table."""
         return frozenset(op for row in self.rows for op in row.ops)
 
     @property
