@@ -1,4 +1,4 @@
-"""What tests of several folders need: losses, batches, layers, and what a run wrote and says."""
+"""Helpers of tests in several folders: losses, batches, layers, and results of runs."""
 
 import contextlib
 import copy
@@ -49,16 +49,16 @@ def build(pause_s=0.0, **own):
     keywords = {"vocab_size": 256, "block_size": 16, "num_heads": 4, "dropout": 0.1, **own}
     return [*build_gpt(**keywords), Pause(pause_s)]
 """
-"""A user's model: a test lasts as long as processes take to start, not as steps done meanwhile."""
+"""A user model with a pause, so that few steps run while processes start."""
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over a micro-batch."""
+    """Return the mean squared error of a micro-batch."""
     return (output - target).square().mean()
 
 
 def square_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    """Return the sum over a micro-batch and the number of its samples."""
+    """Return the sum of squared errors of a micro-batch and its number of samples."""
     return (output - target).square().sum(), float(len(target))
 
 
@@ -76,7 +76,7 @@ def batches(
     seed: int = 3,
     dtype: torch.dtype = torch.float64,
 ) -> list[Batch]:
-    """Return inputs and targets of normal numbers for each step."""
+    """Return normally distributed inputs and targets for each step."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(columns: int) -> Tensor:
@@ -93,14 +93,14 @@ def batch(
 
 
 def token_batch(seed: int = 0, size: int = 8, length: int = 8, vocabulary: int = 13) -> Batch:
-    """Return tokens and those that follow them."""
+    """Return tokens and the same tokens shifted by one."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (size, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def linears(number: int, width: int = 4) -> list[LayerSpec]:
-    """Return linear layers."""
+    """Return `number` linear layers."""
     return [LayerSpec(nn.Linear, width, width) for _ in range(number)]
 
 
@@ -116,7 +116,7 @@ def buffers_of(pipe: Pipeline) -> Named:
 
 @dataclass
 class Trained:
-    """What a training gave: a loss and gradients of each step, the buffers at the end."""
+    """Results of a training: losses and gradients of each step, and final buffers."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Named] = field(default_factory=list)
@@ -132,7 +132,7 @@ def descend(parameters: Iterable[nn.Parameter], rate: float) -> None:
 
 
 def train_rank(pipe: Pipeline, data: Iterable[Batch], rate: float = 0.0) -> Trained:
-    """Train on this rank with its share of each batch; return what it holds of the whole."""
+    """Train this rank on its share of each batch; return its results."""
     found = Trained()
     for inputs, targets in data:
         part = pipe.share(len(inputs))
@@ -152,7 +152,7 @@ def train_ranks(
     rate: float = 0.0,
     **options: Any,
 ) -> list[Trained]:
-    """Train copies of the layers on threads; return what each rank holds."""
+    """Train copies of the layers on threads; return the results of each rank."""
 
     def body(world: Any) -> Trained:
         pipe = Pipeline(copy.deepcopy(layers), loss_fn, world=world, **options)
@@ -187,7 +187,7 @@ def train_plainly(
 
 
 def together(ranks: Sequence[Trained]) -> Trained:
-    """Return what all ranks hold, the losses of rank 0."""
+    """Return the merged results of all ranks, with the losses of rank 0."""
     steps = zip(*(each.gradients for each in ranks), strict=True)
     return Trained(
         ranks[0].losses,
@@ -197,7 +197,7 @@ def together(ranks: Sequence[Trained]) -> Trained:
 
 
 def joined(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the tensors of all ranks; what several hold must be equal to the last bit."""
+    """Merge named tensors of all ranks; tensors that several ranks have must be bitwise equal."""
     found: dict[str, Any] = {}
     for named in ranks:
         for name, tensor in named.items():
@@ -207,7 +207,7 @@ def joined(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Say whether two tensors have the same type, layout and values; NaN equals NaN."""
+    """Return whether two tensors have equal dtype, layout and values; NaN equals NaN."""
     if one is None or other is None:
         return one is other
     if one.layout != other.layout or one.dtype != other.dtype or one.shape != other.shape:
@@ -216,7 +216,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def assert_close(ours: Trained, other: Trained, near: float) -> None:
-    """Compare every loss, gradient and buffer, to `near` relative and absolute."""
+    """Assert that all losses, gradients and buffers agree to `near`, relative and absolute."""
     assert len(ours.losses) == len(other.losses)
     for mine, theirs in zip(ours.losses, other.losses, strict=True):
         assert abs(mine - theirs) <= near * abs(theirs), (ours.losses, other.losses)
@@ -238,7 +238,7 @@ RUN_COSTS = Costs(
 def measured_run(
     name: str, costs: Costs = RUN_COSTS, recompute: str = "never", start_s: float = 100.0
 ) -> Timeline:
-    """Return a timeline as a run has it: compute alone, on a clock that starts anywhere."""
+    """Return a timeline like that of a real run: compute only, with an arbitrary time origin."""
     timeline = simulate(build(name, ranks=4, microbatches=6, recompute=recompute), costs)
     rows = tuple(
         tuple(
@@ -251,7 +251,7 @@ def measured_run(
 
 
 def train_here(ranks: int, *overrides: str) -> None:
-    """Train as the command would, with the ranks as threads of this process, to a good end."""
+    """Run the train command with the ranks as threads of this process; it must succeed."""
     # The tests of exactness also run where there is no Hydra.
     from gpipe_hpc.config import check_config, compose_config
     from gpipe_hpc.trainer.loop import run_training
@@ -264,7 +264,7 @@ def train_here(ranks: int, *overrides: str) -> None:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return what metrics.jsonl of a run says, a dictionary a line."""
+    """Return the lines of a run's metrics.jsonl as dictionaries."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -274,21 +274,21 @@ def losses(run: Path) -> list[float]:
 
 
 def has_begun(run: Path, num_lines: int = 3) -> bool:
-    """Say whether a run has written more lines of metrics than this."""
+    """Return whether a run has written more than `num_lines` lines of metrics."""
     path = run / "metrics.jsonl"
     return path.exists() and len(path.read_text().splitlines()) > num_lines
 
 
 def largest(differences: Iterable[float]) -> float:
-    """Return the largest of some; infinite where one is no number, which max() may pass over."""
+    """Return the maximum, or infinity if a value is NaN, which max() may ignore."""
     return max((math.inf if math.isnan(each) else each for each in differences), default=0.0)
 
 
 def patience() -> float:
-    """Return how many times as long things may take here as where nobody else is.
+    """Return the factor by which to extend time limits on this machine: runnable processes per CPU.
 
-    That is how many processes want each processor, 1 on a quiet machine. Limits in seconds are for
-    such a one: tests on a machine that others use, too, failed by them.
+    It is 1 on an idle machine, for which limits in seconds are chosen; tests failed on busy
+    machines.
     """
     average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     wanted = max(float(average), int(running.partition("/")[0]))
@@ -296,9 +296,9 @@ def patience() -> float:
 
 
 def free_port() -> int:
-    """Return a port that is still free when a process comes to open it.
+    """Return a free port outside of the range from which the system assigns ports.
 
-    It is none of those that the system deals out to whoever opens any, as each connection does.
+    A connection of another process therefore cannot take it before it is used.
     """
     dealt = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     while True:
@@ -308,7 +308,7 @@ def free_port() -> int:
 
 
 def refusal(check: Callable[..., object], *given: Any) -> str | None:
-    """Return what a check says against what it is given; None where it lets it pass."""
+    """Return the message of the error that a check raises, or None if it passes."""
     try:
         check(*given)
     except GpipeError as error:
@@ -317,27 +317,27 @@ def refusal(check: Callable[..., object], *given: Any) -> str | None:
 
 
 def resident_bytes() -> int:
-    """Return what this process holds in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def same(left: Tensor | None, right: Tensor | None) -> bool:
-    """Say whether two gradients are equal to the bit, or both not there."""
+    """Return whether two gradients are bitwise equal, or both None."""
     if left is None or right is None:
         return left is right
     return left.dtype == right.dtype and torch.equal(left.to_dense(), right.to_dense())
 
 
 def all_same(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
-    """Say whether two states are equal to the bit."""
+    """Return whether two states are bitwise equal."""
     return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
 
 
 def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
-    """Return few combinations in which any values of any `strength` axes meet.
+    """Return few combinations in which all values of any `strength` axes occur together.
 
-    Faults that no single setting shows come from two that meet, seldom from three: a cover of
-    pairs is a tenth of the whole product. Greedy, and the same every time.
+    Faults that no single setting shows come from pairs, rarely from triples: a cover of pairs is a
+    tenth of the whole product. Greedy and deterministic.
     """
 
     def meetings(values: tuple[Any, ...]) -> set[tuple[tuple[int, int], ...]]:
@@ -355,12 +355,12 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
 
 
 def product(*values: Any) -> Any:
-    """Return a parameter of which others are tried in every run of the tests; see `product_of`."""
+    """Return a parameter marked `product`, which not every test run includes; see `product_of`."""
     return pytest.param(*values, marks=pytest.mark.product)
 
 
 def product_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
-    """Parametrise by the whole product, of which all that is not in a cover is marked so."""
+    """Parametrise by the whole product; combinations outside of a cover are marked `product`."""
     fast = covering(*axes, strength=strength)
     return pytest.mark.parametrize(
         names,
@@ -372,14 +372,14 @@ def product_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.Ma
 
 
 def cover_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
-    """Parametrise by a cover of the product."""
+    """Parametrise by a cover of the product; see `covering`."""
     return pytest.mark.parametrize(names, covering(*axes, strength=strength))
 
 
 def in_turn(
     names: str, kinds: Sequence[Any], others: Sequence[Any], *, each: int, more: int = 0
 ) -> pytest.MarkDecorator:
-    """Parametrise each kind by `each` of the others in turn; `more` are marked `product`."""
+    """Parametrise each kind by `each` of the others in rotation; `more` are marked `product`."""
     step = max(1, len(others) // (each + more))
     return pytest.mark.parametrize(
         names,
@@ -397,7 +397,7 @@ def in_turn(
 
 @contextlib.contextmanager
 def mute(address: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
-    """Give the place of a host that drops what is sent to it: its queue of callers is full."""
+    """Yield the address of a host that drops connections, because its accept queue is full."""
     with socket.socket() as listener, contextlib.ExitStack() as stack:
         listener.bind((address, 0))
         listener.listen(0)
@@ -410,6 +410,6 @@ def mute(address: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
 
 
 def choices_of(schema, name):
-    """Return the names that a setting may have."""
+    """Return the allowed names of a setting."""
     (found,) = (each for each in settings_of(schema) if each.name == name)
     return found.choices.names

@@ -1,1 +1,1 @@
-"""Who takes part: ours, the floor, plain PyTorch and what torch itself has to offer."""
+"""The contestants: gpipe_hpc, the floor, plain PyTorch and torch's own pipelining."""

@@ -1,4 +1,4 @@
-"""The floor: each rank computes its stage on local tensors, and nothing is sent."""
+"""The floor: each rank computes its stage on local tensors without any communication."""
 
 import time
 from statistics import median
@@ -16,7 +16,7 @@ _PASSES: Final = 7
 
 
 class Floor:
-    """This rank's stage of a cut without imbalance by hand: forward and backward in turn."""
+    """This rank's stage of a balanced partition, run forward and backward without communication."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         rank, size = join_gloo()
@@ -36,7 +36,7 @@ class Floor:
                         self.inputs = module(self.inputs)
 
     def step(self) -> None:
-        """Do all micro-batches' forward and backward, and step the optimizer."""
+        """Run forward and backward of all micro-batches, and step the optimizer."""
         self.optimizer.zero_grad()
         count = self.num_microbatches
         targets = self.targets.tensor_split(count)
@@ -52,10 +52,10 @@ class Floor:
         self.optimizer.step()
 
     def gradients(self) -> None:
-        """Return none: its inputs are made up."""
+        """Return None, because the inputs are synthetic."""
 
     def notes(self) -> dict[str, Any]:
-        """Return the cut, and seconds of forward, backward and its input half of each layer."""
+        """Return the partition, and the seconds of forward and backward of each layer."""
         passes = [self._layer_times() for _ in range(_PASSES)]
         return {
             "counts": self.workload.counts(self.num_ranks),
@@ -66,7 +66,7 @@ class Floor:
         }
 
     def _layer_times(self) -> dict[int, list[float]]:
-        """Time each layer alone on one micro-batch; the loss belongs to the last."""
+        """Time each layer alone on one micro-batch; the loss counts as part of the last layer."""
         times: dict[int, list[float]] = {}
         value = self.inputs.tensor_split(self.num_microbatches)[0]
         last = max(self.modules)
@@ -87,11 +87,11 @@ class Floor:
         return times
 
     def close(self) -> None:
-        """Leave it to the garbage collector."""
+        """Do nothing; the garbage collector frees the stage."""
 
 
 def _backward_times(output: Tensor, given: Tensor, module: nn.Module) -> tuple[float, float]:
-    """Return the seconds of a whole backward, and of its half for the input."""
+    """Return the seconds of a full backward and of its input gradient."""
     gradient = torch.full_like(output, 1e-3)
     input_s = 0.0
     if given.requires_grad:

@@ -16,7 +16,7 @@ _SILENCE_S: Final = 3600.0
 
 
 class Ours:
-    """A pipeline; `auto` is searched for the measured layers, and cut by them."""
+    """A Pipeline; schedule `auto` searches schedule and partition for the measured layers."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         inputs, targets = workload.batch()
@@ -43,22 +43,22 @@ class Ours:
         self.optimizer = sgd(self.pipe.parameters())
 
     def step(self) -> None:
-        """Do a step of the pipeline and of the optimizer."""
+        """Run a step of the pipeline and of the optimizer."""
         self.pipe.step(self.inputs, self.targets)
         self.optimizer.step()
 
     def gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield what `.grad` is."""
+        """Yield the `.grad` of each parameter."""
         for name, parameter in self.pipe.named_parameters():
             assert parameter.grad is not None, f"{name} has no gradient"
             yield name, parameter.grad
 
     def notes(self) -> dict[str, Any]:
-        """Return the table, which rank 0 has, and the cut."""
+        """Return the partition and, on rank 0, the table."""
         return {
             "table": to_text(self.pipe.schedule) if self.pipe.world.rank == 0 else "",
             "counts": list(self.pipe.partition.counts),
         }
 
     def close(self) -> None:
-        """Leave it to the garbage collector, as a user would."""
+        """Do nothing; the garbage collector frees the pipeline, as for a user."""

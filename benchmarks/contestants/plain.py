@@ -1,4 +1,4 @@
-"""Plain PyTorch without a pipeline: one process, or one for each half of the batch."""
+"""Plain PyTorch without a pipeline: one process, or one per half of the batch."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,14 +17,14 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 def join_gloo() -> tuple[int, int]:
-    """Start the process group unless it is there; return rank and world size."""
+    """Start the process group if there is none; return rank and world size."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=_TIMEOUT)
     return dist.get_rank(), dist.get_world_size()
 
 
 class Plain:
-    """The plainest loop: forward, backward, for the whole batch or for each micro-batch."""
+    """A plain training loop: forward and backward of the whole batch or of each micro-batch."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         self.workload = workload
@@ -54,21 +54,21 @@ class Plain:
         return nullcontext()
 
     def gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield what `.grad` is."""
+        """Yield the `.grad` of each parameter."""
         for name, parameter in global_parameters(self.module, self.span):
             assert parameter.grad is not None, f"{name} has no gradient"
             yield name, parameter.grad
 
     def notes(self) -> dict[str, Any]:
-        """Return nothing: there is no schedule."""
+        """Return an empty dictionary, because there is no schedule."""
         return {}
 
     def close(self) -> None:
-        """Leave it to the garbage collector."""
+        """Do nothing; the garbage collector frees the model."""
 
 
 class DataParallel(Plain):
-    """DistributedDataParallel with its best options; reduces in the last pass alone."""
+    """DistributedDataParallel with its best options; reduces only in the last pass."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         rank, size = join_gloo()

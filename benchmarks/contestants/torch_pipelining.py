@@ -18,19 +18,19 @@ _V_SHAPED: Final = ("ZBVZeroBubble",)
 
 
 class Recomputed(nn.Module):
-    """A stage that keeps its input alone and computes the rest again."""
+    """A stage that keeps only its input and recomputes the rest in the backward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Run the module under torch's checkpoint."""
+        """Run the module under torch.utils.checkpoint."""
         return checkpoint(self.module, *inputs, use_reentrant=False)
 
 
 class TorchPipelining:
-    """A schedule of torch's on this rank's stages."""
+    """A schedule of torch.distributed.pipelining on this rank's stages."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         rank, size = join_gloo()
@@ -62,20 +62,20 @@ class TorchPipelining:
         self.optimizer = sgd([p for part in self.parts.values() for p in part.parameters()])
 
     def step(self) -> None:
-        """Do a step of the schedule, without collecting outputs, and of the optimizer."""
+        """Run a step of the schedule, without collecting outputs, and of the optimizer."""
         self.optimizer.zero_grad()
         self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
         self.optimizer.step()
 
     def gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield what `.grad` is."""
+        """Yield the `.grad` of each parameter."""
         for index, part in self.parts.items():
             for name, parameter in global_parameters(part, self.spans[index]):
                 assert parameter.grad is not None, f"{name} has no gradient"
                 yield name, parameter.grad
 
     def notes(self) -> dict[str, Any]:
-        """Return the table, where torch has one, and the cut."""
+        """Return the partition and, if torch has one, the table."""
         order = getattr(self.schedule, "pipeline_order", None)
         # That of 1F1B lacks an action: it is a loop that runs instead.
         if not order or len(self.stage_indices) == 1:
@@ -84,7 +84,7 @@ class TorchPipelining:
         return {"counts": self.counts, "table": "".join(",".join(row) + "\n" for row in rows)}
 
     def close(self) -> None:
-        """Leave it to the garbage collector; the process group stays."""
+        """Do nothing; the garbage collector frees the stages, and the process group remains."""
 
 
 def _stages_of(variant: str, rank: int, size: int) -> list[int]:

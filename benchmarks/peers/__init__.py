@@ -1,1 +1,1 @@
-"""All peers beside ours: what is measured, what is claimed, and the tables."""
+"""Comparison with all peers: measurements, claims and tables."""

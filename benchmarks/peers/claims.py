@@ -1,4 +1,4 @@
-"""What was to be reached, held against the figures: each ratio with the run's own spread."""
+"""Claims checked against the results: each ratio with the spread of the same run."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ FEWER = (1, 2, 4, 8)
 
 
 class Claim(NamedTuple):
-    """A figure and the bound it was to keep; None where the run has not measured it."""
+    """A ratio and the bound that it must satisfy; None if the run did not measure it."""
 
     number: int
     what: str
@@ -24,7 +24,7 @@ class Claim(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """One cell over another or over a limit, with the spread of both."""
+    """The time or memory of one cell relative to another or to a limit, with the spread of both."""
 
     value: float
     spread: float
@@ -40,7 +40,7 @@ def block(workload: str, microbatches: int) -> str:
 
 
 def ratio(top: Row | None, bottom: Row | None, name: str) -> Ratio | None:
-    """Return the ratio of two medians; None where one is missing."""
+    """Return the ratio of two medians, or None if one is missing."""
     if top is None or bottom is None or not top.median_s or not bottom.median_s:
         return None
     value = top.median_s / bottom.median_s
@@ -53,7 +53,7 @@ def found(ratios: Iterable[Ratio | None]) -> list[Ratio]:
 
 
 def bounded(number: int, what: str, ratios: list[Ratio], bound: float) -> Claim:
-    """Hold all ratios against one bound, and show the worst."""
+    """Compare all ratios with one bound and report the worst."""
     if not ratios:
         return Claim(number, what, f"<= {bound:g}", "not measured", None)
     worst = max(ratios)
@@ -126,8 +126,8 @@ def best(
 ) -> Row | None:
     """Return a contestant's fastest row of a block, with or without recomputation.
 
-    Of those alone whose fullest rank needs at most `most_bytes`; of those with few undisturbed
-    steps only if there are no others, as chance makes one of them the fastest.
+    Only rows whose fullest rank needs at most `most_bytes` count. Rows with few undisturbed steps
+    are used only if there are no others, because the fastest of them is a matter of chance.
     """
     rows = [
         row
@@ -164,7 +164,7 @@ def _best(figures: Figures) -> Iterator[Claim]:
 
 
 def _sizes(top: Row | None, bottom: Row | None, name: str) -> Ratio | None:
-    """Return the ratio of the peaks of the fullest ranks; what is counted has no spread."""
+    """Return the ratio of the peak memory of the fullest ranks, without a spread."""
     if top is None or bottom is None or not top.peak_bytes or not bottom.peak_bytes:
         return None
     return Ratio(max(top.peak_bytes) / max(bottom.peak_bytes), 0.0, name, MAIN)

@@ -1,4 +1,4 @@
-"""DeepSpeed's PipelineModule: 1F1B, each stage one layer of it, so that the cut is everybody's."""
+"""DeepSpeed's PipelineModule with 1F1B; each stage is one of its layers, to fix the partition."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ from benchmarks.workloads import LEARNING_RATE, Workload, global_parameters
 
 
 class Stage(nn.Module):
-    """The layers of a stage, built on the rank that owns it."""
+    """The layers of a stage, built on the rank that holds it."""
 
     def __init__(self, workload: Workload, span: range) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Stage(nn.Module):
 
 
 class DeepSpeedPipeline:
-    """DeepSpeed without clipping (its default is a norm of 1), as nobody else clips."""
+    """DeepSpeed without gradient clipping (its default norm is 1), as for all other contestants."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         _, size = join_gloo()

@@ -1,4 +1,4 @@
-"""A Python environment of their own for peers that the project does not depend on."""
+"""A separate Python environment for peers that are not dependencies of this project."""
 
 import contextlib
 import re
@@ -22,14 +22,14 @@ build_shm_op()
 
 
 class NoEnvironmentError(Exception):
-    """The environment cannot be made; says why."""
+    """The environment cannot be created; the message gives the reason."""
 
 
 def peer_python(folder: Path) -> str:
-    """Return the interpreter of an environment with the peers, made unless it is there.
+    """Return the interpreter of an environment with the peers, which is created if missing.
 
-    It has the torch of this process: where pip would take another (with CUDA, say) nothing is
-    installed. Raises NoEnvironmentError.
+    It contains the same torch as this process; if pip would install another one (for example with
+    CUDA), nothing is installed. Raises NoEnvironmentError.
     """
     python = folder / "bin" / "python"
     done = folder / "peers_installed"

@@ -1,4 +1,4 @@
-"""Ours, from nothing to the end of the first step; started by torchrun, timed by startup.py."""
+"""gpipe_hpc from launch to the end of the first step; started by torchrun, timed by startup.py."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining, from nothing to the end of the first step: see startup.py."""
+"""torch.distributed.pipelining from launch to the end of the first step; see startup.py."""
 
 import sys
 from pathlib import Path

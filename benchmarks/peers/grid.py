@@ -1,4 +1,4 @@
-"""Who runs what: the contestants of the full form and its blocks, the most telling first."""
+"""The contestants and blocks of the full benchmark, most important first."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ _AGAIN = ("gpipe", "one_f_one_b", "auto")
 
 
 def contestants(peer_python: str | None) -> list[Contestant]:
-    """Return all; those that need an environment of their own only where it is there."""
+    """Return all contestants; those with a separate environment only if it exists."""
     found = [
         *CONTESTANTS,
         Contestant("fairscale", "benchmarks.peers.pipe_peers:FairscalePipe", 1, 2),
@@ -60,7 +60,7 @@ def contestants(peer_python: str | None) -> list[Contestant]:
 
 
 def peer_cells(workload: str, microbatches: int) -> list[Cell]:
-    """Return DeepSpeed, fairscale's Pipe and torchgpipe."""
+    """Return the cells of DeepSpeed, fairscale's Pipe and torchgpipe."""
     return [
         Cell("deepspeed", workload, "1F1B", microbatches, wanted=OTHER),
         Cell("deepspeed", workload, "1F1B", microbatches, "always", wanted=OTHER),
@@ -72,7 +72,7 @@ def peer_cells(workload: str, microbatches: int) -> list[Cell]:
 
 
 def core(workload: str, microbatches: int) -> Block:
-    """Return the block that claims rest on: our main schedules, and all peers."""
+    """Return the block on which the claims are based: the main schedules and all peers."""
     ours = our_cells(workload, microbatches, OUR_MAIN)
     again = [replace(cell, recompute="except_last") for cell in ours if cell.variant in _AGAIN]
     theirs = [
@@ -91,7 +91,7 @@ def core(workload: str, microbatches: int) -> Block:
 
 
 def others(workload: str, microbatches: int) -> Block:
-    """Return all our other schedules, with recomputation too, beside two of the main ones."""
+    """Return all other schedules, with and without recomputation, next to two main ones."""
     names = [name for name in named_schedules() if name not in OUR_MAIN]
     rest = [name for name in OUR_MAIN if name not in _AGAIN]
     cells = [
@@ -107,7 +107,7 @@ def others(workload: str, microbatches: int) -> Block:
 
 
 def blocks() -> tuple[list[Block], list[Block]]:
-    """Return the blocks that claims rest on, and all others, the most telling first."""
+    """Return the blocks for the claims and all others, most important first."""
     first = [core(*each) for each in FIRST]
     everywhere = [(w, m) for m in (8, 16, 4, 2, 1) for w in WORKLOADS]
     rest = [others(workload, 8) for workload in WORKLOADS]

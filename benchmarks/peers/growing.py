@@ -1,4 +1,4 @@
-"""Workload T with four samples a micro-batch, so that work grows with their number."""
+"""Workload T with four samples per micro-batch, so that work grows with their number."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How a step grows with ranks and micro-batches: total work plus a term linear in messages."""
+"""Growth of the step time with ranks and micro-batches: work plus a term linear in messages."""
 
 import os
 import time
@@ -20,7 +20,7 @@ MICROBATCHES = tuple(2**power for power in range(9))
 def measure(
     folder: Path, *, budget_s: float, num_rounds: int = 3, say: Callable[[str], None] = print
 ) -> dict[str, list[dict[str, float]]]:
-    """Return a point for each number of ranks and micro-batches, and the fit through them all."""
+    """Return a point for each number of ranks and micro-batches, and the fit to all points."""
     work: dict[int, float] = {}
     points: list[dict[str, float]] = []
     end_s = time.monotonic() + budget_s
@@ -64,11 +64,11 @@ def _point(ranks: int, each: Measured) -> dict[str, float]:
 
 
 def _fitted(points: list[dict[str, float]], work: dict[int, float]) -> list[dict[str, float]]:
-    """Add to each point the work, and what the fit says.
+    """Add the work and the fitted time to each point.
 
-    step = work / p + a * messages / p + b * ranks, with p the cores that the ranks can keep busy
-    and the same a and b for all points; least squares of the relative error. The other actions
-    (forwards, backwards) are in the work: a term of their own came out as nothing.
+    step = work / p + a * messages / p + b * ranks, where p is the number of cores that the ranks
+    can keep busy, and a and b are equal for all points; least squares of the relative error. Other
+    actions (forwards, backwards) are part of the work; a separate term for them was fitted as zero.
     """
     usable = [point for point in points if point["microbatches"] in work]
     if not usable:

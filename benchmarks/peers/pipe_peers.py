@@ -1,4 +1,4 @@
-"""fairscale's Pipe and torchgpipe: GPipe in one process, each micro-batch's work on two threads."""
+"""fairscale's Pipe and torchgpipe: GPipe in one process, with two threads per micro-batch."""
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -12,7 +12,7 @@ from benchmarks.workloads import Casting, Workload, sgd
 
 
 class InOneProcess:
-    """What both have in common: a sequence of modules, a balance, devices."""
+    """Base class of both: a sequence of modules, a balance, and devices."""
 
     package = ""
 

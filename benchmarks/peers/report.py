@@ -1,4 +1,4 @@
-"""The README's table and the plots, from the figures."""
+"""The table of the README and the plots, from the results."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ _SHORT = (
 
 
 def write(figures: Figures, folder: Path) -> str:
-    """Write README tables and both plots; return the claims' table."""
+    """Write the README tables and both plots; return the table of claims."""
     claims = table(judge(figures))
     (folder / "peers.svg").write_text(peers_plot(figures), "utf-8")
     if figures.extras.get("growth"):
@@ -58,7 +58,7 @@ def write_front_page(figures: Figures, readme: Path) -> None:
 
 
 def short_table(figures: Figures) -> str:
-    """Return a line for each model at many micro-batches: the best of each, over the floor."""
+    """Return a line per model at many micro-batches: the best of each contestant."""
     lines = [
         f"{figures.machine}; {figures.date}.",
         "",
@@ -81,7 +81,7 @@ def short_table(figures: Figures) -> str:
 
 
 def _short_cell(row: Row | None, floor_s: float) -> str:
-    """Return schedule, time over the floor, and peak memory; ~ where few steps were undisturbed."""
+    """Return schedule, time over the floor and peak memory; ~ marks few undisturbed steps."""
     if row is None or not row.median_s:
         return ""
     value = f"{row.median_s / floor_s:.2f}"
@@ -94,7 +94,7 @@ def _short_cell(row: Row | None, floor_s: float) -> str:
 
 
 def insert(text: str, name: str, new: str) -> str:
-    """Replace what stands between a pair of marks."""
+    """Replace the text between a pair of marks."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     head, _, rest = text.partition(begin)
     _, mark, tail = rest.partition(end)
@@ -108,7 +108,7 @@ def _row(figures: Figures, where: str, contestant: str, variant: str | None) -> 
 
 
 def peers_plot(figures: Figures) -> str:
-    """Draw step times over the floor of the same block; of T milliseconds a micro-batch."""
+    """Plot step times over the floor of the same block; for T, milliseconds per micro-batch."""
     panels = []
     for workload, title in _TITLES.items():
         series: dict[str, list[tuple[float, float]]] = {}
@@ -128,7 +128,7 @@ def peers_plot(figures: Figures) -> str:
 
 
 def growth_plot(figures: Figures) -> str:
-    """Draw step times over micro-batches for each number of ranks, and the fit."""
+    """Plot step times over micro-batches for each number of ranks, with the fit."""
     measured: dict[str, list[tuple[float, float]]] = {}
     fitted: dict[str, list[tuple[float, float]]] = {}
     for point in figures.extras["growth"]:

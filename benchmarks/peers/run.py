@@ -1,9 +1,9 @@
-"""All contestants side by side: one command, one table, one plot.
+"""Compare all contestants: one command, one table, one plot.
 
     python -m benchmarks.peers.run
 
-Takes about two hours and a half; `--budget-s` bounds it. Figures are kept after each block, so
-that a run that is killed leaves what it has; `--resume` goes on behind it.
+Takes about two and a half hours; `--budget-s` limits it. Results are saved after each block, so a
+run that was killed can be continued with `--resume`.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def parsed() -> argparse.Namespace:
 
 
 def chosen(blocks: list[Block], wanted: str, there: Collection[str]) -> list[Block]:
-    """Return the blocks that were asked for and are not there yet."""
+    """Return the selected blocks that have no results yet."""
     pairs = [pair.split(":") for pair in wanted.split(",") if pair]
     return [
         block
@@ -67,7 +67,7 @@ def chosen(blocks: list[Block], wanted: str, there: Collection[str]) -> list[Blo
 
 
 def contestants(without: list[str]) -> tuple[list[Contestant], dict[str, str]]:
-    """Return those that can take part, and why others cannot."""
+    """Return the available contestants, and the reasons why others are not."""
     python, absent = None, {}
     needing = {"deepspeed", "torchgpipe"} - set(without)
     if needing:
@@ -85,7 +85,7 @@ def weigh(
     figures: Figures,
     keep: Callable[[Figures], None],
 ) -> None:
-    """Weigh the tensors of the cells that share processes with ours, where not done yet."""
+    """Measure the tensors of cells that share processes with gpipe_hpc, if not done yet."""
     crew = conductor.contestants["ours"].crew
     names = {each.name for each in conductor.contestants.values() if each.crew == crew}
     weighed = figures.extras.setdefault("tensors", {})

@@ -1,4 +1,4 @@
-"""Seconds from the launch by torchrun to the end of the first step, ours and torch's in turn."""
+"""Seconds from the launch by torchrun to the end of the first step, for gpipe_hpc and torch."""
 
 import os
 import statistics
@@ -16,7 +16,7 @@ _PATIENCE_S = 120.0
 
 
 def launch(script: str, folder: Path) -> tuple[float, bool]:
-    """Return the seconds that a launch took, and whether others disturbed it."""
+    """Return the seconds of a launch, and whether other processes disturbed it."""
     mark = folder / f"{script}-{time.monotonic_ns()}"
     marks = [Path(f"{mark}.{rank}") for rank in range(2)]
     begin_s, busy_s, own_s = time.monotonic(), machine_busy_s(), _children_s()
@@ -46,7 +46,7 @@ def _children_s() -> float:
 
 
 def measure(num_launches: int = 5) -> dict[str, dict[str, object]]:
-    """Launch both in turn; return for each its median, quartiles and how many counted."""
+    """Launch both in turn; return for each the median, quartiles and number of valid launches."""
     taken: dict[str, list[tuple[float, bool]]] = {"first_step_ours": [], "first_step_torch": []}
     with tempfile.TemporaryDirectory(prefix="first_step_") as folder:
         for script in taken:

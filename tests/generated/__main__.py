@@ -1,7 +1,7 @@
-"""Many generated command lines, and every one that ends as none should; see `cases`.
+"""Run many generated command lines and report those that end incorrectly; see `cases`.
 
 python -m tests.generated --number 1000              # in this process
-python -m tests.generated --number 50 --shell        # each as a shell starts it
+python -m tests.generated --number 50 --shell        # each as a process of a shell
 python -m tests.generated --number 50 --torchrun     # each on 2 to 4 processes
 """
 

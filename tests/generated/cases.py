@@ -1,4 +1,4 @@
-"""Command lines: small models that train in a moment, mostly right, with few things wrong."""
+"""Generated command lines: small models that train quickly, mostly valid, with few errors."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from tests.generated.values import disturbed, typed
 
 
 class Case(NamedTuple):
-    """A command of gpipe_hpc with its settings; `ranks`: so many train together, 1: as typed."""
+    """A gpipe_hpc command with its settings; `ranks` is the number of ranks, 1 as typed."""
 
     command: str
     words: tuple[str, ...]
@@ -57,7 +57,7 @@ _QUICK_CUT = "pipeline.partition=parameters"  # no layer is timed
 
 
 class Draw(NamedTuple):
-    """What is drawn from: commands, on how many ranks `train` runs, how many words may be wrong."""
+    """Choices of the generator: commands, numbers of ranks of `train`, and the number of errors."""
 
     commands: tuple[str, ...] = ("train",) * 12 + (
         "plan",
@@ -105,10 +105,11 @@ def cases(draw: Any, some: Draw) -> Case:
 
 
 def drawn(number: int, some: Draw = ON_THREADS) -> Case:
-    """Return the case of a number: the same one every time.
+    """Return the case with a given number, which is always the same.
 
-    Hypothesis varies what it has drawn five times before it draws anew, which finds little among
-    command lines that are refused for another word: so each case is the first of a draw of its own.
+    Hypothesis varies an example five times before it draws a new one, which is inefficient for
+    command lines that are rejected for another reason; each case is therefore the first example of
+    its own draw.
     """
     found: list[Case] = []
 
@@ -129,7 +130,7 @@ def drawn(number: int, some: Draw = ON_THREADS) -> Case:
 
 
 def _wrong(known: list[Setting]) -> st.SearchStrategy[str]:
-    """Draw a word that may well be wrong: mostly a value, else the name or the whole word."""
+    """Draw a setting that may be invalid: mostly its value, else its name or the whole argument."""
     one = st.sampled_from(known)
     value = disturbed().map(typed)
     near = one.flatmap(lambda setting: st.builds(_set, st.just(setting), extreme(setting)))
@@ -153,7 +154,7 @@ def _set(setting: Setting, value: Any) -> str:
 def _wrong_name(
     one: st.SearchStrategy[Setting], value: st.SearchStrategy[str]
 ) -> st.SearchStrategy[str]:
-    """Draw a word of another form: prefixes, groups, misspellings, nesting, presets, no name."""
+    """Draw an argument of another form: prefix, group, misspelling, nesting, preset."""
     pair = st.builds(lambda setting, value: f"{setting.name}={value}", one, value)
     group = st.sampled_from(groups())
     return st.one_of(
@@ -169,7 +170,7 @@ def _wrong_name(
 
 
 def _miswritten(word: str, at: int) -> str:
-    """Return a word in which a letter of the name has changed its place, or is lost."""
+    """Return an argument with two letters of its name swapped, or one missing."""
     at %= word.index("=")
     moved = word[at + 1 : at + 2] + word[at] if at % 2 else ""
     return word[:at] + moved + word[at + (2 if moved else 1) :]

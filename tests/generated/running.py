@@ -1,4 +1,4 @@
-"""A command in this process as a shell would run it, and whether it ended as it should."""
+"""Run a command in this process or as a shell does, and check how it ended."""
 
 import contextlib
 import faulthandler
@@ -52,11 +52,11 @@ _SHARED = Path(f"/dev/shm/generated_{os.getpid()}")
 
 
 class Hang(BaseException):
-    """A case that took too long; nothing of ours catches it."""
+    """A case exceeded its time limit; derived so that no handler of gpipe_hpc catches it."""
 
 
 class Ended(NamedTuple):
-    """How a command ended; `error`: what it raised, as text."""
+    """Result of a command; `error` is the text of an exception that it raised."""
 
     code: int | str | None
     stdout: str
@@ -68,7 +68,7 @@ NOBODY = Ended(None, "", "", "no rank has ended by itself")
 
 
 class Leftovers(NamedTuple):
-    """What a command might leave behind."""
+    """Resources that a command might leave behind."""
 
     files: frozenset[str]
     shared: frozenset[str]
@@ -82,7 +82,7 @@ class Leftovers(NamedTuple):
 
 
 def make_place(folder: Path, trained: Path | None) -> None:
-    """Make the files and folders that values name; `trained`: a run, to be found as ``run``."""
+    """Create the files and folders that values name; `trained` is a run, available as ``run``."""
     folder.mkdir()
     _SHARED.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def make_place(folder: Path, trained: Path | None) -> None:
 
 
 def ended(case: Case, folder: Path, limit_s: float = LIMIT_S) -> Ended:
-    """Run a case in `folder` in this process; return how it ended."""
+    """Run a case in `folder` in this process; return its result."""
     out, err = io.StringIO(), io.StringIO()
     code: int | str | None = None
     error = ""
@@ -146,7 +146,7 @@ def _call(case: Case) -> None:
 
 
 class _OnThreads:
-    """Trains with the ranks as threads, and says of errors what the command does."""
+    """Trains with ranks as threads, and reports errors as the command does."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -166,7 +166,7 @@ class _OnThreads:
 
 @contextlib.contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
-    """Return a block that a `Hang` ends after so long, and the process's end where that is deaf."""
+    """Context that raises `Hang` after a time limit, and ends the process if that has no effect."""
 
     def end(number: int, frame: FrameType | None) -> None:
         others = "".join(
@@ -190,7 +190,7 @@ def _limited(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _little_memory() -> Iterator[None]:
-    """Return a block in which this process gets few more addresses: others work here, too."""
+    """Context that limits the address space of this process."""
     own = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (own + SPARE_BYTES, hard))
@@ -201,14 +201,14 @@ def _little_memory() -> Iterator[None]:
 
 
 def shell_line(case: Case) -> str:
-    """Return a case as a user would type it."""
+    """Return a case as a shell command line."""
     assert case.ranks == 1, "a shell starts one process"
     words = " ".join(map(shlex.quote, case.words))
     return f"{shlex.quote(sys.executable)} -m gpipe_hpc.{case.command} {words}"
 
 
 def ended_command(case: Case, folder: Path, environ: dict[str, str]) -> Ended:
-    """Run a case in `folder` as a shell does."""
+    """Run a case in `folder` as a shell command."""
     line = f"ulimit -v {(8 << 30) // 1024}; exec {shell_line(case)}"
     limit_s = 3 * LIMIT_S * patience()
     try:
@@ -226,9 +226,9 @@ def ended_command(case: Case, folder: Path, environ: dict[str, str]) -> Ended:
 
 
 def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list[Ended]:
-    """Run a case in `folder` by torchrun; return how each rank ended, and what it said.
+    """Run a case in `folder` by torchrun; return result and output of each rank.
 
-    The code of a rank that torchrun ended, because another had failed before, is None.
+    The exit code of a rank that torchrun ended because another failed first is None.
     """
     limit_s = 3 * LIMIT_S * patience()
     logs = folder.with_name(f"{folder.name}_logs")
@@ -264,9 +264,9 @@ def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list
 
 
 def codes_told(told: str, num_good: int = 0) -> dict[int, int]:
-    """Return the exit codes of ranks that torchrun tells of; of `num_good` that ended well: 0.
+    """Return the exit codes that torchrun reports; 0 for the `num_good` successful ranks.
 
-    Its report also lists those that it ended by SIGTERM, as another had failed: they are left out.
+    Ranks that torchrun ended by SIGTERM because another failed are omitted.
     """
     if num_good:
         return dict.fromkeys(range(num_good), 0)
@@ -280,7 +280,7 @@ def codes_told(told: str, num_good: int = 0) -> dict[int, int]:
 
 
 def end_launcher(launcher: subprocess.Popen[str], grace_s: float = 60.0) -> str:
-    """End a launcher that hangs, with its ranks; return what it said."""
+    """End a launcher that hangs, with its ranks; return its output."""
     launcher.terminate()  # it ends its ranks, and kills those that are deaf after 30 s
     try:
         return launcher.communicate(timeout=grace_s)[1]
@@ -299,7 +299,7 @@ def _logged(rank: Path) -> list[str]:
 
 
 def faults(case: Case, found: Ended, folder: Path, before: Leftovers) -> list[str]:
-    """Return what is wrong with how a case ended; nothing where all is well."""
+    """Return a list of errors in how a case ended; empty if there are none."""
     return [*_ended_badly(case, found), *_left(case, found, folder, before)]
 
 
@@ -326,7 +326,7 @@ def _ended_badly(case: Case, found: Ended) -> Iterator[str]:
 
 
 def _parts(word: str) -> Iterator[str]:
-    """Yield by what a message may name a word: what was typed, a setting's name, its value."""
+    """Yield the forms in which a message may name a setting: as typed, by name, or by value."""
     name, _, value = word.lstrip("+~").partition("=")
     if name == "model":
         yield "layers."  # one of the model's, which a message names by its place
@@ -335,7 +335,7 @@ def _parts(word: str) -> Iterator[str]:
 
 
 def _is_said_reason(code: object, messages: list[str]) -> bool:
-    """Say whether a run trained and failed for what only training shows."""
+    """Return whether a run trained and failed for a reason that only training shows."""
     return code == 4 and any("NonFiniteError: " in message for message in messages)
 
 
@@ -358,7 +358,7 @@ def _left(case: Case, found: Ended, folder: Path, before: Leftovers) -> Iterator
 
 
 def _untrained(folder: Path, files: frozenset[str]) -> Iterator[str]:
-    """Yield what a run that ended well did not do."""
+    """Yield the missing results of a run that ended successfully."""
     for name in files:
         path = folder / name
         if path.name != "config.yaml" or not path.is_file():
@@ -375,9 +375,9 @@ def _untrained(folder: Path, files: frozenset[str]) -> Iterator[str]:
 
 
 def tried(case: Case, folder: Path, trained: Path | None) -> tuple[Ended, list[str]]:
-    """Run a case in a new `folder` in this process; return how it ended, and what is wrong there.
+    """Run a case in a new `folder` in this process; return its result and its faults.
 
-    `trained`: a run that it finds in ``run``.
+    `trained` is a run that the case finds in ``run``.
     """
     make_place(folder, trained)
     before = Leftovers.of(folder)
@@ -392,7 +392,7 @@ def tried(case: Case, folder: Path, trained: Path | None) -> tuple[Ended, list[s
 def tried_command(
     case: Case, folder: Path, trained: Path | None, environ: dict[str, str]
 ) -> tuple[Ended, list[str]]:
-    """Run a case as `tried` does, but as a shell would."""
+    """Run a case as `tried` does, but as a shell command."""
     make_place(folder, trained)
     before = Leftovers.of(folder)
     try:
@@ -406,7 +406,7 @@ def tried_command(
 def tried_by_torchrun(
     case: Case, folder: Path, trained: Path | None, environ: dict[str, str]
 ) -> tuple[list[Ended], list[str]]:
-    """Run a case as `tried` does, but on the processes of torchrun; return what each said."""
+    """Run a case as `tried` does, but on processes of torchrun; return the output of each."""
     make_place(folder, trained)
     before = Leftovers.of(folder)
     try:
@@ -421,10 +421,10 @@ def tried_by_torchrun(
 
 
 def ranks_ended_badly(case: Case, ended: list[Ended]) -> Iterator[str]:
-    """Yield what is wrong with how ranks ended.
+    """Yield the faults in how ranks ended.
 
-    Where a start is refused, each rank that torchrun let end says why, once, and all end with one
-    code; that it is rank 0 alone that says it, if all know it ahead of their meeting.
+    If a start is refused, each rank that torchrun did not end prints the reason once, and all exit
+    with the same code. Only rank 0 prints it if all ranks find the error before they connect.
     """
     if len(ended) != case.ranks:
         yield f"{len(ended)} ranks began"

@@ -1,7 +1,6 @@
-"""The schema as a list: each setting with its type, its default and what it may be.
+"""All settings with types, defaults and allowed values, derived from the configuration.
 
-Nothing is listed here by name that the settings or ``conf/`` tell: a new setting is among these
-once it is a field.
+No setting is listed here by name: a new one is included as soon as it is a field.
 """
 
 import types
@@ -22,13 +21,13 @@ _GROUPS = ("model", "data", "optimizer", "outer")
 
 @cache
 def of_run() -> list[Setting]:
-    """Return the settings that every run has, whatever is chosen for its groups."""
+    """Return the settings of every run, independent of the chosen presets."""
     return [each for each in settings_of(Config) if each.name.partition(".")[0] not in _GROUPS]
 
 
 @cache
 def of_choice(group: str, name: str) -> list[Setting]:
-    """Return the settings that a run has with a preset of a group."""
+    """Return the settings of a run with a preset of a group."""
     if group == "outer":
         return list(settings_of(Outer, "outer."))
     if group == "optimizer":
@@ -46,18 +45,18 @@ def of_choice(group: str, name: str) -> list[Setting]:
 
 
 def names_of(group: str) -> list[str]:
-    """Return the presets of a group."""
+    """Return the names of a group's presets."""
     return list(presets(group))
 
 
 def groups() -> list[str]:
-    """Return the names that stand for several settings, as ``train`` and ``train.batch_ramp``."""
+    """Return the names that contain several settings, such as ``train``."""
     every = {each.name for each in of_run()}
     return sorted({name.rpartition(".")[0] for name in every} - {""} | set(_GROUPS))
 
 
 def fitting(setting: Setting) -> st.SearchStrategy[Any]:
-    """Draw what the type of a setting, its range and its choices allow; small, near the least."""
+    """Draw a small valid value of a setting, near the least allowed."""
     if setting.name == "pipeline.schedule":
         return st.sampled_from(schedule_names())
     if setting.choices is not None and setting.kind is str:
@@ -92,7 +91,7 @@ def _of_kind(kind: Any, setting: Setting) -> st.SearchStrategy[Any]:
 
 
 def extreme(setting: Setting) -> st.SearchStrategy[Any]:
-    """Draw what the type of a setting allows, and little else speaks for."""
+    """Draw a value that only the type of a setting allows."""
     return _extreme(setting.kind)
 
 

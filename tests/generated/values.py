@@ -1,4 +1,4 @@
-"""Values of settings, right and wrong ones, and how a user types them."""
+"""Valid and invalid values of settings, and their form on a command line."""
 
 import re
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-]+")
 
 
 class Raw(NamedTuple):
-    """Characters that are typed as they are: no quotes are put around them."""
+    """Characters that are typed literally, without quotes."""
 
     text: str
 
 
 def typed(value: Any) -> str:
-    """Return a value as Hydra reads it."""
+    """Return a value in Hydra's syntax."""
     if isinstance(value, Raw):
         return value.text
     if value is None:
@@ -65,7 +65,7 @@ PATHS = (
 
 
 def disturbed() -> st.SearchStrategy[Any]:
-    """Draw what a setting may well not be, whatever it is."""
+    """Draw a value that is probably invalid for any setting."""
     scalar = st.sampled_from((*NUMBERS, *FLOATS, *TEXTS, *PATHS, None, True, False))
     return st.one_of(
         st.sampled_from(NUMBERS),

@@ -1,4 +1,4 @@
-"""A device that the calling thread plays, without any ranks."""
+"""A simulated device for the calling thread, without ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from tests.played.tracker import Tracker
 
 @contextmanager
 def alone(ignores: frozenset[Site] = frozenset()) -> Iterator[PlayedDevice]:
-    """Play a device within the block; `host_waits` says what the host has waited for.
+    """Context that simulates a device; its `host_waits` lists what the host has waited for.
 
-    `ignores`: calls that do nothing.
+    `ignores` names calls that have no effect.
     """
     with interposed():
         played = PlayedDevice(Tracker(), ignores)

@@ -1,8 +1,8 @@
-"""Backends of torch under one rank of a group of two that have the same tensors.
+"""Simulated torch backends for one rank of a group of two ranks with equal tensors.
 
-One puts what is on the device on a stream of its own, as NCCL does: `wait` puts the current stream
-behind it. What lies on the host, as with Gloo, is read and written at any time before `wait` has
-returned, so it is done there.
+The backend for device tensors runs on its own stream, like NCCL's: `wait` makes the current stream
+wait for it. The backend for host tensors, like Gloo, may read and write memory at any time before
+`wait` returns, so the simulation does it there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = (0, 1)
 
 
 class OnStream:
-    """A work of the device."""
+    """A work of the device backend."""
 
     def __init__(self, device: PlayedDevice, done: PlayedEvent) -> None:
         self._device, self._done = device, done
@@ -35,7 +35,7 @@ class OnStream:
 
 
 class OnHost:
-    """A work of the host."""
+    """A work of the host backend."""
 
     def __init__(self, finish: Callable[[], object]) -> None:
         self._finish, self.is_over = finish, False
@@ -50,7 +50,7 @@ class OnHost:
 
 
 class Backend:
-    """What torch calls; it stands for the other rank, too."""
+    """The backend that torch calls; it also simulates the other rank."""
 
     def __init__(self, device: PlayedDevice) -> None:
         self._device, self._stream = device, device.stream()
@@ -113,7 +113,7 @@ class Backend:
 
 @contextmanager
 def group_over(device: PlayedDevice, *, knows_device: bool) -> Iterator[tuple[TorchGroup, Backend]]:
-    """Give a group over such a backend; over one that knows the device or the host alone."""
+    """Create a group over such a backend, or over one that supports only the device or the host."""
     backend = Backend(device)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "broadcast", "batch_isend_irecv"):
@@ -130,7 +130,7 @@ def group_over(device: PlayedDevice, *, knows_device: bool) -> Iterator[tuple[To
 
 
 class SimpleOperation:
-    """As `dist.P2POp`, which asks the real group."""
+    """Replacement of `dist.P2POp` without its check of the group."""
 
     def __init__(self, op: Any, tensor: Tensor, peer: int, group: Any, tag: int) -> None:
         self.op, self.tensor = op, tensor

@@ -1,8 +1,8 @@
-"""Who knows that what is over: vector clocks of streams, marks and hosts.
+"""Happens-before relations between streams, events and hosts, tracked with vector clocks.
 
 Lamport, Time, clocks, and the ordering of events in a distributed system, 1978; Mattern, Virtual
-time and global states of distributed systems, 1989. A stream counts what it does; a clock says of
-each stream up to which of its works all is known to be over.
+time and global states of distributed systems, 1989. A stream counts its works; a clock contains,
+for each stream, the number of the last work known to be complete.
 """
 
 import threading
@@ -13,30 +13,29 @@ Clock = dict[int, int]
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Let one clock know what another knows."""
+    """Merge one clock into another."""
     for line, time in other.items():
         if clock.get(line, 0) < time:
             clock[line] = time
 
 
 class Own(threading.local):
-    """What one thread of a host has waited for."""
+    """The clock of one thread of a host."""
 
     def __init__(self) -> None:
         self.clock: Clock = {}
         self.version = 0
 
     def knows(self, clock: Clock) -> bool:
-        """Say whether all that a clock says is known to be over."""
+        """Return whether all works in a clock are known to be complete."""
         return all(self.clock.get(line, 0) >= time for line, time in clock.items())
 
 
 class Host:
-    """What the host of one rank knows to be over.
+    """The works known to be complete by the host of one rank.
 
-    `clock`: what any of its threads has waited for; where memory of the host is handed from thread
-    to thread, that is what the next one knows. What a thread launches comes behind what it has
-    waited for itself.
+    `clock` covers the waits of all its threads; if host memory is passed between threads, the next
+    thread knows these. Work launched by a thread is ordered after the waits of that thread.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class Host:
         self.own = Own()
 
     def learn(self, clock: Clock) -> None:
-        """Let the calling thread wait for all that a clock says."""
+        """Record that the calling thread has waited for all works in a clock."""
         learn(self.clock, clock)
         learn(self.own.clock, clock)
         self.own.version += 1
@@ -52,7 +51,7 @@ class Host:
 
 @dataclass
 class Line:
-    """One stream as a line of works, each behind the one before it."""
+    """A stream as a sequence of works, each ordered after the previous one."""
 
     number: int
     host: Host
@@ -61,14 +60,14 @@ class Line:
     heard: tuple[int, int] = (0, 0)  # the thread that launched the last work, and what it knew
 
     def launch(self) -> int:
-        """Begin the next work, behind all that the host has waited for; return its number."""
+        """Start the next work, ordered after all waits of the host; return its number."""
         self.hear()
         self.time += 1
         self.clock[self.number] = self.time
         return self.time
 
     def hear(self) -> None:
-        """Come behind all that the calling thread has waited for."""
+        """Order the stream after all waits of the calling thread."""
         own = self.host.own
         now = threading.get_ident(), own.version
         if self.heard != now:
@@ -76,5 +75,5 @@ class Line:
             self.heard = now
 
     def knows(self, line: int, time: int) -> bool:
-        """Say whether a work of a line is over, wherever this line goes on."""
+        """Return whether a work of another stream is complete before the next work of this one."""
         return self.clock.get(line, 0) >= time

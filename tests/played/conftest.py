@@ -1,4 +1,4 @@
-"""A device that is played on one thread."""
+"""Fixture: a simulated device on the test's thread."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.played.tracker import Tracker
 
 @pytest.fixture
 def device() -> Iterator[PlayedDevice]:
-    """Return a device that the test's thread plays."""
+    """Return a simulated device for the test's thread."""
     with interposed():
         played = PlayedDevice(Tracker())
         with played.playing(), played.in_use():

@@ -1,7 +1,7 @@
-"""A device that is played on CPU tensors: all is done at once, and watched as if it were not.
+"""A device simulated on CPU tensors: work runs immediately, but is tracked as asynchronous.
 
-It takes the place of `gpipe_hpc.device.device.Accelerator`. What it cannot play: kernels choose
-other algorithms; and nothing is ever slow.
+It replaces `gpipe_hpc.device.device.Accelerator`. Not simulated: other algorithms of device
+kernels, and slow work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Current(threading.local):
 
 
 class PlayedDevice:
-    """The device of one rank. `ignores`: calls that shall do nothing, to see who finds out."""
+    """The simulated device of one rank; `ignores` names calls that have no effect."""
 
     torch: Final = PLAYED
     type: Final = "cpu"
@@ -174,7 +174,7 @@ class PlayedDevice:
     # What the tracker and the tests ask for.
 
     def does(self, method: str) -> bool:
-        """Note a call; say whether it shall do what it is for."""
+        """Record a call; return whether it is to have an effect."""
         if method != "use":
             self._refuse_unused(method)
         site = method, where()
@@ -182,7 +182,7 @@ class PlayedDevice:
         return site not in self._ignores
 
     def waits(self, operator: str, clock: Clock) -> None:
-        """Let the host wait for what a clock says; count and locate it if that is news."""
+        """Make the host wait for the works of a clock; record the wait if it is needed."""
         if self.host.own.knows(clock):
             return
         self.host.learn(clock)
@@ -191,7 +191,7 @@ class PlayedDevice:
 
     @contextmanager
     def waiting_for(self, thread: int) -> Iterator[None]:
-        """Say that another thread waits for what this one does within the block."""
+        """Context in which another thread waits for this one."""
         before, self._streams.waits_for = self._streams.waits_for, thread
         try:
             yield
@@ -199,11 +199,11 @@ class PlayedDevice:
             self._streams.waits_for = before
 
     def refuse_later(self, refusal: Exception) -> None:
-        """Refuse what was put on the device last, once the host waits for all of it."""
+        """Fail the last work of the device once the host waits for all of it."""
         self._refusal = refusal
 
     def reads(self, operator: str, tensor: Tensor) -> None:
-        """Let the host read a tensor of the device; no place to hear that other work failed."""
+        """Let the host read a device tensor; failures of other work must not be reported here."""
         if self._refusal is not None:
             self.tracker.found(LateError(f"{operator} at {where()}: {self._refusal}"))
         line = self.current_stream().line
@@ -211,7 +211,7 @@ class PlayedDevice:
         self.waits(operator, line.clock)
 
     def host_uses(self, operator: str, tensor: Tensor, *, is_write: bool) -> None:
-        """Let the host use a tensor of its own, which may be pinned."""
+        """Record that the host uses one of its own tensors, which may be pinned."""
         self.tracker.host_uses(self.host.clock, operator, tensor, is_write=is_write)
 
     def tick(self) -> int:
@@ -230,7 +230,7 @@ class PlayedDevice:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the device be the calling thread's own within the block, as `use` makes it."""
+        """Context in which the device is current for the calling thread, as with `use`."""
         before, self._streams.is_in_use = self._streams.is_in_use, True
         try:
             yield
@@ -239,7 +239,7 @@ class PlayedDevice:
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """Let the calling thread play this device within the block."""
+        """Context in which the calling thread simulates this device."""
         if playing.device is self:
             yield
             return

@@ -1,4 +1,4 @@
-"""Programs of a few lines, each around one class of the package that orders streams."""
+"""Short programs, each of which exercises one class of the package that orders streams."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,13 +54,13 @@ def _echo(
     receives: Sequence[tuple[int, Tensor]],
     note: object,
 ) -> None:
-    """Exchange with a rank that has the same."""
+    """Exchange with a rank that has the same tensors."""
     for (_, out), (_, into) in zip(sends, receives, strict=True):
         into.copy_(out if len(out) == len(into) else out[:1])
 
 
 def plans(device: PlayedDevice) -> None:
-    """A plan whose result is used, and one whose tensor is let go of before it was waited for."""
+    """A plan whose result is used, and one whose tensor is freed before the wait."""
     carrier = StreamCarrier((0, 1), 0, _echo, lambda tensor: None, device)
     for is_used in (True, False):
         tensor = made(device)
@@ -73,7 +73,7 @@ def plans(device: PlayedDevice) -> None:
 
 
 def jobs(device: PlayedDevice) -> None:
-    """Jobs on a stream of their own, which are used, or whose tensors are let go of."""
+    """Jobs on their own stream whose tensors are used or freed."""
     queue = StreamQueue(device)
     for is_used in (True, False):
         tensor = made(device)
@@ -86,7 +86,7 @@ def jobs(device: PlayedDevice) -> None:
 
 
 def intake(device: PlayedDevice) -> None:
-    """Batches that come, are used and let go of."""
+    """Batches that are loaded, used and freed."""
     brings = Intake(device)
     for number in range(3):
         batch = torch.full((6,), float(number))
@@ -125,7 +125,7 @@ def clock(device: PlayedDevice) -> None:
 
 
 def sends(device: PlayedDevice) -> None:
-    """What is sent may be let go of at once, if nobody waits for it, or be written to again."""
+    """Sent tensors that are freed immediately, without a wait, or written again."""
     hub = ThreadHub(2)
     first, second = (ThreadGroup(hub, (0, 1), rank, 0, device) for rank in range(2))
     for _ in range(2):
@@ -145,13 +145,13 @@ def late(
     receives: Sequence[tuple[int, Tensor]],
     note: object,
 ) -> None:
-    """Exchange with a rank that has the same, and takes its time."""
+    """Slow exchange with a rank that has the same tensors."""
     time.sleep(0.02)
     _echo(traffic, sends, receives, note)
 
 
 def host_plans(device: PlayedDevice) -> None:
-    """A plan over memory of the host, which another thread carries out."""
+    """A plan over host memory that another thread executes."""
     tensor = torch.full((6,), 2.0)
     carrier = Carrier((0, 1), 0, late, unheard)
     carrier.start(ring_all_reduce(Place(2, 0), 6), tensor, "a sum").wait()
@@ -159,7 +159,7 @@ def host_plans(device: PlayedDevice) -> None:
 
 
 def put_by_thread(device: PlayedDevice) -> None:
-    """A plan that another thread puts on its stream, and takes its time."""
+    """A plan that another thread launches on its stream, with a delay."""
     tensor = made(device)
     carrier = StreamCarrier((0, 1), 0, _echo, lambda tensor: None, device)
 
@@ -172,7 +172,7 @@ def put_by_thread(device: PlayedDevice) -> None:
 
 
 def host_jobs(device: PlayedDevice) -> None:
-    """A job over memory of the host, which another thread does."""
+    """A job over host memory that another thread runs."""
     tensor = torch.full((6,), 2.0)
 
     def job() -> None:
@@ -184,7 +184,7 @@ def host_jobs(device: PlayedDevice) -> None:
 
 
 def gathered(device: PlayedDevice) -> None:
-    """What groups of threads bring together, used as soon as they return."""
+    """Results of thread-group collectives, used as soon as the calls return."""
 
     def body(world: Any) -> None:
         group = world.everybody
@@ -206,7 +206,7 @@ def gathered(device: PlayedDevice) -> None:
 
 
 def wide(device: PlayedDevice) -> None:
-    """Collectives of three ranks by way of others, over connections that take their time."""
+    """Collectives of three ranks over slow connections through other ranks."""
 
     def body(world: Any) -> None:
         mesh = world.group([(0, 1, 2)])
@@ -249,7 +249,7 @@ def all_jobs(device: PlayedDevice) -> None:
 
 
 def offloads(device: PlayedDevice) -> None:
-    """Micro-batches that leave and come back, and steps that fail while copies are under way."""
+    """Offloaded and fetched micro-batches, and steps that fail while copies are running."""
     room = PinnedBufferPool(device)
 
     def kept() -> HostCopy:
@@ -308,13 +308,13 @@ def offloads(device: PlayedDevice) -> None:
 
 
 def copies(device: PlayedDevice) -> None:
-    """What a checkpoint in the background copies to the host, and writes."""
+    """Host copies of a background checkpoint, and its writing."""
     tensors = {"own": made(device), "host": torch.ones(3)}
     assert HostBuffer(device).copy(tensors)["own"].tolist() == [2.0] * 6
 
 
 def threads(device: PlayedDevice) -> None:
-    """Ranks that are threads, and what works or meets for them on threads of their own."""
+    """Ranks as threads, and their helper threads."""
 
     def body(world: Any) -> float:
         made(device)
@@ -328,7 +328,7 @@ def threads(device: PlayedDevice) -> None:
 
 
 def refusals(device: PlayedDevice) -> None:
-    """A backend that takes each sum, and says that it lacks one when the device comes to it."""
+    """A backend that accepts each reduction but reports it as unsupported when it runs."""
 
     def all_reduce(tensor: Tensor, group: object) -> None:
         if tensor.dtype is torch.float64:
@@ -345,7 +345,7 @@ def refusals(device: PlayedDevice) -> None:
 
 
 def torchs(device: PlayedDevice) -> None:
-    """Collectives of torch over the device's own backend, used as soon as they return."""
+    """Collectives of torch over the device's backend, used as soon as they return."""
     with group_over(device, knows_device=True) as (group, _):
         tensor = made(device)
         group.all_reduce(tensor)
@@ -364,7 +364,7 @@ def torchs(device: PlayedDevice) -> None:
 
 
 def torchs_by_host(device: PlayedDevice) -> None:
-    """Collectives of torch over a backend that knows the host's memory alone."""
+    """Collectives of torch over a backend for host memory only."""
     with group_over(device, knows_device=False) as (group, backend):
         tensor = made(device)
         group.all_reduce(tensor)
@@ -383,7 +383,7 @@ def torchs_by_host(device: PlayedDevice) -> None:
 
 
 def on_two_sides(device: PlayedDevice) -> None:
-    """Objects by the host, tensors over the device's own backend."""
+    """Objects through the host, tensors over the device's backend."""
     with group_over(device, knows_device=True) as (group, _):
         both = TwoSidedGroup(group, group, device)
         first, second = both.all_to_all(made(device), [4, 2])
@@ -400,7 +400,7 @@ def on_two_sides(device: PlayedDevice) -> None:
 
 
 def handed_on(device: PlayedDevice) -> None:
-    """Parts of a state on their way to the rank that writes it."""
+    """Shards of a state sent to the rank that writes them."""
     side = [ShardSpan(rank, 2 * rank, 2 * rank + 2) for rank in RANKS]
     with group_over(device, knows_device=True) as (group, backend):
         _hand_on(group, side, 1, torch.full((2,), 7.0), 2)
@@ -418,7 +418,7 @@ def lines(device: PlayedDevice) -> None:
 
 
 def first_byte(device: PlayedDevice) -> None:
-    """The byte that opens a queue between two, whose memory is somebody else's behind that."""
+    """The byte that opens a queue between two ranks, whose memory is reused afterwards."""
     with group_over(device, knows_device=True) as (_, backend):
         for rank in RANKS:
             world: Any = SimpleNamespace(
@@ -431,7 +431,7 @@ def first_byte(device: PlayedDevice) -> None:
 
 
 def faces(device: PlayedDevice) -> None:
-    """What torch waits for of a group that is ours."""
+    """Waits of torch for one of gpipe_hpc's groups."""
     work = OnHost(lambda: None)
     pending: Any = work
     _PendingWork(pending).wait()

@@ -1,9 +1,9 @@
-"""Autograd as it runs backwards on an accelerator: on a thread of its own, for each device.
+"""Simulation of autograd on an accelerator, where backwards run on a separate thread per device.
 
-For CPU tensors torch's engine works on the thread that calls it. For those of a device it has a
-thread that it keeps: the caller waits, and nodes, hooks and what `saved_tensors_hooks` unpacks run
-over there, on the stream of the forward. Torch carries its own modes over; what Python keeps for
-each thread (`threading.local`, locks that their owner may take again) is another one there.
+For CPU tensors torch's engine runs on the calling thread. For device tensors it has a thread of its
+own: the caller waits, and nodes, hooks and unpacking of `saved_tensors_hooks` run on that thread,
+on the stream of the forward. Torch transfers its own modes to it; Python state per thread
+(`threading.local`, reentrant locks) differs there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Job = Callable[[], None]
 
 
 class EngineThread:
-    """The thread on which the backwards of one device run, begun with the first of them."""
+    """The thread that runs the backwards of one device, started with the first of them."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] | None = None
         self.ident: int | None = None
 
     def run(self, device: PlayedDevice, call: Callable[[], Any]) -> Any:
-        """Return what a call gives over there; raise what it raises."""
+        """Run a function on the thread; return its result or raise its exception."""
         if threading.get_ident() == self.ident:
             return call()  # a backward within a backward goes on where it is
         if self._jobs is None:
@@ -80,7 +80,7 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 
 class PlayedEngine:
-    """Takes the place of torch's engine; `device_of_thread` says what the calling thread plays."""
+    """Replacement of torch's engine; `device_of_thread` returns a thread's device."""
 
     def __init__(self, own: Any, device_of_thread: Callable[[], PlayedDevice | None]) -> None:
         self._own, self._device_of_thread = own, device_of_thread

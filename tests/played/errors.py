@@ -1,33 +1,33 @@
-"""What the played device finds wrong, each with the operator and the line that called it."""
+"""Errors that the simulated device detects, with the operator and the line that called it."""
 
 
 class PlayedError(AssertionError):
-    """A device would not, or not always, do what was meant."""
+    """A real device would not, or not always, compute the intended result."""
 
 
 class RaceError(PlayedError):
-    """Memory is used by two streams, or a stream and the host, and no wait orders them."""
+    """Two streams, or a stream and the host, use memory without a wait that orders them."""
 
 
 class ReuseError(PlayedError):
-    """Memory is handed out again while another stream may still use it."""
+    """Memory is reused while another stream may still use it."""
 
 
 class PinnedError(PlayedError):
-    """Pinned memory is used by the host before a copy from or to it is done."""
+    """The host uses pinned memory before a copy from or to it is complete."""
 
 
 class PlaceError(PlayedError):
-    """A tensor of the host stands where one of the device must, or the other way round."""
+    """A host tensor is used where a device tensor is needed, or vice versa."""
 
 
 class MarkError(PlayedError):
-    """The time of a mark is read before it is known."""
+    """The time of an event is read before it is known."""
 
 
 class LateError(PlayedError):
-    """What the device was asked to do before, and could not, is told where nobody expects it."""
+    """A failure of earlier device work is reported at an unexpected call."""
 
 
 class ThreadError(PlayedError):
-    """A thread uses a device that it has not made its own: it would be on the first of its kind."""
+    """A thread uses a device without making it current, so it would use the first device."""

@@ -1,7 +1,7 @@
-"""What torch's Python face says of tensors of the device, while a device is played.
+"""Make torch's Python API treat tensors as device tensors while a device is simulated.
 
-Operators are seen where they are dispatched; but that a CPU tensor lies on the device, torch does
-not know: `tensor.device`, moves and factories are told here, and `on_host` of the device module.
+Operators are intercepted at dispatch, but torch does not know that a CPU tensor simulates a device
+tensor: `tensor.device`, moves, factories, and `on_host` of the device module are replaced here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ own_device = torch._C.TensorBase.device.__get__
 
 
 class Playing(threading.local):
-    """The device that a thread plays; None where it plays none."""
+    """The device that a thread simulates, or None."""
 
     device: PlayedDevice | None = None
 
@@ -148,7 +148,7 @@ def _type_as(self: Tensor, other: Tensor) -> Tensor:
 
 
 def _new_tensor(self: Tensor, data: Any, **kwargs: Any) -> Tensor:
-    """Make a tensor of Python's numbers: on the host, and brought to where `self` lies."""
+    """Create a tensor from Python numbers on the host, then move it to the device of `self`."""
     original = torch._C.TensorBase.new_tensor
     if playing.device is None or self.is_meta:
         return original(self, data, **kwargs)
@@ -193,9 +193,9 @@ def _set_item(self: Tensor, index: Any, value: Any) -> None:
 
 
 def _factory(original: Callable[..., Any], *, follows: bool) -> Callable[..., Any]:
-    """Say that what a factory makes is the host's unless a device is named.
+    """Make a factory create host tensors unless a device is given.
 
-    `follows`: it takes the device of a tensor that it is given, if none is named.
+    `follows`: without a device argument, use the device of a tensor argument.
     """
 
     @wraps(original)
@@ -230,7 +230,7 @@ _FROM_DATA: Final = (*_AS_TENSOR, torch.tensor)
 
 
 def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """Let a thread play the device of the one that starts it: torch's modes are of a thread."""
+    """Make a thread simulate the device of its parent thread; torch's modes are per thread."""
 
     @wraps(start)
     def start_thread(self: threading.Thread) -> None:
@@ -249,7 +249,7 @@ def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threadin
 
 
 def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let tensors that torch groups by device be told by ours: all of a group are of one."""
+    """Replace torch's grouping of tensors by device; the tensors share one device."""
 
     @wraps(original)
     def group(*args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -264,7 +264,7 @@ def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def interposed() -> Iterator[None]:
-    """Let torch speak of played devices within the block, in all threads that play one."""
+    """Context that applies all replacements for all threads that simulate a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "device", property(_device), raising=False)
         patch.setattr(torch.Tensor, "to", _to, raising=False)

@@ -1,8 +1,8 @@
-"""Lanes between ranks that are threads: the transport of processes without processes.
+"""Channels between ranks on threads, which simulate the transport of processes.
 
-A lane from host to host stands for Gloo's: it reads the sender's memory when the receiver takes it,
-and whoever waits, waits on the host. One of the device stands for NCCL's: a stream of its own,
-behind the current one, which `wait` puts behind it.
+A channel between hosts simulates Gloo's: it reads the sender's memory when the receiver takes the
+message, and waits block the host. A channel of the device simulates NCCL's: it has its own stream,
+which starts after the current one, and `wait` makes the current stream wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIMIT_S = 20.0
 
 
 def wait_for(world: Any, come: Callable[[float], bool], what: str) -> None:
-    """Return once `come(seconds)` says so; raise as soon as a rank has failed, too."""
+    """Return once `come(seconds)` is true; raise if a rank has failed."""
     deadline_s = time.monotonic() + _LIMIT_S
     while not come(0.05):
         has_failed = world.hub.report is not None
@@ -39,7 +39,7 @@ def wait_for(world: Any, come: Callable[[float], bool], what: str) -> None:
 
 
 class Sent(NamedTuple):
-    """What a sender has left: memory of its host, or tensors on its stream."""
+    """A sent message: host memory, or tensors on the sender's stream."""
 
     tensor: Tensor
     left: Left | None
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Queue:
-    """What is under way from a rank to another: the n-th receive gets what is sent n-th."""
+    """Messages in transit between two ranks; the n-th receive gets the n-th message."""
 
     world: Any
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -75,7 +75,7 @@ class Queue:
 
 
 class _Receipt(NamedTuple):
-    """A send of the host: done once it was taken."""
+    """A send between hosts, complete once the message was received."""
 
     world: Any
     is_taken: threading.Event
@@ -88,7 +88,7 @@ class _Receipt(NamedTuple):
 
 
 class HostLane:
-    """A lane between hosts."""
+    """A channel between hosts."""
 
     def __init__(self, queue: Queue, device: PlayedDevice) -> None:
         self._queue, self._device = queue, device
@@ -123,7 +123,7 @@ class _HostReceive(NamedTuple):
 
 
 class DeviceLane:
-    """A lane of the device's own backend; what it sends must live until that is done."""
+    """A channel of the device's backend; sent tensors must live until it is complete."""
 
     def __init__(self, queue: Queue, device: PlayedDevice) -> None:
         self._queue, self._device, self._stream = queue, device, device.stream()
@@ -184,7 +184,7 @@ def _refuse(device: PlayedDevice, tensor: Tensor, *, on_device: bool) -> None:
 
 
 def open_transport(world: Any, channels: Sequence[PlacedChannel], way: str) -> ProcessTransport:
-    """Open the transport of processes over lanes of threads: `direct` ones too, or `staged`."""
+    """Open the transport of processes over channels of threads, `direct` or `staged`."""
     device, queues = world.device, world.hub.__dict__.setdefault("played_lanes", {})
 
     def queue(*name: Any) -> Queue:

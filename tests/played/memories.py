@@ -1,4 +1,4 @@
-"""What is known of each storage: whose memory it is, and who has used which bytes of it last."""
+"""State of each storage: its owner, and the last uses of its bytes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from tests.played.places import Where
 
 
 class Kind(Enum):
-    """Whose memory a storage is."""
+    """The owner of a storage: host, pinned host or device."""
 
     HOST = "host"
     PINNED = "pinned"
@@ -24,7 +24,7 @@ class Kind(Enum):
 
 
 class Span(NamedTuple):
-    """Bytes of a storage, from `start` up to `stop`."""
+    """A range of bytes of a storage."""
 
     start: int
     stop: int
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What a work of a stream does to bytes of a storage."""
+    """The access of a stream's work to bytes of a storage."""
 
     line: int
     time: int
@@ -53,9 +53,10 @@ class Use(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """One storage. `owner`: the stream that was current when it was made, for the device's.
+    """One storage; `owner` is the stream that was current when device memory was allocated.
 
-    `lent`: by number, the streams that the owner waits for, as far as they are when it is freed.
+    `lent` maps streams to the number of the work up to which the owner waits when the storage is
+    freed.
     """
 
     kind: Kind
@@ -66,13 +67,13 @@ class Memory:
     lent: dict[int, Line] = field(default_factory=dict)
 
     def conflicts(self, use: Use) -> Iterator[Use]:
-        """Yield the earlier uses that must be over before this one."""
+        """Yield the earlier uses that must complete before a new one."""
         for earlier in self.uses.values():
             if (earlier.is_write or use.is_write) and earlier.span.meets(use.span):
                 yield earlier
 
     def note(self, use: Use) -> None:
-        """Note a use that is ordered behind all it conflicts with."""
+        """Record a use that is ordered after all conflicting ones."""
         if use.is_write:
             covered = [key for key, old in self.uses.items() if use.span.holds(old.span)]
             for key in covered:
@@ -81,14 +82,14 @@ class Memory:
 
 
 class Freed(NamedTuple):
-    """Memory that its owner's stream may hand out again, and uses that may not be over."""
+    """Memory that its owner's stream may reuse, and uses that may be incomplete."""
 
     uses: list[Use]
     where: Where
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that a tensor consists of; none if it has no memory here."""
+    """Return the dense tensors that a tensor consists of; empty if it has no memory."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -97,7 +98,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage; the same object as long as it lives, None without memory of its own."""
+    """Return the storage, one object for its lifetime, or None for a tensor without memory."""
     if tensor.is_meta:
         return None
     try:
@@ -107,7 +108,7 @@ def storage_of(tensor: Tensor) -> Any:
 
 
 def span_of(tensor: Tensor) -> Span:
-    """Return the bytes that a tensor's elements lie in; between them may be others."""
+    """Return the range of bytes that contains a tensor's elements, possibly with gaps."""
     size = tensor.element_size()
     start = tensor.storage_offset()
     last = start

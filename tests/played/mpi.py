@@ -1,8 +1,8 @@
-"""MPI between ranks that are threads, below the group of torch that is made of it.
+"""Simulation of MPI between ranks on threads, below the torch group that is built on it.
 
-A message may be read or written at any time between its start and its end, so both are looked at:
-what it sends as it starts, and what it receives as it starts and as it ends. Memory of a device it
-uses without any stream: what was not waited for on the host is refused.
+A message may be read or written at any time between start and end, so accesses are checked at both:
+sent memory at the start, received memory at start and end. MPI uses device memory without a stream;
+memory that the host has not waited for is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LIMIT_S = 20.0
 
 
 class PlayedMessage:
-    """A send or a receive: done once `finish` has been called, by whoever waits first."""
+    """A send or receive, complete once `finish` is called by the first thread that waits."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish, self._lock, self.is_done = finish, threading.Lock(), False
@@ -46,7 +46,7 @@ class PlayedMessage:
 
 
 class PlayedLibrary:
-    """What MPI is to one rank; `world` has its device, and the hub that all share."""
+    """The MPI library of one rank; `world` has its device and the hub shared by all ranks."""
 
     def __init__(self, world: Any, *, takes_device_pointers: bool) -> None:
         self.world, self.takes_device_pointers = world, takes_device_pointers
@@ -113,7 +113,7 @@ class PlayedLibrary:
 
 
 def group_of(library: Any, ranks: Sequence[int], name: str = "all", **settings: Any) -> MpiGroup:
-    """Return a rank's end of a group."""
+    """Return the group object of a rank."""
     world = library.world
     with world.hub.changed:
         store = world.hub.__dict__.setdefault("played_store", HashStore())
@@ -131,7 +131,7 @@ def group_of(library: Any, ranks: Sequence[int], name: str = "all", **settings: 
 def open_mpi_transport(
     world: Any, channels: Sequence[PlacedChannel], *, takes_device_pointers: bool
 ) -> ProcessTransport:
-    """Open the transport of processes over groups of MPI, as `ProcessWorld` does."""
+    """Open the transport of processes over MPI groups, as `ProcessWorld` does."""
     library = PlayedLibrary(world, takes_device_pointers=takes_device_pointers)
     own = [c for c in channels if world.rank in (c.source_rank, c.destination_rank)]
     ends = {tuple(sorted((c.source_rank, c.destination_rank))) for c in own}
@@ -149,7 +149,7 @@ def open_mpi_transport(
 
 
 def reduce_all(world: Any) -> list[Tensor]:
-    """Sum, gather and hand on tensors that were just computed, on a stream beside the first."""
+    """All-reduce, gather and send tensors just computed on a second stream."""
     found: list[Tensor] = []
     for takes_device_pointers in (False, True):
         device = world.device

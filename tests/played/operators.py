@@ -1,4 +1,4 @@
-"""Every operator of torch that a rank calls, also in a backward: what it uses, where it runs."""
+"""Interception of every torch operator of a rank, including backwards: memory used, and where."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ _TAKES_SCALARS = {
 
 
 class Move(NamedTuple):
-    """A copy between host and device, which CPU tensors alone would not show."""
+    """A copy between host and device, which is not visible from CPU tensors alone."""
 
     to: Kind
     non_blocking: bool
 
 
 class Local(threading.local):
-    """What a thread is about: the factory that Python calls, the move that is meant."""
+    """State of a thread: the running factory call, and the intended move."""
 
     factory: Kind | None = None
     is_number: bool = False  # what torch makes of Python's numbers is an argument of a kernel
@@ -80,7 +80,7 @@ class Local(threading.local):
 
 @dataclass(frozen=True)
 class Shape:
-    """What an operator does to its arguments: by place, name and (reads, writes)."""
+    """Accesses of an operator to its arguments: (reads, writes) by position and name."""
 
     name: str
     packet: Any
@@ -125,7 +125,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class PlayedMode(TorchDispatchMode):
-    """Lets the operators of one thread run on the current stream of its rank's device."""
+    """Mode that runs the operators of one thread on the current stream of its rank's device."""
 
     def __init__(self, device: PlayedDevice, local: Local) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class PlayedMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile layers here; what it makes of them runs in this mode as all does."""
+        """Let torch compile layers in this mode; compiled code runs in it like any other."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +167,7 @@ class PlayedMode(TorchDispatchMode):
         kwargs: Any,
         outputs: Any,
     ) -> None:
-        """Run on the device what has a tensor of the device, or makes one."""
+        """Run an operator on the device if it uses or creates a device tensor."""
         line = self._device.current_stream().line
         is_index = shape.packet in _INDEXING
         must_wait = False
@@ -221,7 +221,7 @@ class PlayedMode(TorchDispatchMode):
             self._claim(outputs, given, kind, shape)
 
     def _claim(self, outputs: Any, given: Any, kind: Kind, shape: Shape) -> None:
-        """Mark what is new among the outputs."""
+        """Register the new tensors among the outputs."""
         old = {id(storage_of(part)) for *_, t in given for part in parts_of(t)}
         for tensor in tensors_in(outputs):
             if all(
@@ -238,7 +238,7 @@ class PlayedMode(TorchDispatchMode):
                 self._tracker.mark(tensor, Kind.UNKNOWN if is_argument else Kind.DATA)
 
     def _copy(self, func: Any, shape: Shape, args: Any, kwargs: Any) -> Any:
-        """Copy, between host and device or on one of them."""
+        """Copy between host and device, or within one of them."""
         move, tracker, device = self._local.move, self._tracker, self._device
         if shape.packet is aten.copy_:
             target, source = args[0], args[1]
@@ -309,11 +309,11 @@ def _reads_values(shape: Shape, kwargs: Any) -> bool:
 
 
 def _is_masked(args: Any) -> bool:
-    """Say whether an assignment names its places by masks, not by numbers."""
+    """Return whether an indexed assignment uses masks instead of integers."""
     indices = [index for index in args[1] if index is not None]
     return all(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _fills(shape: Shape, args: Any) -> bool:
-    """Say whether a masked assignment is one of a number, which needs no count of places."""
+    """Return whether a masked assignment writes a scalar, which needs no count of elements."""
     return shape.packet is not aten.index and len(args) > 2 and args[2].numel() == 1

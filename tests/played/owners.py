@@ -1,7 +1,7 @@
-"""fairscale's OSS between ranks that are threads: what it asks torch.distributed for is played.
+"""fairscale's OSS between ranks on threads, with simulated calls of torch.distributed.
 
-It knows ranks by process groups, and broadcasts over them. Here a group of threads stands for one;
-its broadcasts are as the package's own, so on played devices they are on streams.
+OSS uses process groups for ranks and broadcasts. Here a thread group replaces the process group;
+its broadcasts are those of the package, so they run on streams of simulated devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def show_groups(world: Any) -> None:
-    """Let each group of several ranks that a world forms from now on be one of torch's, too."""
+    """Present each multi-rank group that a world creates from now on as a group of torch."""
     form = world.group
 
     def group(members: Any) -> Any:
@@ -30,7 +30,7 @@ def show_groups(world: Any) -> None:
 
 @contextmanager
 def oss_between_threads() -> Iterator[None]:
-    """Let OSS take such groups for torch's."""
+    """Make OSS accept such groups as torch's."""
     from fairscale.optim import oss  # it takes a second to load
 
     def broadcast(tensor: torch.Tensor, src: int, group: Any, async_op: bool) -> Any:

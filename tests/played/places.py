@@ -1,4 +1,4 @@
-"""Where a call comes from: the line of the package, or else of the test."""
+"""Location of a call: the line of the package, or else of the test."""
 
 import sys
 import threading
@@ -30,7 +30,7 @@ class Where(NamedTuple):
 
 
 class _Caller(threading.local):
-    """Where that was called for which a thread works; None where it works for itself."""
+    """The location on whose behalf a thread works, or None."""
 
     where: Where | None = None
 
@@ -40,7 +40,7 @@ _caller = _Caller()
 
 @contextmanager
 def inherit(caller: Where) -> Iterator[None]:
-    """Let what runs within the block, and is not the package's or a test's, come from there."""
+    """Context in which code outside of package and tests is attributed to the given location."""
     before, _caller.where = _caller.where, caller
     try:
         yield
@@ -49,7 +49,7 @@ def inherit(caller: Where) -> Iterator[None]:
 
 
 def where() -> Where:
-    """Return the innermost line of the package that is being run; of a test, if there is none."""
+    """Return the innermost running line of the package, or of a test if there is none."""
     frame: FrameType | None = sys._getframe(1)
     other: Where | None = None
     while frame is not None:

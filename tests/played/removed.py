@@ -1,7 +1,8 @@
-"""Waits for what is under way with other ranks or on a stream, taken out of the package in turn.
+"""Removal of the package's waits, one at a time, to test that each is needed.
 
-They are methods of many classes, so the call itself goes: its function gets the code that it would
-have without that line. A wait that gives a value cannot be left out, and is none of these.
+The waits are methods of many classes, so the call itself is removed: its function gets the code
+that it would have without that line. A wait whose value is used cannot be removed and is not
+listed.
 """
 
 import ast
@@ -23,7 +24,7 @@ _OTHERS = frozenset(
 
 
 class Wait(NamedTuple):
-    """A line that waits, and does nothing else; `of`: what for, as it is written."""
+    """A line that only waits; `of` is the source text of the object waited for."""
 
     path: str
     function: str
@@ -40,7 +41,7 @@ class Wait(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what an argument for it names."""
+        """Return the name under which a test lists its reason."""
         return f"{self.file} {self.function} {self.of}"
 
 
@@ -64,7 +65,7 @@ def _waits_in(node: ast.AST, path: str, function: str) -> Iterator[Wait]:
 
 
 def _waited_for(node: ast.AST) -> str | None:
-    """Return what a line waits for; None if it does not, or does something else."""
+    """Return the object that a line waits for, or None if it does something else."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         called = node.value.func
         if isinstance(called, ast.Attribute) and called.attr == "wait":
@@ -73,7 +74,7 @@ def _waited_for(node: ast.AST) -> str | None:
 
 
 class _Without(ast.NodeTransformer):
-    """Leaves of a line what is waited for and what the wait is told, and not the wait itself."""
+    """Transformer that evaluates the object and the arguments of a wait, but not the wait."""
 
     def __init__(self, line: int) -> None:
         self._line, self.num_found = line, 0
@@ -90,7 +91,7 @@ class _Without(ast.NodeTransformer):
 
 @contextmanager
 def without(wait: Wait) -> Iterator[None]:
-    """Leave a wait out within the block; what it waits for is still started."""
+    """Context in which a wait is removed; the operation it waits for is still started."""
     removing = _Without(wait.line)
     tree = ast.fix_missing_locations(removing.visit(ast.parse(Path(wait.path).read_text())))
     assert removing.num_found == 1, f"{wait} is there {removing.num_found} times"
@@ -104,7 +105,7 @@ def without(wait: Wait) -> Iterator[None]:
 
 
 def _function_at(code: CodeType, line: int) -> CodeType:
-    """Return the outermost function around a line: those within are part of its code."""
+    """Return the outermost function around a line; inner functions are part of its code."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     (found,) = (each for each in inner if _spans(each, line))
     return found if found.co_flags & inspect.CO_OPTIMIZED else _function_at(found, line)

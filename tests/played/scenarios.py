@@ -1,4 +1,4 @@
-"""Small trainings that together use every stream, mark and lent memory of the package."""
+"""Small trainings that together use every stream, event and lent memory of the package."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ WIDTH, NUM_STEPS = 4, 3
 
 
 class Block(nn.Module):
-    """Something to recompute, with a matrix, numbers drawn and a residual."""
+    """A layer to recompute, with a matrix, random numbers and a residual."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm, work in place, and a skip."""
+    """BatchNorm, an in-place operation, and a skip."""
 
     def __init__(self, *, stashes: bool = False, pops: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Normed(nn.Module):
 
 
 class Nest(nn.Module):
-    """A boundary of several dtypes, a number and a tensor of the host."""
+    """A boundary of several dtypes, a number and a host tensor."""
 
     def __init__(self, *, opens: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Nest(nn.Module):
 
 
 class Reporting(Block):
-    """A loss and a metric of its own; some parameters are frozen."""
+    """A layer with its own loss and metric, and frozen parameters."""
 
     def __init__(self, *, freezes: bool) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Reporting(Block):
 
 
 class Counting(Block):
-    """A running mean, a count, and a buffer whose place gets another tensor."""
+    """A running mean, a counter, and a buffer that is replaced by another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Counting(Block):
 
 
 class Aside(Counting):
-    """The count is the host's, from the first forward on; another one stays on the device."""
+    """A counter on the host from the first forward on, and one that stays on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,14 +113,14 @@ class Aside(Counting):
 
 
 class Low(nn.Linear):
-    """Weights in 16 bits, which get masters in float32."""
+    """16-bit weights, for which the optimizer keeps float32 masters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 class Overflowing(nn.Linear):
-    """Gives one gradient that is not finite, in the second step."""
+    """A layer with one non-finite gradient in the second step."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -180,7 +180,7 @@ def square_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training: `way`: what carries boundaries, None for the memory that threads share."""
+    """A training; `way` is the transport of boundaries, None for shared memory of threads."""
 
     name: str
     ranks: int = 2
@@ -197,25 +197,25 @@ class Scenario:
 
     @property
     def has_owners(self) -> bool:
-        """Say whether copies own whole tensors, by fairscale's OSS."""
+        """Return whether replicas own whole tensors, by fairscale's OSS."""
         outer: Mapping[str, Any] = self.options.get("outer", {})
         return outer.get("shard") == "oss"
 
     def between_threads(self) -> AbstractContextManager[None]:
-        """Return what lets threads do what takes processes else."""
+        """Return contexts that let threads do what otherwise needs processes."""
         return oss_between_threads() if self.has_owners else nullcontext()
 
 
 @dataclass
 class Given:
-    """What a rank got. `waits`: of its host, within each step and within each clipping."""
+    """Results of a rank; `waits` lists waits of its host within each step and each clipping."""
 
     losses: list[float] = field(default_factory=list)
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     waits: list[tuple[list[HostWait], list[HostWait]]] = field(default_factory=list)
 
     def unlike(self, other: "Given") -> list[str]:
-        """Return what is not the same to the bit, by its place."""
+        """Return the names of results that are not bitwise equal."""
         losses = zip(self.losses, other.losses, strict=True)
         found = [f"loss {at}: {one} {two}" for at, (one, two) in enumerate(losses) if one != two]
         for at, (ours, theirs) in enumerate(zip(self.tensors, other.tensors, strict=True)):
@@ -238,7 +238,7 @@ def optimizer_of(scenario: Scenario, parameters: Sequence[Any]) -> torch.optim.O
 
 
 def pipe_of(scenario: Scenario, world: Any) -> Pipeline:
-    """Return a rank's part of a scenario's pipeline."""
+    """Return a rank's pipeline of a scenario."""
     return Pipeline(
         scenario.layers(),
         square_sum,
@@ -287,7 +287,7 @@ def watched(world: Any, call: Callable[[], Any]) -> tuple[Any, list[HostWait]]:
 
 
 def played(scenario: Scenario, ignores: frozenset[Site] = frozenset()) -> Played:
-    """Train on played devices."""
+    """Train on simulated devices."""
     with scenario.between_threads():
         return run_played(
             scenario.ranks, lambda world: train(scenario, world), ignores=ignores, timeout_s=30.0
@@ -295,7 +295,7 @@ def played(scenario: Scenario, ignores: frozenset[Site] = frozenset()) -> Played
 
 
 def read_shards(world: Any) -> list[Tensor]:
-    """Read what is gathered behind a step before anything computes with it, and step once more."""
+    """Read gathered shards after a step before any computation uses them, and run another step."""
     pipe = Pipeline(
         blocks(), square_sum, world=world, seed=5, replicas=2, microbatches=2, outer=FLAT
     )
@@ -317,7 +317,7 @@ def on_cpu(scenario: Scenario) -> list[Given]:
 
 
 def of(name: str, ranks: int = 2, **rest: Any) -> Scenario:
-    """Return a scenario; what is no field of it is an option of `Pipeline`."""
+    """Return a scenario; keywords that are not its fields are options of `Pipeline`."""
     fields = ("layers", "way", "sizes", "instead", "optimizer")
     named = {key: rest.pop(key) for key in fields if key in rest}
     return Scenario(name, ranks, options=rest, **named)

@@ -1,4 +1,4 @@
-"""The calls of the package that order streams, keep memory for one, or let the host wait."""
+"""The package's calls that order streams, keep memory for a stream, or block the host."""
 
 import ast
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _DEVICES = _PACKAGE / "device" / "device.py"
 
 
 class Call(NamedTuple):
-    """A call of a method, and the lines that it may be said to come from."""
+    """A call of a method, and the lines to which it may be attributed."""
 
     method: str
     path: str
@@ -35,18 +35,18 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what an argument for it names."""
+        """Return the name under which a test lists its reason."""
         return f"{self.file} {self.function} {self.method}"
 
     @property
     def sites(self) -> frozenset[Site]:
-        """Return what a played device may hear of it."""
+        """Return the locations under which a simulated device may record it."""
         lines = range(self.first, self.last + 1)
         return frozenset((self.method, Where(self.path, line)) for line in lines)
 
 
 def calls() -> Iterator[Call]:
-    """Yield every call by such a name, outside of the module that knows devices."""
+    """Yield every call of such a method outside of the device module."""
     for path in sorted(_PACKAGE.rglob("*.py")):
         text = path.read_text()
         # Parsing all files takes a second, and every worker of the tests does it.

@@ -1,4 +1,4 @@
-"""Streams and marks of a played device."""
+"""Streams and events of a simulated device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PlayedStream:
-    """A stream: its line of works, and what waits on it or for it."""
+    """A stream: its works, and the waits on it and for it."""
 
     def __init__(self, device: PlayedDevice) -> None:
         self.device = device
@@ -46,7 +46,7 @@ class PlayedStream:
 
 
 class PlayedEvent:
-    """A mark: what its stream knew when it was recorded; nothing before."""
+    """An event: the clock of its stream when it was recorded."""
 
     def __init__(self, device: PlayedDevice, *, timing: bool) -> None:
         self.device, self.timing = device, timing
@@ -66,7 +66,7 @@ class PlayedEvent:
             self.take(stream or self.device.current_stream())
 
     def query(self) -> bool:
-        """Say no when asked first, as a device may be late, then yes."""
+        """Return False on the first call, because a device may be late, then True."""
         if not self.device.does("query"):
             return True
         host = self.device.host

@@ -1,4 +1,4 @@
-"""The referee: refuses what no wait orders, and counts what the host waits for."""
+"""Detection of accesses that no wait orders, and count of the host's waits for the device."""
 
 import threading
 import weakref
@@ -24,9 +24,9 @@ class Access(NamedTuple):
 
 @dataclass
 class Tracker:
-    """What all ranks of a played world share: the memories, and the faults that were found.
+    """State shared by all ranks of a simulated world: memory and detected faults.
 
-    A fault is raised where it is found, and kept: an error that is caught is a fault all the same.
+    A fault is raised where it is detected and also stored, so that a caught exception still counts.
     """
 
     faults: list[PlayedError] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Tracker:
             return self._num_lines
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
-        """Return what is known of a tensor's memory; None: plain memory of the host."""
+        """Return the state of a tensor's memory, or None for plain host memory."""
         storage = storage_of(tensor)
         return None if storage is None else storage.__dict__.get("played")
 
@@ -61,7 +61,7 @@ class Tracker:
     def mark(
         self, tensor: Tensor, kind: Kind, line: Line | None = None, operator: str = ""
     ) -> None:
-        """Say whose memory a new tensor has; the device's is made on a stream, as if written."""
+        """Register a new tensor's memory; device memory counts as written on its stream."""
         for part in parts_of(tensor):
             storage = storage_of(part)
             if storage is None or kind is Kind.HOST:
@@ -73,7 +73,7 @@ class Tracker:
                 self._allocate(memory, storage, line, operator)
 
     def adopt(self, tensor: Tensor, line: Line, operator: str) -> None:
-        """Take memory that torch made without saying where for the device's."""
+        """Register memory that torch allocated without a known location as device memory."""
         for part in parts_of(tensor):
             memory = self.memory_of(part)
             if memory is not None and memory.kind in (Kind.UNKNOWN, Kind.DATA):
@@ -102,7 +102,7 @@ class Tracker:
         weakref.finalize(storage, self._dead.append, memory).atexit = False
 
     def hear_of_deaths(self) -> None:
-        """Give memory back that nobody holds any longer."""
+        """Release memory of tensors that no longer exist."""
         while self._dead:
             memory = self._dead.popleft()
             owner = memory.owner
@@ -123,7 +123,7 @@ class Tracker:
                 self._suspects.setdefault(owner.number, []).append(freed)
 
     def work(self, line: Line, operator: str, accesses: Iterable[Access]) -> int:
-        """Put a work on a stream; refuse it where it meets what is not known to be over."""
+        """Run a work on a stream; raise if it conflicts with work not known to be complete."""
         with self.lock:
             self.hear_of_deaths()
             time = line.launch()
@@ -152,7 +152,7 @@ class Tracker:
             return time
 
     def host_uses(self, clock: Clock, operator: str, tensor: Tensor, *, is_write: bool) -> None:
-        """Refuse that the host uses pinned memory while a copy from or to it is under way."""
+        """Raise if the host uses pinned memory while a copy from or to it is running."""
         memory = self.memory_of(tensor)
         if memory is None or memory.kind is not Kind.PINNED:
             return
@@ -174,12 +174,12 @@ class Tracker:
         raise fault
 
     def misplaced(self, operator: str, what: str) -> None:
-        """Refuse a tensor that is not where the operator needs it."""
+        """Raise for a tensor that is not where the operator needs it."""
         self.found(PlaceError(f"{operator} at {where()}: {what}"))
 
 
 class HostWait(NamedTuple):
-    """A moment at which the host waited for the device, or read what is there."""
+    """A point at which the host waited for the device or read a device value."""
 
     operator: str
     where: Where

@@ -1,4 +1,4 @@
-"""Worlds of threads whose ranks play a device each."""
+"""Thread worlds in which each rank simulates a device."""
 
 import threading
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from tests.played.tracker import HostWait, Tracker
 
 @dataclass
 class Played:
-    """What a run on played devices gave: each rank's result, and what its host waited for."""
+    """Results of a run on simulated devices: each rank's result, and the waits of its host."""
 
     results: list[Any]
     devices: list[PlayedDevice]
 
     @property
     def sites(self) -> set[Site]:
-        """Return which calls of streams, marks and the device were made, and where."""
+        """Return the recorded calls of streams, events and the device, with their locations."""
         return set().union(*(device.sites for device in self.devices))
 
 
@@ -31,10 +31,10 @@ def run_played(
     ignores: frozenset[Site] = frozenset(),
     timeout_s: float = 60.0,
 ) -> Played:
-    """Run `body(world)` on `size` ranks, threads, each with a played device.
+    """Run `body(world)` on `size` ranks as threads, each with a simulated device.
 
-    `ignores`: calls that do nothing. Raises the first fault that the tracker has found, also one
-    that somebody has caught.
+    `ignores` names calls without effect. Raises the first fault that the tracker detected,
+    including those that were caught.
     """
     tracker = Tracker()
     devices = [PlayedDevice(tracker, ignores) for _ in range(size)]
@@ -53,7 +53,7 @@ def run_played(
 
 
 def between(device: PlayedDevice, call: Callable[[], Any]) -> tuple[Any, list[HostWait]]:
-    """Return what a call returns, and what this thread waited for meanwhile."""
+    """Return the result of a call, and the waits of this thread meanwhile."""
     start, own = len(device.host_waits), threading.get_ident()
     result = call()
     return result, [wait for wait in device.host_waits[start:] if wait.thread == own]
