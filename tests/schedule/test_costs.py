@@ -21,7 +21,7 @@ def test_a_list_is_by_equal_parts_of_the_model():
 
 @pytest.mark.parametrize("parts", [3, 5])
 def test_parts_that_stages_do_not_divide_are_refused(parts):
-    with pytest.raises(ScheduleError, match=rf"expected as many as the 4 stages.*got {parts}"):
+    with pytest.raises(ScheduleError, match=rf"has {parts} values.*the 4 stages"):
         Costs(forward=[1] * parts).recut(2, 4)
 
 

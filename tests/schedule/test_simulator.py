@@ -52,7 +52,7 @@ def test_a_full_backward_without_a_cost_of_its_own_costs_both_halves():
     ],
 )
 def test_an_op_without_a_cost_is_refused(text, costs, missing):
-    with pytest.raises(ScheduleError, match=f"give {missing}="):
+    with pytest.raises(ScheduleError, match=f"set {missing}"):
         simulate(from_text(text), costs)
 
 

@@ -78,7 +78,7 @@ def test_posted_buffers_of_skips_are_bounded():
     lowered = lower(replace(build("gpipe", ranks=3, microbatches=2), skips=((0, 2),)))
     assert lowered.max_receives[2] >= 2
     tight = tuple(bound - (rank == 2) for rank, bound in enumerate(lowered.max_receives))
-    with pytest.raises(ScheduleError, match=r"rank 2.*too many posted receives"):
+    with pytest.raises(ScheduleError, match=r"rank 2.*4 posted receives, but"):
         check(replace(lowered, max_receives=tight))
 
 

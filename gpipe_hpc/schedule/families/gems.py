@@ -11,7 +11,7 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def gems(ranks: int, microbatches: int, replications: int | None = None) -> Schedule:
-    """Alternate micro-batches of two opposite pipelines; one starts after the other's backward.
+    """Alternate micro-batches of two opposite pipelines; on each rank, F follows the other's B.
 
         rank 0 0F0..................0B0===2F12B1===0F2........................0B2===
         rank 1 ...1F0.........1B0===1F1............1B1===1F2............1B2===......

@@ -75,7 +75,7 @@ def test_a_holder_without_a_forward_gathers_at_its_end():
         ("0F0,0UNSHARD0,0B0,0REDUCE_GRAD\n", r"0F0: waits for 0UNSHARD0, which comes later"),
         ("0UNSHARD0,0UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"0UNSHARD0 occurs twice"),
         ("0UNSHARD1,0F0,0B0,0REDUCE_GRAD\n", r"0UNSHARD0 is missing"),
-        ("0UNSHARD,0UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"beside 0UNSHARD, which is of all"),
+        ("0UNSHARD,0UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"0UNSHARD already covers all buckets"),
         ("1UNSHARD0,0F0,0B0,0REDUCE_GRAD\n", r"stage must be 0 to 0, got 1"),
     ],
 )

@@ -67,12 +67,15 @@ def test_blocks_share_a_cell_as_torch_writes_them():
     ("text", "message"),
     [
         ("0F0,0B0\n1F0,xyz\n", r"line 2, cell 2: .*'xyz'"),
-        ("0F0,0B0,1B0\n1F0\n", r"line 2, cell 1: 1F0 on another rank than 1B0 \(line 1, cell 3\)"),
+        (
+            "0F0,0B0,1B0\n1F0\n",
+            r"line 2, cell 1: 1F0 is on a different rank than 1B0 \(line 1, cell 3\)",
+        ),
         ("0F0,0F1\n1F0\n", r"1F1 is missing"),
         ("\n,,\n", r"no action"),
         ("0REDUCE_GRAD\n", r"no compute"),
         ("0F0,(0F1;0B0\n", r"line 1, cell 2: .*expected a block such as"),
-        ("(0B0;0F1)OVERLAP_F_B\n", r"line 1, cell 1: .*not a block"),
+        ("(0B0;0F1)OVERLAP_F_B\n", r"line 1, cell 1: .*expected a block"),
     ],
 )
 def test_errors_name_line_and_cell(text, message):
