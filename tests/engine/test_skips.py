@@ -191,7 +191,7 @@ def test_a_layer_that_forgets_its_stash_is_named():
         ),
         ([("", ""), ("", "a")], r"layers\.1 .*pops 'a', but no earlier layer stashes it"),
         ([("", "a"), ("a", "")], r"layers\.0 .*pops 'a', but layers\.1 .* is not an earlier layer"),
-        ([("a", "a"), ("", "")], r"layers\.0 .*pops 'a', but layers\.1 .* is not an earlier layer"),
+        ([("a", "a"), ("", "")], r"layers\.0 .*pops 'a', but layers\.0 .* is not an earlier layer"),
     ],
 )
 def test_stashes_and_pops_that_do_not_fit_are_refused_at_build_time(model, message):

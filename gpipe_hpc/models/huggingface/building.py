@@ -67,7 +67,7 @@ def huggingface_layers(
         ("", LayerSpec(HuggingFaceHead, blueprint)),
     ]
     prefixes = [prefix for prefix, _ in layers]
-    doubtful = {_owner(name, prefixes) for name in blueprint.perhaps_unset()}
+    doubtful = {_owner(name, prefixes) for name in blueprint.possibly_unset()}
     for index, (prefix, layer) in enumerate(layers):
         if prefix in doubtful:
             build_layer(layer, index=index, seed=0)  # raises ModelError if a tensor stays unset
@@ -85,7 +85,7 @@ def _check_ends(blueprint: Blueprint) -> None:
     logits = tuple(HuggingFaceHead(blueprint)(hidden).shape)
     if logits != parts.logits:
         raise unknown(
-            blueprint.kind, f"gives logits {parts.logits} as a whole", f"{logits} as layers"
+            blueprint.kind, f"returns logits of shape {parts.logits}", f"{logits} from its layers"
         )
 
 

@@ -32,7 +32,7 @@ class Call(NamedTuple):
         leaves, tree = flatten((list(args[1:]), rest))
         for leaf in leaves:
             if not isinstance(leaf, _PLAIN):
-                raise unknown(where, "is called with an object of its own", type(leaf).__name__)
+                raise unknown(where, "is called with an unsupported object", type(leaf).__name__)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise unknown(where, "is called with further trained activations", "a tensor")
         return cls(hidden, leaves, Form(tree, by_name))

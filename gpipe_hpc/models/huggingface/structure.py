@@ -69,7 +69,7 @@ def find_structure(model: nn.Module) -> Structure:
     blocks = _largest_list(model, kind)
     above = blocks.split(".")[:-1]
     if not above:
-        raise unknown(kind, "has its blocks at the top", "no core with a norm of its own")
+        raise unknown(kind, "has its blocks at the top level", "no module around blocks and norm")
     # If the nearest owner of the blocks is called with embeddings, its caller is the core.
     for depth in range(len(above), 0, -1):
         try:
@@ -93,7 +93,7 @@ def _structure_under(model: nn.Module, core: str, blocks: str, kind: str) -> Str
     with _traced(model, core, blocks, trace):
         output = run_on_meta(kind, partial(model, **inputs, **_no_cache(model)))
     if len(trace.core_calls) != 1:
-        raise unknown(kind, f"calls {core} {len(trace.core_calls)} times", "no single way through")
+        raise unknown(kind, f"calls {core} {len(trace.core_calls)} times", "not a single call")
     called = trace.core_calls[0]
     core_inputs = _core_inputs(model.get_submodule(core), called, inputs, kind)
     ran = _runs_of_blocks(model, blocks, trace, kind)
@@ -125,9 +125,9 @@ def _runs_of_blocks(model: nn.Module, blocks: str, trace: _Trace, kind: str) -> 
     for step in ran:
         call = Call.of(step.args, step.kwargs, f"{kind}: {step.path}")
         if hidden is not None and not same_values(hidden, call.hidden):
-            raise unknown(kind, f"changes hidden states ahead of {step.path}", "more than blocks")
+            raise unknown(kind, f"changes hidden states before {step.path}", "other operations")
         if any(leaf is extra for leaf in call.leaves for extra in extras):
-            raise unknown(kind, f"gives {step.path} what another block made", "a tensor")
+            raise unknown(kind, f"passes outputs of a block to {step.path}", "a further tensor")
         hidden = _hidden_of(step, kind)
         if isinstance(step.output, tuple):
             extras += [each for each in step.output[1:] if isinstance(each, Tensor)]
@@ -228,16 +228,16 @@ def _closing(
     for step in behind:
         alone = len(step.args) == 1 and not step.kwargs
         if not alone or not same_values(hidden, step.args[0]):
-            raise unknown(kind, f"calls {step.path} behind its blocks", "other inputs than theirs")
+            raise unknown(kind, f"calls {step.path} after its blocks", "inputs of another module")
         if sum(each.path == step.path for each in steps) != 1:
             raise unknown(kind, f"calls {step.path} more than once", "a module in two places")
         if not isinstance(step.output, Tensor):
-            raise unknown(kind, f"has a {step.path} behind its blocks", type(step.output).__name__)
+            raise unknown(kind, f"has {step.path} after its blocks", type(step.output).__name__)
         hidden = step.output
     if not isinstance(result, Mapping) or LAST not in result:
         raise unknown(kind, "has a core that returns no last hidden state", type(result).__name__)
     if not same_values(hidden, result[LAST]):
-        raise unknown(kind, "computes with hidden states behind its blocks", "more than modules")
+        raise unknown(kind, "changes hidden states after its blocks", "operations outside modules")
     extras = [name for name, value in result.items() if name != LAST and value is not None]
     if extras:
         raise unknown(kind, "has a core that returns more than hidden states", extras[0])
@@ -254,10 +254,12 @@ def _core_inputs(
         if isinstance(value, Tensor):
             if not any(value is each for each in given):
                 raise _CoreIsOuterModule(
-                    unknown(kind, f"computes {name} ahead of its core", "a tensor of its own")
+                    unknown(kind, f"computes {name} before its core", "a computed tensor")
                 )
         elif not isinstance(value, type(None) | bool | int | float | str):
-            raise unknown(kind, f"gives its core {name}", type(value).__name__)
+            raise unknown(kind, f"passes {name} to its core", type(value).__name__)
     if next(iter(inputs)) not in arguments:
-        raise unknown(kind, "does not give its core the inputs", ", ".join(arguments) or "nothing")
+        raise unknown(
+            kind, "does not pass its inputs to its core", ", ".join(arguments) or "nothing"
+        )
     return {n: None if isinstance(value, Tensor) else value for n, value in arguments.items()}

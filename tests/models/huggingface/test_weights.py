@@ -224,5 +224,5 @@ def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch):
 def test_unknown_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch):
     found = SimpleNamespace(__version__=version)
     monkeypatch.setattr(library, "import_module", lambda name: found)
-    with pytest.raises(ConfigError, match=rf"unknown, expected 5\.5.*got {version};"):
+    with pytest.raises(ConfigError, match=rf"of transformers, expected 5\.5.*got {version};"):
         huggingface_layers("/anywhere")
