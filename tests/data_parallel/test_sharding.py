@@ -424,7 +424,7 @@ def test_a_step_without_an_optimizer_of_the_pipeline_is_refused(plain):
         (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
         pipe.step(inputs[part], targets[part])
 
-    with pytest.raises(ConfigError, match=r"expected an optimizer made by pipe\.optimizer"):
+    with pytest.raises(ConfigError, match=r"the optimizer must be created by pipe\.optimizer"):
         run_on_threads(2, body)
 
 
