@@ -249,7 +249,11 @@ def _recut(field: str, cost: Cost, num_ranks: int, num_stages: int) -> Cost:
 
 
 def _last_of(field: str, cost: Cost, num_stages: int) -> Cost:
-    """Convert a cost per boundary to another number of stages."""
+    """Convert a cost per boundary to another number of stages.
+
+    A new boundary gets the cost of the last given part before it; boundaries inside a part get that
+    of the part.
+    """
     if not isinstance(cost, Iterable):
         return cost
     parts = list(cost)

@@ -194,7 +194,7 @@ class Clock:
             self.starts[node], self.ends[node] = begin, end
 
     def ready(self, order: list[list[int]]) -> list[list[float]]:
-        """Return the time when each rank of each reduction in `order` is ready for it."""
+        """Return the time when each rank is ready for each of the reductions in `order`."""
         parts = self._bucket_parts(order)
         return [
             [self._complete(node, parts) for node in nodes]

@@ -100,7 +100,7 @@ class Blueprint:
     @property
     def most_positions(self) -> int | None:
         """Return the longest allowed sequence, or None if there is no limit."""
-        found = [value for _, _, value in stretched(self.model)]
+        found = [value for _, _, value in dynamic_rotary_embeddings(self.model)]
         return min(found, default=None)
 
     def check_positions(self, num_positions: int) -> None:
@@ -297,11 +297,10 @@ def _say_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def stretched(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return (module, attribute, limit) of rotary embeddings that longer sequences would change.
+def dynamic_rotary_embeddings(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return (module, attribute, limit) of rotary embeddings with rope_type ``dynamic``.
 
-    These are embeddings of rope_type ``dynamic``, which change their angles for good when a
-    sequence exceeds the limit.
+    They change their angles permanently when a sequence is longer than the limit.
     """
     return [
         (module, name, value)

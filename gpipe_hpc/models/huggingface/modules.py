@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models.huggingface.blueprint import Blueprint, stretched, too_long
+from gpipe_hpc.models.huggingface.blueprint import Blueprint, dynamic_rotary_embeddings, too_long
 from gpipe_hpc.models.huggingface.calls import Call
 from gpipe_hpc.models.huggingface.companions import Companion
 from gpipe_hpc.models.huggingface.stand_ins import Given, Listener
@@ -125,7 +125,7 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         self._place(parts.core, core)
         self._fill(parts.core)
         # Rotary embeddings whose angles change permanently with the first longer sequence.
-        self._stretched = stretched(core)
+        self._stretched = dynamic_rotary_embeddings(core)
 
     def forward(self, inputs: Any) -> Boundary:
         """Embed a micro-batch and return the arguments of all blocks."""
