@@ -1,1 +1,1 @@
-"""Causes of slow steps that are injected into real runs, and what the report says of them."""
+"""Inject causes of slow steps into real runs, and check the advice of the report."""

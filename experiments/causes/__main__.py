@@ -22,10 +22,10 @@ _OUT: Final = Path(__file__).parent / "out"
 
 
 class Cause(NamedTuple):
-    """A cause: settings that inject it, and what the report's first advice must say.
+    """A cause: settings that inject it, and the first advice that the report must give.
 
-    `checkpoint_every`: steps; without the cause no checkpoint is written but the last. `delay_s`:
-    of a link between two hosts, where the runs are on two.
+    `checkpoint_every` is in steps; without the cause only the last checkpoint is written. `delay_s`
+    is the delay of a link between two hosts, if the runs use two.
     """
 
     settings: tuple[str, ...]
@@ -46,14 +46,14 @@ CAUSES: Final = {
 
 
 class Seen(NamedTuple):
-    """What the report of a run says: its account of a step, and its findings."""
+    """The report of a run: its breakdown of a step, and its findings."""
 
     account: Account
     findings: list[Finding]
 
 
 def see(folder: Path) -> Seen:
-    """Return what the report of a run says."""
+    """Return the report of a run."""
     record = read_record(folder)
     account = account_of(record)
     assert account is not None, "steps were done"
@@ -63,7 +63,7 @@ def see(folder: Path) -> Seen:
 def train(
     folder: Path, settings: tuple[str, ...], checkpoint_every: int, delay_s: float | None
 ) -> None:
-    """Train with a cause."""
+    """Run a training with a cause."""
     words = [
         *("-m", "gpipe_hpc.train", "model=own", "data=own", f"run.dir={folder}"),
         "model._target_=experiments.causes.injected.build",
@@ -87,7 +87,7 @@ def train(
 
 
 def run(name: str) -> None:
-    """Train without a cause, with it, and without it again."""
+    """Run a training without a cause, with it, and without it again."""
     cause, folder = CAUSES[name], _folder(name)
     shutil.rmtree(folder, ignore_errors=True)
     no_delay_s = None if cause.delay_s is None else 0.0
@@ -97,7 +97,7 @@ def run(name: str) -> None:
 
 
 def row(name: str) -> str:
-    """Return the line of the table for a cause whose runs are done."""
+    """Return the line of the table for a cause."""
     cause, folder = CAUSES[name], _folder(name)
     seen = see(folder / "with")
     usual_s = fmean(see(folder / each).account.step_s for each in ("before", "behind"))

@@ -1,4 +1,4 @@
-"""A model and data that sleep: what they take is known, whatever else the machine does."""
+"""A model and data with known sleep times, independent of other load on the machine."""
 
 import os
 import time
@@ -13,7 +13,7 @@ WIDTH = 8
 
 
 class _Pause(torch.autograd.Function):
-    """Hand on a tensor; sleep on the way back."""
+    """Identity function whose backward sleeps."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -27,10 +27,10 @@ class _Pause(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A linear layer that sleeps `forward_s`, and on the way back `backward_s`.
+    """A linear layer that sleeps `forward_s` in its forward and `backward_s` in its backward.
 
-    On world rank `slow_rank` both take `factor` times as long. `saving_s`: how long it takes to
-    tell its state, which a checkpoint asks for.
+    On world rank `slow_rank` both times are multiplied by `factor`. `saving_s` is the time to
+    return its state for a checkpoint.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Sleeper(nn.Module):
         self._saving_s = saving_s
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Sleep, and compute something."""
+        """Sleep, then apply the linear layer."""
         time.sleep(self._forward_s)
         paused: torch.Tensor = _Pause.apply(self._linear(value), self._backward_s)
         return paused
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return a state that is slow to come by, as if a disk were."""
+        """Return a state after a delay, like a slow disk."""
         time.sleep(self._saving_s)
         return torch.zeros(1)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Take nothing: there is nothing to restore."""
+        """Ignore the state."""
 
 
 def build(
@@ -72,7 +72,7 @@ def build(
     factor: float = 1.0,
     saving_s: float = 0.0,
 ) -> list[LayerSpec]:
-    """Return the model; layer `slow_layer` takes `more_s` more in its forward."""
+    """Return the model; layer `slow_layer` sleeps `more_s` longer in its forward."""
     return [
         LayerSpec(
             Sleeper,
@@ -87,21 +87,21 @@ def build(
 
 
 class SlowItems:
-    """Items that take `sleep_s` each to read."""
+    """A dataset whose items take `sleep_s` each to read."""
 
     def __init__(self, num_items: int = 2000, sleep_s: float = 0.0) -> None:
         self._num_items, self._sleep_s = num_items, sleep_s
 
     def __len__(self) -> int:
-        """Return their number."""
+        """Return the number of items."""
         return self._num_items
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a vector and what it is to become."""
+        """Return an input vector and its target."""
         time.sleep(self._sleep_s)
         return torch.full((WIDTH,), index / self._num_items), torch.zeros(WIDTH)
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean square error."""
+    """Return the mean squared error."""
     return nn.functional.mse_loss(output, target)

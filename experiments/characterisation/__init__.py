@@ -1,1 +1,1 @@
-"""The literature's characterisations on one machine: batch, threads, processes, backend."""
+"""Characterisation studies of the literature on one machine: batch, threads, processes, backend."""

@@ -54,7 +54,7 @@ def _measured(setting: Setting, steps: int) -> Measured:
 
 
 def page(made: Sequence[Sweep], found: Sequence[Sequence[Found]], told: Sequence[str]) -> str:
-    """Return all tables, each under what it was measured on."""
+    """Return all tables, each with a description of its machine."""
     parts = []
     for sweep, lines, where in zip(made, found, told, strict=True):
         shown = (
@@ -65,12 +65,12 @@ def page(made: Sequence[Sweep], found: Sequence[Sequence[Found]], told: Sequence
 
 
 def picture_name(sweep: Sweep) -> str:
-    """Return the file of a sweep's picture."""
+    """Return the file name of a sweep's plot."""
     return f"{sweep.name}.svg"
 
 
 def picture(sweep: Sweep, found: Sequence[Found]) -> str:
-    """Draw the samples a second of each point, with the range over rounds."""
+    """Plot the samples per second of each point, with the range over rounds."""
     ends = {each.setting.name: each.samples_per_s_range for each in found if each.rounds_s}
     return bars(f"{sweep.title}: {sweep.question}", "samples/s", ends)
 
@@ -98,7 +98,7 @@ def _write(made: Sequence[Sweep], found: Sequence[Sequence[Found]], told: Sequen
 
 
 def on_file(made: Sequence[Sweep]) -> dict[str, tuple[list[Found], str]]:
-    """Return what was measured before, by sweep: its lines, and on what they were measured."""
+    """Return stored results by sweep: the lines, and the description of the machine."""
     known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else {}
     return {
         sweep.name: (

@@ -1,4 +1,4 @@
-"""Rounds over all points of all sweeps, and what came of each point."""
+"""Measure all points of all sweeps in rounds."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from gpipe_hpc.bench.figures import Measured
 
 @dataclass
 class Found:
-    """The median step of each round at one point, in seconds, and why rounds failed."""
+    """The median step of each round at one point, in seconds, and the reasons of failed rounds."""
 
     setting: Setting
     rounds_s: list[float] = field(default_factory=list)
@@ -19,25 +19,25 @@ class Found:
 
     @property
     def samples_per_s(self) -> float:
-        """Return the samples of a batch over the median of the rounds."""
+        """Return samples per second, from the median over rounds."""
         return self.setting.point.batch_size / median(self.rounds_s)
 
     @property
     def samples_per_s_range(self) -> tuple[float, float, float]:
-        """Return the samples a second of the slowest round, the median and the fastest round."""
+        """Return samples per second of the slowest round, the median and the fastest round."""
         batch = self.setting.point.batch_size
         return batch / max(self.rounds_s), self.samples_per_s, batch / min(self.rounds_s)
 
     @property
     def spread(self) -> float:
-        """Return how far the slowest round is from the fastest, over the median."""
+        """Return the range of the rounds divided by their median."""
         return (max(self.rounds_s) - min(self.rounds_s)) / median(self.rounds_s)
 
 
 def measure_all(
     sweeps: Iterable[Sweep], rounds: int, measure: Callable[[Setting], Measured]
 ) -> list[list[Found]]:
-    """Measure every point once a round, so that what else the machine does meets all alike.
+    """Measure every point once per round, so that other load on the machine affects all equally.
 
     Points that are in several sweeps are measured for each of them.
     """
@@ -56,7 +56,7 @@ def measure_all(
 
 
 def table(found: Sequence[Found]) -> str:
-    """Return a sweep as Markdown; speed-ups are over its first line that ran."""
+    """Return a sweep as Markdown; speed-ups are relative to its first line that ran."""
     lines = ["| | ms a step | rounds | spread | samples/s | speed-up |", "|---|" + "---:|" * 5]
     first = next((each.samples_per_s for each in found if each.rounds_s), None)
     return "\n".join([*lines, *(_line(each, first) for each in found)])

@@ -1,4 +1,4 @@
-"""What is varied, and the settings of each point."""
+"""The varied parameters, and the settings of each point."""
 
 from typing import Final, NamedTuple
 
@@ -8,7 +8,7 @@ _POINT: Final = Point(ranks=2, threads=1, batch_size=16, microbatches=4, backend
 
 
 class Setting(NamedTuple):
-    """A line of a table: how it is called, what runs, and further settings of it."""
+    """A line of a table: its label, the contestant, and further settings."""
 
     name: str
     point: Point
@@ -16,7 +16,7 @@ class Setting(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """A table: one thing varies."""
+    """A table in which one parameter varies."""
 
     title: str
     question: str
@@ -24,12 +24,12 @@ class Sweep(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the title as a word of the command line."""
+        """Return the title as an argument of the command line."""
         return self.title.lower().replace(" ", "_")
 
 
 def sweeps() -> tuple[Sweep, ...]:
-    """Return all tables, for a machine of two cores."""
+    """Return all tables for a machine with two cores."""
     return (_batches(), _threads(), _processes(), _backends())
 
 

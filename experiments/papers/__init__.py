@@ -1,1 +1,1 @@
-"""The papers' tables: exact figures held to be equal, simulated ones beside the paper's."""
+"""Tables of papers: exact figures must be equal, simulated ones are shown next to the paper's."""

@@ -2,7 +2,7 @@
 
 python -m experiments.papers                   # all papers: two minutes of one core
 python -m experiments.papers gpipe chimera     # some
-python -m experiments.papers --write           # README.md and figures.json anew
+python -m experiments.papers --write           # writes README.md and figures.json
 """
 
 import argparse

@@ -38,7 +38,7 @@ def bubbles() -> Table:
 
 
 def activations() -> Table:
-    """Tables 2 and 3: least and most activations of a worker."""
+    """Tables 2 and 3: smallest and largest number of activations of a worker."""
     figures: list[Figure] = []
     for d in (4, 8, 16):
         for name, ours, least, most in (
@@ -98,7 +98,7 @@ FIGURE_1: Final = {
 
 
 def _step(name: str, d: int, recomputes: bool) -> float:
-    """Return the step of D micro-batches in D stages, in forwards of the whole model."""
+    """Return the step time of D micro-batches in D stages, in forwards of the whole model."""
     costs = Costs(forward=1 / d, backward=2 / d, recompute=1 / d)
     return timed(name, d, d, costs, recompute="always" if recomputes else "never").makespan
 

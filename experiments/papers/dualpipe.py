@@ -58,7 +58,7 @@ def activations() -> Table:
 
 
 def orders() -> Table:
-    """How often a rank of DualPipe runs each op."""
+    """Number of actions of each op on a rank of DualPipe."""
     figures: list[Figure] = []
     for p in (4, 8):
         m = 2 * p + 4
@@ -83,7 +83,7 @@ TIMES: Final = ((1.0, 1.0, 1.0), (3.0, 3.0, 2.0), (10.4, 10.2, 7.7))
 
 
 def bubbles() -> Table:
-    """The README's formulas at other times."""
+    """The README's formulas for other durations."""
     figures: list[Figure] = []
     for p in (8, 16):
         m = 3 * p

@@ -13,7 +13,7 @@ _EQUAL: Final = Costs(forward=1, backward=1)
 
 
 def pairs() -> Table:
-    """Time of a pair of micro-batches in the steady state, and alone."""
+    """Time of a pair of micro-batches in the steady state, and of a single pair."""
     figures: list[Figure] = []
     for d in (2, 4, 8, 16):
         for name, costs, period in (
@@ -36,7 +36,7 @@ def pairs() -> Table:
 
 
 def memory() -> Table:
-    """What a rank keeps, whatever the number of replications."""
+    """Memory of a rank, for any number of replications."""
     figures: list[Figure] = []
     for d in (4, 8):
         for m in (2, 8, 32):

@@ -23,7 +23,7 @@ BYTES_A_PARAMETER: Final = 12  # weight, gradient, RMSProp's state
 
 
 def step_times() -> Table:
-    """Section 2.3: the bubble, and what recomputation adds."""
+    """Section 2.3: the bubble, and the time that recomputation adds."""
     figures: list[Figure] = []
     for k, m in ((4, 8), (8, 32), (16, 64)):
         what = f"K={k}, M={m}"
@@ -67,7 +67,7 @@ def activations() -> Table:
 
 
 class Amoeba(NamedTuple):
-    """A column of table 1: GPipe's figures, and torchgpipe's of the same model."""
+    """A column of table 1: figures of GPipe and of torchgpipe for the same model."""
 
     layers: int
     filters: int
@@ -111,7 +111,7 @@ def _amoeba(layers: int, filters: int) -> int:
 
 @cache
 def _transformer(layers: int) -> int:
-    """Return the parameters of Transformer-L, by those of the first two sizes."""
+    """Return the parameters of Transformer-L, extrapolated from the first two sizes."""
     one, two = (
         count_parameters(build_model("transformer_l", num_layers=number)) for number in (1, 2)
     )
@@ -119,7 +119,7 @@ def _transformer(layers: int) -> int:
 
 
 def images() -> Table:
-    """Table 1, and torchgpipe's of memory: parameters of the models for images."""
+    """Table 1, and torchgpipe's memory table: parameters of the image models."""
     figures: list[Figure] = []
     for each in AMOEBAS:
         number = _amoeba(each.layers, each.filters)
@@ -154,7 +154,7 @@ def transformers() -> Table:
 
 
 def table_1() -> Table:
-    """Table 1: what is printed otherwise than the sizes give."""
+    """Table 1: printed figures that contradict the sizes."""
     figures: list[Figure] = []
     for each in AMOEBAS:
         name = f"AmoebaNet-D ({each.layers}, {each.filters})"
@@ -193,7 +193,7 @@ TABLE_3: Final = {(2, 32): 1.0, (4, 32): 1.8, (8, 32): 3.3}
 
 
 def _throughput(work: Sequence[float], balance: Sequence[int], m: int, recompute: str) -> float:
-    """Return how many batches of the given work a unit of time makes; a forward is a third."""
+    """Return the batches of the given work per unit of time; a forward is a third of the work."""
     ends = [0, *accumulate(balance)]
     stages = [sum(work[first:end]) / m for first, end in pairwise(ends)]
     forward, backward = [each / 3 for each in stages], [2 * each / 3 for each in stages]
@@ -251,7 +251,7 @@ def table_3() -> Table:
 
 
 class Run(NamedTuple):
-    """A run of torchgpipe's: images a second, layers of each stage, micro-batches."""
+    """A run of torchgpipe: images per second, layers of each stage, micro-batches."""
 
     name: str
     images_per_s: float
@@ -274,7 +274,7 @@ _FITTED: Final = "n2m32"
 
 
 def _speedups(share: float) -> dict[str, float]:
-    """Return throughputs over the first run's; `share` of all time goes with FLOPs."""
+    """Return throughputs relative to the first run; `share` of the time scales with FLOPs."""
     images = torch.empty((1, 3, 224, 224), device="meta")
     flops, held = _amoeba_work(images.shape)
     work = [
@@ -295,7 +295,7 @@ def _speedups(share: float) -> dict[str, float]:
 
 @cache
 def _amoeba_work(shape: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    """Return FLOPs and kept bytes of the layers of AmoebaNet-D (18, 256)."""
+    """Return FLOPs and activation bytes of the layers of AmoebaNet-D (18, 256)."""
     layers = build_model("amoebanet_d", num_layers=18, num_filters=256)
     model = count_model(layers, torch.empty(shape, device="meta"))
     flops = [float(each.flops) for each in model.layers]
@@ -303,7 +303,7 @@ def _amoeba_work(shape: tuple[int, ...]) -> tuple[list[float], list[float]]:
 
 
 def torchgpipe() -> Table:
-    """Return torchgpipe's runs of GPipe's table 2."""
+    """torchgpipe's runs of GPipe's table 2."""
     paper = {run.name: run.images_per_s / RUNS[0].images_per_s for run in RUNS}
     tried = [_speedups(step / 20) for step in range(21)]
     best = min(tried, key=lambda each: abs(each[_FITTED] - paper[_FITTED]))

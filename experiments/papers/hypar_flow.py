@@ -15,7 +15,7 @@ MEMORY_GB: Final = {224: 16.8, 720: 153.0}
 
 
 def parameters() -> Table:
-    """Return the model's size."""
+    """Size of the model."""
     number = count_parameters(build_model("resnet1001_v2"))
     return Table(
         "Parameters of ResNet-1001",
@@ -26,7 +26,7 @@ def parameters() -> Table:
 
 
 def memory() -> Table:
-    """Return what a single image needs."""
+    """Memory of a single image."""
     held: dict[int, float] = {}
     for side in MEMORY_GB:
         images = torch.empty((1, 3, side, side), device="meta")

@@ -1,7 +1,8 @@
-"""GPipe's table 1 as a question: the largest model that so many accelerators hold.
+"""GPipe's table 1: the largest model that fits on a number of accelerators.
 
-Huang et al., NeurIPS 2019. Memory is that of our planner (`rank_forecasts`): weights, gradients,
-one state of RMSProp, activations under GPipe's schedule with recomputation, and workspace.
+Huang et al., NeurIPS 2019. Memory is computed by gpipe_hpc's planner (`rank_forecasts`): weights,
+gradients, one state of RMSProp, activations under GPipe's schedule with recomputation, and
+workspace.
 """
 
 from collections.abc import Sequence
@@ -31,19 +32,19 @@ IMAGES: Final = 4  # of a micro-batch
 
 
 def fullest_bytes(model: ModelCount, balance: Sequence[int], microbatches: int) -> int:
-    """Return what the fullest accelerator holds with so many layers in each stage."""
+    """Return the memory of the fullest accelerator for given numbers of layers per stage."""
     table = build("gpipe", ranks=len(balance), microbatches=microbatches, recompute="always")
     stages = count_stages(model, balance)
     return max(rank.total_bytes for rank in rank_forecasts(model, stages, lower(table), 1))
 
 
 def _lasting(model: ModelCount) -> list[float]:
-    """Return what each layer adds to its accelerator: 12 bytes a parameter, and activations."""
+    """Return the permanent memory of each layer: 12 bytes per parameter, and activations."""
     return [12.0 * each.parameters + each.activation_bytes for each in model.layers]
 
 
 def transformer(num_layers: int, dropout: float) -> ModelCount:
-    """Return Transformer-L for one sequence, made of the layers of the smallest."""
+    """Return Transformer-L for one sequence, built from the layers of the smallest size."""
     tokens = torch.empty((1, TOKENS), dtype=torch.long, device="meta")
     layers = build_model("transformer_l", num_layers=1, dropout=dropout)
     one = count_model(layers, tokens, tokens, token_cross_entropy)
@@ -60,7 +61,7 @@ def transformer(num_layers: int, dropout: float) -> ModelCount:
 
 
 def largest_transformer(accelerators: int, dropout: float) -> int:
-    """Return the largest L of which no accelerator holds more than 16 GiB."""
+    """Return the largest L with at most 16 GiB on each accelerator."""
 
     def fits(num_layers: int) -> bool:
         model = transformer(num_layers, dropout)
@@ -107,7 +108,7 @@ def transformers() -> Table:
 
 
 def amoebas() -> Table:
-    """Table 1: the largest models for images fit."""
+    """Table 1: the largest image models fit."""
     figures: list[Figure] = []
     for number, layers, filters in AMOEBAS:
         images = torch.empty((IMAGES, 3, 224, 224), device="meta")

@@ -1,4 +1,4 @@
-"""The papers' tables as Markdown and as JSON."""
+"""Tables of papers as Markdown and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _COLUMNS: Final = 115
 
 
 class Outcome(NamedTuple):
-    """A paper and its tables: those that must be equal, and the simulated ones."""
+    """A paper and its tables: those that must be equal, and simulated ones."""
 
     paper: Paper
     exact: tuple[Table, ...]
@@ -19,25 +19,25 @@ class Outcome(NamedTuple):
 
     @property
     def equals(self) -> tuple[int, int]:
-        """Return how many exact figures are equal, and of how many."""
+        """Return the number of equal exact figures, and the number of exact figures."""
         figures = [figure for table in self.exact for figure in table.figures]
         return sum(figure.is_equal for figure in figures), len(figures)
 
     @property
     def near(self) -> tuple[int, int]:
-        """Return how many simulated figures are near, of those that enough is given for."""
+        """Return the number of simulated figures within tolerance, and of those fully specified."""
         figures = [f for table in self.simulated for f in table.figures if f.is_given]
         return sum(figure.is_near for figure in figures), len(figures)
 
 
 def run(paper: Paper) -> Outcome:
-    """Make all tables of a paper."""
+    """Compute all tables of a paper."""
     exact = tuple(make() for make in (*paper.formulas, *paper.counts))
     return Outcome(paper, exact, tuple(make() for make in paper.simulated))
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return how many figures are equal, and near, by paper and in all."""
+    """Return the numbers of equal and near figures, by paper and in total."""
     lines = [
         "| paper | exact figures equal | simulated figures within 10 % |",
         "|---|---:|---:|",
@@ -73,7 +73,7 @@ def _head(table: Table) -> list[str]:
 
 
 def _exact(table: Table) -> str:
-    """Return one line: all that is not equal is named."""
+    """Return one line that lists all exact figures that are not equal."""
     wrong = [figure for figure in table.figures if not figure.is_equal]
     if not wrong:
         return f"All {len(table.figures)} figures are equal."
@@ -102,7 +102,7 @@ def _number(value: float) -> str:
 
 
 def as_json(outcomes: Sequence[Outcome]) -> str:
-    """Return every figure, for other programs."""
+    """Return every figure as JSON."""
     found = [
         {"of": each.paper.name, "table": table.title, "kind": kind, **_values(figure)}
         for each in outcomes

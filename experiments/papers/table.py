@@ -1,4 +1,4 @@
-"""A table of a paper: its figures beside ours, and what ours were made from."""
+"""A table of a paper: its figures, those of gpipe_hpc, and the inputs of the latter."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ WITHIN: Final = 0.10  # of a paper's figure that gives enough to go by
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a paper and ours; `is_given`: whether the paper has all that it depends on."""
+    """A figure of a paper and of gpipe_hpc; `is_given`: the paper specifies all inputs."""
 
     what: str
     paper: float
@@ -21,25 +21,25 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Return by which share of the paper's figure ours is larger."""
+        """Return the relative difference from the paper's figure."""
         if self.paper:
             return self.ours / self.paper - 1
         return 0.0 if abs(self.ours) < 1e-9 else math.inf
 
     @property
     def is_equal(self) -> bool:
-        """Return whether both are one number, but for the rounding of sums of floats."""
+        """Return whether both are equal up to floating-point rounding."""
         return math.isclose(self.paper, self.ours, rel_tol=1e-9, abs_tol=1e-9)
 
     @property
     def is_near(self) -> bool:
-        """Return whether ours is within a tenth of the paper's."""
+        """Return whether the difference is at most a tenth."""
         return abs(self.error) <= WITHIN
 
 
 @dataclass(frozen=True)
 class Table:
-    """Figures of one table of a paper, what it gives for them and what is assumed beside that."""
+    """Figures of one table of a paper, its inputs, and additional assumptions."""
 
     title: str
     given: str
@@ -50,10 +50,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Paper:
-    """What is held against a paper, by how it is held.
+    """The tables of a paper, by kind of comparison.
 
     `formulas` and `counts` must be equal; formulas take milliseconds, counts build models on the
-    meta device. `simulated` are held to a tenth.
+    meta device. `simulated` figures are compared with a tolerance of a tenth.
     """
 
     name: str
@@ -64,13 +64,13 @@ class Paper:
 
 
 def as_printed(value: float, printed: str, unit: float = 1.0) -> tuple[float, float]:
-    """Return a printed figure, and a value rounded to as many digits behind the point."""
+    """Return a printed figure, and a value rounded to the same number of decimals."""
     digits = len(printed.partition(".")[2])
     return float(printed), round(value / unit, digits)
 
 
 def counted(what: str, printed: str, value: float, unit: float = 1.0) -> Figure:
-    """Return a figure that must be what is printed once it is rounded alike."""
+    """Return a figure that must equal the printed one after rounding."""
     return Figure(what, *as_printed(value, printed, unit))
 
 
@@ -82,11 +82,11 @@ def timed(
     recompute: str = "never",
     **options: Any,
 ) -> Timeline:
-    """Return the simulated step of a schedule known by name."""
+    """Return the simulated step time of a named schedule."""
     table = build(name, ranks=ranks, microbatches=microbatches, recompute=recompute, **options)
     return simulate(table, costs)
 
 
 def longest_span(timeline: Timeline) -> float:
-    """Return the longest time that a rank takes from its first action to the end of its last."""
+    """Return the longest time from the first to the last action of a rank."""
     return max(row[-1].end_s - row[0].start_s for row in timeline.events)

@@ -16,7 +16,7 @@ from gpipe_hpc.schedule.simulator import simulate
 
 @dataclass(frozen=True)
 class Setup:
-    """A column of the paper's tables 3 and 9: what ran, and what was profiled of it."""
+    """A column of the paper's tables 3 and 9: the configuration and its profile."""
 
     model: str
     layers: int
@@ -30,21 +30,21 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Return how a figure of it is called."""
+        """Return the label of its figures."""
         return f"{self.model}, m={self.microbatches}"
 
     @property
     def work_ms(self) -> float:
-        """Return what a stage computes for all micro-batches."""
+        """Return the compute time of a stage for all micro-batches."""
         return self.microbatches * (self.forward_ms + self.input_ms + self.weight_ms)
 
     @property
     def stages_per_gpu(self) -> int:
-        """Return the chunks of interleaved 1F1B: a layer each; both ends have one layer less."""
+        """Return the layers per GPU in chunks of one layer; both ends have one layer less."""
         return (self.layers + 2) // self.stages
 
     def costs(self, chunks: int = 1) -> Costs:
-        """Return them for the simulator, a stage cut into `chunks`."""
+        """Return the costs for the simulator, with a stage divided into `chunks`."""
         return Costs(
             forward=self.forward_ms / chunks,
             input_gradient=self.input_ms / chunks,
@@ -132,7 +132,7 @@ SMALL: Final = {
 
 
 def bubble_sizes() -> Table:
-    """Table 2: idle time of the hand-made schedules."""
+    """Table 2: idle time of the handcrafted schedules."""
     figures: list[Figure] = []
     for p in (4, 8, 16):
         for f, b, w in ((1, 1, 1), (3, 3, 2)):
@@ -158,7 +158,7 @@ def bubble_sizes() -> Table:
 
 
 def activations() -> Table:
-    """Section 2.3: what each worker keeps."""
+    """Section 2.3: activations of each worker."""
     kept_b, kept_w = 3, 2
     memory = Memory(forward=kept_b, input_gradient=kept_b - kept_w)
     figures: list[Figure] = []
@@ -178,7 +178,7 @@ def activations() -> Table:
 
 @cache
 def cost_ms(name: str, at: int) -> float:
-    """Return the longest span of a stage that a method takes at a column of SETUPS."""
+    """Return the longest span of a stage for a method at a column of SETUPS."""
     setup = SETUPS[at]
     p, m = setup.stages, setup.microbatches
     if name == "1F1B-I":
@@ -207,7 +207,7 @@ def bubble_rates() -> Table:
 
 
 def _found_2p(setup: Setup, microbatches: int) -> tuple[float, float]:
-    """Return the span and the makespan of the best order within 2p micro-batches that we know."""
+    """Return span and makespan of the best known order within 2p micro-batches."""
     p, costs = setup.stages, setup.costs()
     named = timed("zb_h2", p, microbatches, costs)
     found = search(place("one_each", p, microbatches), costs, limit=2 * p, trials=0)

@@ -1,4 +1,4 @@
-"""Plan layouts and run them: how far are step time and memory from what was planned?
+"""Plan layouts and run them: compare planned and measured step time and memory.
 
     python -m experiments.plan [--write] [--steps N] [--only NAME] [--noise N] [--out DIR]
     python -m experiments.plan --device cuda ...    # layouts of one rank, on an accelerator
@@ -32,7 +32,7 @@ _HERE: Final = Path(__file__).parent
 
 
 def measured(bench: Bench, only: str, num_noise: int) -> list[Result]:
-    """Plan and run the layouts whose name begins so; print each as it comes."""
+    """Plan and run the layouts with a given name prefix; print each result."""
     bench.out.mkdir(parents=True, exist_ok=True)
     for stale in bench.out.glob("*.yaml"):  # of an earlier time, maybe of other code
         stale.unlink()
@@ -58,7 +58,7 @@ def measured(bench: Bench, only: str, num_noise: int) -> list[Result]:
 
 
 def write(results: list[Result], device: str, folder: Path = _HERE) -> None:
-    """Write the figures of CPUs or of an accelerator, their picture, and the table of README.md."""
+    """Write the results for CPUs or an accelerator, the plot, and the table of README.md."""
     stem = "cpu" if device == "cpu" else "accelerator"
     found, floor = errors([each for each in results if not each.crowded]), noise(results)
     told = {"not_crowded": found and named(found), "noise": floor and named(floor)}

@@ -1,4 +1,4 @@
-"""How far predictions are from what was measured: errors, rank correlation, and the noise."""
+"""Errors of predictions, rank correlation, and noise of measurements."""
 
 import io
 from collections.abc import Sequence
@@ -41,19 +41,19 @@ class ByRuns(NamedTuple):
 
 
 def named(figures: Any) -> Any:
-    """Return figures by their names, those within figures, too."""
+    """Return figures by name, including nested ones."""
     if not isinstance(figures, Errors | ByRuns | Noise):
         return figures
     return {name: named(each) for name, each in figures._asdict().items()}
 
 
 def done(results: Sequence[Result]) -> list[Result]:
-    """Return those that have figures."""
+    """Return the results that have figures."""
     return [each for each in results if not each.failed]
 
 
 def errors(results: Sequence[Result]) -> Errors | None:
-    """Return the errors of those that ran; None where none did."""
+    """Return the errors of the layouts that ran, or None if none did."""
     ran = done(results)
     if not ran:
         return None
@@ -108,7 +108,7 @@ class Noise(NamedTuple):
 
 
 def noise(results: Sequence[Result]) -> Noise | None:
-    """Return how far what was repeated is apart; None where no run was."""
+    """Return the spread of repeated runs and plans, or None if nothing was repeated."""
     ran = done(results)
     runs = [abs(each / of.measured_s - 1) for of in ran for each in of.runs_s if of.runs_s[1:]]
     plans = [abs(two / one - 1) for each in ran for one, two in pairwise(each.plans_s)]
@@ -197,7 +197,7 @@ def _order_text(correlation: float | None) -> str:
 
 
 def draw(results: Sequence[Result]) -> str:
-    """Draw planned over measured seconds as an SVG picture."""
+    """Plot planned over measured seconds as SVG."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The layouts that are planned and then run: on CPUs of 1, 2 and 4 ranks, on a GPU of one."""
+"""The layouts to plan and run: on CPUs with 1, 2 and 4 ranks, and on one GPU."""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -103,7 +103,7 @@ class Planned(NamedTuple):
 
 
 def layouts(only: str = "", device: str = "cpu") -> list[Planned]:
-    """Return those whose name begins so, of CPUs or of one accelerator."""
+    """Return the layouts with a given name prefix, for CPUs or one accelerator."""
     if device == "cpu":
         found = [each for model in MODELS for each in _of_model(model)]
     else:

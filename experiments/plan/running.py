@@ -65,22 +65,22 @@ class Result:
 
     @property
     def predicted_s(self) -> float:
-        """Return the median over its plans."""
+        """Return the median predicted step time over its plans."""
         return median(self.plans_s)
 
     @property
     def measured_s(self) -> float:
-        """Return the median over its runs."""
+        """Return the median step time over its runs."""
         return median(self.runs_s)
 
     @property
     def error(self) -> float:
-        """Return how far the prediction is from what was measured, as a share of that."""
+        """Return the prediction error relative to the measurement."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def calibrated_error(self) -> float | None:
-        """Return the same for what was planned by another run."""
+        """Return the relative error of the prediction calibrated by another run."""
         return None if self.calibrated_s is None else self.calibrated_s / self.measured_s - 1
 
     @property
@@ -96,29 +96,29 @@ class Result:
 
     @property
     def memory_error(self) -> float:
-        """Return the same for memory."""
+        """Return the relative error of the memory prediction."""
         return self.predicted_bytes / self.measured_bytes - 1
 
     @property
     def tensors_error(self) -> float:
-        """Return the same for memory, without what a process takes beside tensors."""
+        """Return the relative error of the memory prediction without process overhead."""
         counted = self.predicted_bytes - self.process_bytes
         return counted / (self.measured_bytes - self.process_bytes) - 1
 
     @property
     def kept_more(self) -> float:
-        """Return how much more the fullest rank takes where freed memory is kept, as a share."""
+        """Return the additional memory of the fullest rank if freed memory is kept, as a share."""
         return self.kept_bytes / self.measured_bytes - 1
 
 
 def save(path: Path, device: str, results: Sequence[Result], **beside: object) -> None:
-    """Write results, on what they came, and what else is to stand there, as JSON."""
+    """Write results, the device, and further entries as JSON."""
     told = {"device": device, "results": [asdict(each) for each in results], **beside}
     path.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
 
 
 def load(path: Path) -> tuple[str, list[Result]]:
-    """Return the device and the results that `save` wrote."""
+    """Return the device and the results written by `save`."""
     told = json.loads(path.read_text("utf-8"))
     rows: list[dict[str, Any]] = told["results"]
     results = [Result(**{name: _tupled(value) for name, value in row.items()}) for row in rows]
@@ -130,11 +130,11 @@ def _tupled(value: Any) -> Any:
 
 
 class FailedRunError(Exception):
-    """A run that gave no figures, in one line."""
+    """A run without results; the message is one line."""
 
 
 class Bench(NamedTuple):
-    """On what layouts are tried, how many steps of a run count, and where it leaves its files."""
+    """Device, number of steps, and output folder of the runs."""
 
     device: str
     steps: int
@@ -142,7 +142,7 @@ class Bench(NamedTuple):
 
     @property
     def is_accelerator(self) -> bool:
-        """Say whether ranks compute on something else than cores of the host."""
+        """Return whether ranks compute on an accelerator instead of CPU cores."""
         return self.device != "cpu"
 
     @property
@@ -153,11 +153,11 @@ class Bench(NamedTuple):
 
     @property
     def num_skipped(self) -> int:
-        """Return how many steps at the start do not count."""
+        """Return the number of initial steps that are not counted."""
         return _SKIPPED_ON_ACCELERATOR if self.is_accelerator else _SKIPPED
 
     def plan(self, words: Sequence[str]) -> Plan:
-        """Plan by these settings; a run has the device to itself afterwards."""
+        """Plan with the given settings; the device is free for a run afterwards."""
         plan = make_plan(compose_config(list(words)))
         if self.is_accelerator:
             torch.accelerator.empty_cache()
@@ -165,7 +165,7 @@ class Bench(NamedTuple):
 
 
 def prices(bench: Bench, ranks: int, precision: str) -> Path:
-    """Measure what a step takes beside its layers on so many ranks; return the file."""
+    """Measure the overhead of a step beyond its layers on a number of ranks; return the file."""
     path = bench.out / f"prices_{ranks}_{precision}.yaml"
     words = ("preflight.steps=true", f"preflight.prices={path}", "preflight.out=null")
     model = ("model=mlp", "data=synthetic_vectors", f"pipeline.stages={ranks}")

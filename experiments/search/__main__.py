@@ -1,4 +1,4 @@
-"""Are the best lines of a search's ranking faster than its worst ones, where they are run?
+"""Check that the best lines of a search's ranking are faster than its worst when they are run.
 
 Two ranks: `torchrun --standalone --nproc_per_node 2 -m experiments.search`. Further words are
 settings. All layouts are built in one job and take steps in turn, so what else the machine does
@@ -39,7 +39,7 @@ SETTINGS = (
 
 
 def ends_of_ranking(config: Config, words: list[str]) -> list[tuple[Trial, list[str]]]:
-    """Return the first and the last lines of the ranking, with their settings."""
+    """Return the first and last lines of the ranking, with their settings."""
     trials = distinct(compared(config, words).ranking.trials, 1000)
     base = Searching.of(config, words).space(config.plan.ranks or 1).base
     chosen = [*trials[:NUM_EACH], *trials[-NUM_EACH:]]
@@ -67,7 +67,7 @@ def tokens_of(config: Config, num_samples: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def step_s(pipe: Pipeline, optimizer: torch.optim.Optimizer, world: World, config: Config) -> float:
-    """Return the seconds of a step, without the optimizer's, which the plan does not count."""
+    """Return the seconds of a step without the optimizer's, which the plan leaves out."""
     inputs, targets = tokens_of(config, config.train.batch_size)
     part = pipe.share(len(inputs))
     together_now = torch.zeros(1)

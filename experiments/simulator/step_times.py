@@ -1,4 +1,4 @@
-"""Simulated against measured step times of five schedules on two ranks.
+"""Simulated and measured step times of five schedules on two ranks.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 experiments/simulator/step_times.py
 
@@ -34,7 +34,7 @@ FIELDS = {
 
 
 def costs_of(timeline: Timeline) -> Costs:
-    """Return the mean cost of each op on each stage; an op that never ran has none."""
+    """Return the mean cost of each op on each stage, None for an op that never ran."""
     durations: dict[Op, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in timeline.events:
         for event in row:
@@ -48,7 +48,7 @@ def costs_of(timeline: Timeline) -> Costs:
 
 
 def times_s() -> tuple[float, float, float]:
-    """Return now, the time that all processors of the machine have worked, and this process."""
+    """Return the current time, the busy time of all processors, and that of this process."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     user, nice, system, _, _, irq, softirq, stolen = fields
     busy = (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
@@ -56,7 +56,7 @@ def times_s() -> tuple[float, float, float]:
 
 
 class Setting:
-    """One schedule at one number of micro-batches, and what its rounds gave."""
+    """One schedule with a number of micro-batches, and the results of its rounds."""
 
     def __init__(self, name: str, microbatches: int, args: argparse.Namespace) -> None:
         layers = build_model(
@@ -94,7 +94,7 @@ class Setting:
         return float(duration)
 
     def round(self, foreign: float) -> None:
-        """Foretell a step from the one before it, and run it; count it if nothing disturbed."""
+        """Simulate a step from the previous one and run it; count it if it was not disturbed."""
         begin = times_s()
         self.step()
         timeline = simulate(self.table, costs_of(self.pipe.timeline()))
@@ -110,7 +110,7 @@ class Setting:
             self.bubbles.append((timeline.bubble, measured_bubble))
 
     def line(self) -> str:
-        """Return a row of the table: medians over the rounds, and the range of single rounds."""
+        """Return a row of the table: medians over rounds, and the range of single rounds."""
         if not self.measured_s:
             return f"| {self.name} | {self.microbatches} | 0 | | | | | | |"
         errors = [f / m - 1 for f, m in zip(self.foretold_s, self.measured_s, strict=True)]
