@@ -40,7 +40,7 @@ class Setup:
 
     @property
     def stages_per_gpu(self) -> int:
-        """Return the layers per GPU in chunks of one layer; both ends have one layer less."""
+        """Return the chunks per GPU of interleaved 1F1B: one layer each, one fewer at both ends."""
         return (self.layers + 2) // self.stages
 
     def costs(self, chunks: int = 1) -> Costs:
