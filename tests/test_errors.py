@@ -79,7 +79,7 @@ def test_too_many_open_files_are_told_from_permissions(tmp_path):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.EACCES, "correct the permissions of it"),
+        (errno.EACCES, "correct the permissions of the file"),
         (errno.EROFS, "mounted read-only"),
         (errno.ENAMETOOLONG, "choose a shorter one"),
         (errno.ENOTDIR, "a part of the path is a file"),
