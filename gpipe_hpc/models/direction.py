@@ -1,4 +1,4 @@
-"""Whether the positions of a sequence model depend on later positions."""
+"""Checks of whether a sequence model uses later positions of its input."""
 
 from collections.abc import Sequence
 

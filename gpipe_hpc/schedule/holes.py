@@ -1,4 +1,4 @@
-"""Runs on any number of ranks: partial replicas that run as one table, and their schedules."""
+"""Partial replicas: runs whose number of ranks is not a multiple of the number of stages."""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -36,10 +36,10 @@ def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
 
 
 def num_rows(ranks: int, stages: int | None, replicas: int) -> int | None:
-    """Return the number of replicas that run micro-batches if one of them lacks ranks, else None.
+    """Return the number of partial replicas of a run, or None if all replicas are complete.
 
-    None if stages x replicas equals the number of ranks or cannot be matched to it. If one replica
-    was requested, returns the number that uses all ranks.
+    `replicas` is the number of replicas that was requested. If it is 1, as many replicas are
+    returned as use all ranks. Also None if the ranks are too few or too many for `replicas`.
     """
     if stages is None or stages < 1 or ranks in (stages * replicas, 0):
         return None
@@ -57,6 +57,8 @@ def in_rows(
     options: Mapping[str, Any],
 ) -> Rows | None:
     """Return the single table that partial replicas run on `ranks` ranks, or None without any.
+
+    Arguments are those of `Pipeline`; `microbatches` is per replica.
 
     Raises:
         ConfigError: the schedule does not support partial replicas.

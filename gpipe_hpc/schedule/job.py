@@ -204,7 +204,7 @@ class _Times:
 
 
 def _times_without_reductions(clock: Clock) -> ReplicaTimes:
-    """Return the times of a replica without reductions."""
+    """Return the simulated times of one replica, not counting reductions."""
     graph, starts, ends = clock.graph, clock.starts, clock.ends
     computes = [op in COMPUTE for op, _, _ in graph.kinds]
     computed = [

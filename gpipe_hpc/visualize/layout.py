@@ -124,7 +124,7 @@ def _count(number: int, word: str, plural: str = "s") -> str:
 
 
 class Legend(NamedTuple):
-    """Colour patches with their meaning, and the meaning of light and dark tints."""
+    """The legend of a picture: colour patches with labels, and the meaning of tints."""
 
     entries: tuple[tuple[tuple[str, ...], str], ...]
     tints: str
@@ -180,7 +180,7 @@ class Since(NamedTuple):
 
 
 def _end(timeline: Timeline, since_s: float | None) -> float:
-    """Return the end of a timeline relative to its first event or to a given time."""
+    """Return the end of a timeline, relative to its first event or to a given time."""
     begun = timeline.start_s if since_s is None else since_s
     return timeline.start_s - begun + timeline.makespan
 

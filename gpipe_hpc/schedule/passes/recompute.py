@@ -28,9 +28,9 @@ def _spare_all(follows: bool, is_last: bool) -> bool:
 
 
 def _spare_last(follows: bool, is_last: bool) -> bool:
-    """Keep the activations of a forward on the last stage whose backward directly follows.
+    """Return whether a forward keeps its activations: on the last stage, if its backward follows.
 
-    They are needed next, so dropping them saves nothing. On other stages the rank waits for a
+    Activations that are needed next are not worth dropping. On other stages the rank waits for a
     gradient in between, and ``R`` fills that time.
     """
     return follows and is_last
