@@ -84,7 +84,7 @@ O = TypeVar("O", bound=torch.optim.Optimizer)
 class Pipeline:
     """A sequential model, divided into stages on `stages` x `replicas` ranks.
 
-    Every rank must construct it with the same arguments. It joins the existing process group, or
+    Every rank must construct it, with equal settings. It joins the existing process group, or
     starts one from the launcher's environment, or works in one plain process. Replicas whose
     initial weights differ are made equal to replica 0.
 
@@ -98,14 +98,35 @@ class Pipeline:
         replicas: number of data-parallel pipelines.
         microbatches: number of micro-batches into which each replica splits its share of a batch.
         schedule: name of a schedule (``gpipe``, ``one_f_one_b``, ``zb_h1``, ...), or a Schedule.
+        schedule_options: options of the schedule, by name.
         recompute: activations to recompute: ``always``, ``except_last``, ``never`` or ``budget``.
+        memory_bytes: memory limit of a rank, used by ``recompute="budget"`` and
+            ``schedule="auto"``.
+        offload: whether activations are kept in host memory between forward and backward.
         partition: how layers are assigned to stages: ``parameters``, ``uniform``, ``time``,
             ``simulated``, or the number of layers of each stage.
+        pins: layers on fixed stages, as {layer: stage}.
+        paces: relative compute time of each rank of a pipeline, or ``measured``.
         precision: ``float32``, ``bfloat16`` or ``float16``, by autocast; weights stay float32.
-        example: (inputs, targets) of one micro-batch, if layers are to be measured.
+        seed: seed of initial weights and dropout.
+        build_on: ``cpu`` or ``device``: where layers are built and initialised.
+        compile: whether layers are compiled with torch.compile, or the name of a backend.
+        normalise_over_replicas: whether BatchNorm uses statistics over all replicas.
+        buffers: how buffers of replicas are combined: ``average``, ``first`` or ``each``.
+        outer: how replicas combine gradients: an Outer, or a dict of its fields.
+        noise_over: ``microbatches`` or ``replicas``, to measure gradient noise for AdaScale.
+        optimizer_states: number of optimizer states per parameter, for memory forecasts.
+        example: (inputs, targets) of one micro-batch, if layers are to be measured; on rank 0.
+        device: ``auto``, ``cpu``, ``cuda``, ...; with a number, all ranks share that device.
+        timeout_s: seconds that a rank waits for another before all ranks stop.
+        silence_s: seconds after which an unresponsive process counts as lost.
+        stall_s: seconds without progress after which a rank is reported.
+        bind: ``auto`` binds each rank to its own CPU cores.
+        num_threads: number of CPU threads of a rank.
+        world: the ranks to run on; default: the existing or a new process group.
 
     All arguments but the first two are keywords and have the meaning of the command line's
-    settings; docs/reference/library.md lists them all.
+    settings; docs/reference/library.md has their defaults and details.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -520,8 +541,8 @@ class Pipeline:
         """Run the forward of a global batch in evaluation mode and return its loss.
 
         Every rank must call it. Arguments are those of `step`. Returns a StepResult, equal on all
-        ranks, with `loss`, `losses`, `metrics` and `weight` over all replicas; gradients are not
-        changed.
+        ranks, with `loss`, `losses`, `metrics` and `weight` over all replicas; no gradients are
+        computed.
         """
         self._catch_up()
         with together(self.world, "evaluation"):
