@@ -1,1 +1,1 @@
-"""What one accelerator shows: one command, ten minutes, one file."""
+"""Measurements on one accelerator: one command, ten minutes, one result file."""

@@ -1,4 +1,4 @@
-"""All that one accelerator can show, in one file, inside ten minutes.
+"""Run all measurements that need one accelerator, and write one file, within ten minutes.
 
     python -m experiments.gpu                        # on the accelerator that torch finds
     python -m experiments.gpu --device cpu           # tries the command without one, in little
@@ -33,7 +33,7 @@ Found = Mapping[str, Outcome]
 
 
 def parts(kind: str, in_little: bool) -> list[Part]:
-    """Return the parts in their order: short ones that say most about the package first."""
+    """Return the parts in order: short and most informative ones first."""
     device = ("--device", kind)
     size = ("--size", "tiny" if in_little else "auto")
     few = ("--select", "do_not_change_dropout or gpt_tied-zb_v") if in_little else ()
@@ -118,7 +118,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
 
 
 def claims(found: Found) -> list[Claim]:
-    """Return what is to be shown, with what was found of it."""
+    """Return the claims with the measured values."""
 
     def of(part: str, *path: str) -> float | None:
         value: Any = found[part].found if part in found else None
@@ -171,7 +171,7 @@ def claims(found: Found) -> list[Claim]:
 
 
 def summary(found: Found, claimed: Sequence[Claim], kind: str) -> list[str]:
-    """Return what somebody reads first."""
+    """Return the summary at the head of the file."""
     told = [
         f"{name}: {each.state} ({each.seconds:.0f} s) {each.reason}".rstrip()
         for name, each in found.items()
@@ -192,7 +192,7 @@ def _checks(found: Found) -> dict[str, Any]:
 def run_all(
     chosen: Sequence[Part], kind: str, out: Path, most_s: float, say: Callable[[str], None]
 ) -> dict[str, Outcome]:
-    """Run parts one after the other; write the file after each."""
+    """Run the parts one after the other; write the file after each."""
     begin_s = time.monotonic()
     found: dict[str, Outcome] = {}
     devices = 0 if kind == "cpu" else torch.accelerator.device_count()

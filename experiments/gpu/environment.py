@@ -1,4 +1,4 @@
-"""Part: what this machine is, and whether what the other parts need is installed."""
+"""Part: description of the machine, and whether the requirements of other parts are installed."""
 
 import importlib.metadata
 import importlib.util
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version."""
+    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def version(package: str) -> str | None:
 
 
 def smi() -> str:
-    """Return what the driver's own tool says, in one line for each device."""
+    """Return the output of the driver's tool, one line per device."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "no nvidia-smi"
@@ -75,7 +75,7 @@ def smi() -> str:
 
 
 def build() -> dict[str, Any]:
-    """Return what torch was built for."""
+    """Return the build configuration of torch."""
     found: dict[str, Any] = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -92,7 +92,7 @@ def build() -> dict[str, Any]:
 
 
 def matrix_rates(device: Device) -> dict[str, Any]:
-    """Return FLOP/s of bfloat16 products of random matrices, the median of 15 of each width."""
+    """Return FLOP/s of bfloat16 matmuls of random matrices, the median of 15 for each width."""
     found: dict[str, Any] = {"data_sheet": peak_flops_per_s(device.name, "bfloat16")}
     for width in (2048, 4096, 8192) if device.is_accelerator else (256,):
         pair = [device.bring(torch.randn(width, width).to(torch.bfloat16)) for _ in "ab"]
@@ -102,7 +102,7 @@ def matrix_rates(device: Device) -> dict[str, Any]:
 
 
 def copy_rates(device: Device) -> dict[str, float]:
-    """Return bytes a second between pinned memory and the device, and within the device."""
+    """Return bytes per second between pinned memory and the device, and within the device."""
     nbytes = 2**28 if device.is_accelerator else 2**22
     pinned, own = (make([nbytes], torch.uint8) for make in (device.pinned, device.empty))
     other = device.empty([nbytes], torch.uint8)
@@ -118,7 +118,7 @@ def copy_rates(device: Device) -> dict[str, float]:
 
 
 def one_of_everything(device: Device) -> dict[str, str]:
-    """Call each thing that the package asks of a device once; say which fail, and how."""
+    """Call each device function that the package uses once; return which fail, and how."""
     tensor = device.bring(torch.arange(1024.0))
     pinned = device.pinned([1024], torch.float32)
     side = device.stream()
@@ -187,7 +187,7 @@ def one_of_everything(device: Device) -> dict[str, str]:
         return "ok"
 
     def exactly() -> str:
-        """Give the same bits again, in the block that the package has for it."""
+        """Compute the same bits twice in the package's deterministic context."""
         with device.deterministic():
             left = device.bring(torch.ones(64, 64))
             assert torch.equal(left @ left, left @ left)

@@ -1,4 +1,4 @@
-"""Part: the tests that hold training against a plain loop, run on the device by pytest."""
+"""Part: tests that compare training with a plain loop, run on the device by pytest."""
 
 import importlib.util
 import os
@@ -28,9 +28,9 @@ MOST_WORKERS = 12
 
 
 class Told:
-    """Writes what came of each test as it ends, so that a kill leaves what there was.
+    """pytest plugin that writes the result of each test as it ends, so that a kill loses nothing.
 
-    Where workers run the tests, it hears of them, and nothing is left out for time.
+    With pytest-xdist, it gets the results of the workers, and no test is skipped for lack of time.
     """
 
     def __init__(self, findings: Findings, end_s: float) -> None:
@@ -39,12 +39,12 @@ class Told:
         self.failed: dict[str, str] = {}
 
     def pytest_runtest_setup(self) -> None:
-        """Leave out what there is no time for."""
+        """Skip a test if there is no time left."""
         if time.monotonic() > self.end_s:
             pytest.skip("no time left")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test; keep why it failed."""
+        """Count a test, and store the reason of a failure."""
         if report.failed:
             text = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
             self.failed[report.nodeid] = text[-1500:]
@@ -77,9 +77,9 @@ def main() -> None:
 
 
 def _side_by_side() -> list[str]:
-    """Return what lets several processes share the device, where pytest-xdist is installed.
+    """Return options to run several processes on the device, if pytest-xdist is installed.
 
-    A test of small ranks that are threads keeps a core busy, and the device hardly.
+    A test with small ranks on threads uses one core and little of the device.
     """
     workers = min(MOST_WORKERS, 3 * len(os.sched_getaffinity(0)) // 4)
     return ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") else []

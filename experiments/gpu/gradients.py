@@ -1,4 +1,4 @@
-"""What parts with several layouts train, and the plain gradients that they are held against."""
+"""The model of parts that compare layouts, and its reference gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +75,7 @@ def largest_error(
 ) -> float:
     """Train two steps of a layout; return the largest error of this rank's gradients.
 
-    Relative to the largest number of each. Two steps, as the second finds what the first has left.
+    Relative to the largest element of each. The second step detects state left by the first.
     """
     replicas = settings.get("replicas", 1)
     settings = {

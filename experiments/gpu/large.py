@@ -1,7 +1,7 @@
-"""Part: a model of 6.9 billion parameters, or the largest that fits, beside a plain loop.
+"""Part: a model of 6.9 billion parameters, or the largest that fits, compared with a plain loop.
 
-Both recompute by layer or by virtual stage, and one after the other has the device for itself:
-seconds to build, seconds a step, FLOP/s and peak; then GB/s of a checkpoint of the weights.
+Both recompute by layer or virtual stage, and each has the device for itself. Measures seconds to
+build, seconds per step, FLOP/s and peak memory, then GB/s of a checkpoint of the weights.
 """
 
 import gc
@@ -37,7 +37,7 @@ LARGE = {
 
 
 def size_that_fits(free_bytes: int | None, is_accelerator: bool) -> str:
-    """Return the largest size whose weights, optimizer and casts leave room for a micro-batch."""
+    """Return the largest size whose weights, optimizer and casts leave memory for a micro-batch."""
     if not is_accelerator:
         return "tiny"
     for name, size in LARGE.items():
@@ -49,7 +49,7 @@ def size_that_fits(free_bytes: int | None, is_accelerator: bool) -> str:
 
 
 def num_parameters(size: Size) -> int:
-    """Return the number of parameters, but for biases and norms."""
+    """Return the number of parameters without biases and norms."""
     return size.multiplied + size.width * (size.vocab_size + size.seq_len)
 
 
@@ -58,7 +58,7 @@ def measure(
     size: Size,
     device: Device,
 ) -> tuple[dict[str, Any], Any]:
-    """Build one contestant and time its steps; return what was found, and the contestant."""
+    """Build one contestant and time its steps; return the results and the contestant."""
     made: list[tuple[list[nn.Parameter], Callable[[], object], Any]] = []
     build_s = timed(lambda: made.append(make()), device.synchronize)
     parameters, run, whole = made[0]
@@ -88,7 +88,7 @@ def measure(
 
 
 def plain(size: Size, batch: tuple[Tensor, Tensor], device: Device) -> Any:
-    """Return gradient accumulation under autocast that recomputes each layer."""
+    """Return gradient accumulation under autocast with recomputation of each layer."""
     inputs, targets = map(device.bring, batch)
     with torch.device(device.torch):
         layers = nn.ModuleList(spec.build() for spec in size.layers())
@@ -109,7 +109,7 @@ def plain(size: Size, batch: tuple[Tensor, Tensor], device: Device) -> Any:
 
 
 def ours(size: Size, batch: tuple[Tensor, Tensor], device: Device, build_on: str) -> Any:
-    """Return a pipeline of one rank in virtual stages, each recomputed."""
+    """Return a pipeline of one rank with virtual stages, each recomputed."""
     inputs, targets = map(device.bring, batch)
     pipe = size.pipeline(
         device,
@@ -123,7 +123,7 @@ def ours(size: Size, batch: tuple[Tensor, Tensor], device: Device, build_on: str
 
 
 def checkpoint_rates(pipe: Pipeline) -> dict[str, float]:
-    """Save and load the weights in a folder of their own; return GB/s of both."""
+    """Save and load the weights in a separate folder; return GB/s of both."""
     size_bytes = sum(p.numel() * p.element_size() for p in pipe.parameters())
     folder = Path(tempfile.mkdtemp(prefix="gpipe_hpc_large_"))
     try:
@@ -170,7 +170,7 @@ def main() -> None:
 
 
 def release(device: Device) -> None:
-    """Give memory back before the next contestant."""
+    """Free memory before the next contestant."""
     gc.collect()
     if device.is_accelerator:
         torch.accelerator.empty_cache()

@@ -1,4 +1,4 @@
-"""Part: the peak of a step against the plan, in several modes, each model alone on the device."""
+"""Part: peak memory of a step compared with the plan, in several modes."""
 
 import gc
 from typing import Any
@@ -57,7 +57,7 @@ def main() -> None:
 def measured(
     size: Size, batch: tuple[Tensor, Tensor], device: Device, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the peak of the third step, what it was planned to be, and what is held between."""
+    """Return the peak of the third step, its forecast, and the memory kept between steps."""
     inputs, targets = map(device.bring, batch)
     before = device.memory_allocated()
     pipe = size.pipeline(device, seed=SEED, **{"schedule": "one_f_one_b", **settings})
@@ -87,7 +87,7 @@ def measured(
 
 
 def left_by_measuring(size: Size, batch: tuple[Tensor, Tensor], device: Device) -> int | None:
-    """Return the bytes allocated after layers were measured, beyond those before; None of CPUs."""
+    """Return the bytes that remain allocated after layers were measured; None on CPUs."""
     if not device.is_accelerator:
         return None
     inputs, targets = (device.bring(each[: size.samples]) for each in batch)
@@ -104,7 +104,7 @@ def left_by_measuring(size: Size, batch: tuple[Tensor, Tensor], device: Device) 
 
 
 def active_peak(device: Device) -> int | None:
-    """Return the most that was allocated, or let go of while another stream still read it."""
+    """Return the peak of allocated memory, including freed memory still in use by other streams."""
     if not device.is_accelerator:
         return None
     found = torch.accelerator.memory_stats().get("active_bytes.all.peak")
@@ -112,7 +112,7 @@ def active_peak(device: Device) -> int | None:
 
 
 def planned_bytes(size: Size, batch: tuple[Tensor, Tensor], pipe: Pipeline) -> int:
-    """Return what `train` would foretell of the rank."""
+    """Return the memory forecast of `train` for the rank."""
     inputs, targets = (each[: size.samples].to("meta") for each in batch)
     request = pipe.request
     on = Example(inputs, targets, token_cross_entropy, request.seed, pipe.world.device)

@@ -1,4 +1,4 @@
-"""Part: ours on one rank beside the plainest good loop of PyTorch, step by step in one process."""
+"""Part: gpipe_hpc on one rank compared with a good plain PyTorch loop, in one process."""
 
 import gc
 import statistics
@@ -23,7 +23,7 @@ STAGES = 4  # virtual ones of the third contestant
 
 
 class Contestant:
-    """Parameters with their optimizer, and how to do forward and backward of a step."""
+    """Parameters with their optimizer, and the forward and backward of a step."""
 
     def __init__(
         self, name: str, parameters: dict[str, nn.Parameter], run: Callable[[Any], object]
@@ -34,7 +34,7 @@ class Contestant:
         self.optimizer = torch.optim.AdamW(values, lr=LEARNING_RATE, fused=fused)
 
     def run(self) -> None:
-        """Leave the gradients of one step."""
+        """Compute the gradients of one step."""
         self._run(self.optimizer)
 
     def step(self) -> None:
@@ -44,7 +44,7 @@ class Contestant:
 
 
 def plain(size: Size, batch: tuple[Tensor, Tensor], device: Device, backend: str) -> Contestant:
-    """Return gradient accumulation under autocast, layers compiled one by one."""
+    """Return gradient accumulation under autocast, with layers compiled separately."""
     inputs, targets = map(device.bring, batch)
     specs = size.layers()
     whole = nn.ModuleList(build_layer(s, index=i, seed=SEED) for i, s in enumerate(specs))
@@ -82,7 +82,7 @@ def ours(
     name: str,
     **settings: Any,
 ) -> Contestant:
-    """Return a pipeline of one rank, whose stages are virtual if there are several."""
+    """Return a pipeline of one rank, with virtual stages if there are several."""
     inputs, targets = map(device.bring, batch)
     virtual = {"schedule": "interleaved", "schedule_options": {"stages_per_rank": stages}}
     pipe = size.pipeline(
@@ -99,7 +99,7 @@ def ours(
 
 
 def difference(left: Contestant, right: Contestant) -> float:
-    """Return the norm of the gradients' difference over that of the left ones."""
+    """Return the norm of the gradients' difference relative to the first gradients."""
     error = norm = 0.0
     for name, parameter in left.parameters.items():
         other = right.parameters[name].grad
@@ -110,7 +110,7 @@ def difference(left: Contestant, right: Contestant) -> float:
 
 
 def waits_of(contestant: Contestant, device: Device) -> dict[str, int] | None:
-    """Return where, and how often, a step waits for the device; None where torch cannot say."""
+    """Return the locations and counts of device synchronisations in a step, or None if unknown."""
     if device.type != "cuda":
         return None
     torch.cuda.set_sync_debug_mode("warn")
@@ -145,7 +145,7 @@ def main() -> None:
     contestants: list[Contestant] = []
 
     def take_part(make: Callable[[], Contestant]) -> None:
-        """Let one more take part, after its first step; the compiler's time is told."""
+        """Add a contestant after its first step; the compile time is reported."""
         each = make()
         findings.add(f"first step of {each.name}, s", timed(each.run, device.synchronize))
         if contestants:
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def told(times: dict[str, list[float]], size: Size, peak: float | None) -> dict[str, Any]:
-    """Return what the steps so far say; ratios are those within a round."""
+    """Return the results so far; ratios are computed within a round."""
     found: dict[str, Any] = {}
     names = list(times)
     before = dict(zip(names[1:], names, strict=False))

@@ -1,7 +1,7 @@
-"""Part: some ranks train small layouts over real transports; gradients are plain ones.
+"""Part: several ranks train small layouts over real transports; gradients equal the reference.
 
-Over ``staged`` the ranks share one device and boundaries go through pinned memory and Gloo; over
-``own`` each has a device, and boundaries go over the device's own backend.
+With ``staged``, the ranks share one device, and boundaries use pinned memory and Gloo. With
+``own``, each rank has a device, and boundaries use the device's backend.
 """
 
 import os
@@ -64,12 +64,12 @@ def main() -> None:
 
 
 def staged(kind: str) -> World:
-    """Return a world whose ranks share one device on purpose; all goes by way of the host."""
+    """Return a world whose ranks share one device; all communication goes through the host."""
     return start_world(device=kind if kind == "cpu" else f"{kind}:0", backend="gloo", timeout_s=60)
 
 
 def own(kind: str) -> World:
-    """Return a world over the device's own backend, of one rank as well."""
+    """Return a world over the device's backend, also for one rank."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         device = the_device(kind)
         store = HashStore()
@@ -79,9 +79,9 @@ def own(kind: str) -> World:
 
 
 def summed(world: World) -> float:
-    """Sum a tensor of the device over all ranks, through the kind of group that the package uses.
+    """All-reduce a device tensor over all ranks, with the kind of group that the package uses.
 
-    A world of one rank has none that sums, so one is formed here: else no backend would start.
+    A world of one rank has no such group, so one is created here; otherwise no backend would start.
     """
     tensor = world.device.bring(torch.full([1024], float(world.rank + 1)))
     if world.size == 1 and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""A part of the command: processes that have a limit, write what they find, and leave nothing."""
+"""Run a part: processes with a time limit that write their results and leave nothing behind."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ DUMP_S = 8.0
 
 @dataclass(frozen=True)
 class Claim:
-    """What is to be shown: a number found and the most, or least, that it may be."""
+    """A claim: a measured value and its upper or lower bound."""
 
     what: str
     found: float | None
@@ -35,7 +35,7 @@ class Claim:
 
     @property
     def holds(self) -> bool | None:
-        """Say whether it does; None where nothing was found."""
+        """Return whether the claim holds, or None without a value."""
         if self.found is None:
             return None
         return self.found >= self.limit if self.at_least else self.found <= self.limit
@@ -50,7 +50,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Part:
-    """Some processes of one module: `ranks` of them, each told its number by the environment."""
+    """Processes of one module, `ranks` of them, each with its rank in the environment."""
 
     name: str
     what: str
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What came of a part: done, failed, out of time, or left out; and what it wrote."""
+    """Result of a part: done, failed, timed out or skipped, and its output."""
 
     state: str
     seconds: float = 0.0
@@ -73,7 +73,7 @@ class Outcome:
     tail: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the file holds of it; output only where something went wrong."""
+        """Return the entry of the file; output is included only after an error."""
         kept = {"state": self.state, "seconds": round(self.seconds, 1), "found": self.found}
         if self.reason:
             kept["reason"] = self.reason
@@ -87,20 +87,20 @@ LEFT = "left by measuring layers, bytes"
 
 
 class Findings:
-    """The file that a part writes, anew with each thing found, so that a kill loses nothing."""
+    """The result file of a part, rewritten after each result so that a kill loses nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.found: dict[str, Any] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Write one thing more, whole or not at all."""
+        """Write one more result atomically."""
         self.found[name] = value
         write_json(self._path, self.found)
 
     @contextlib.contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Go on behind what fails: the reason is written in its place."""
+        """Context that records an error instead of raising it."""
         try:
             yield
         except Exception as error:
@@ -108,14 +108,14 @@ class Findings:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file at once."""
+    """Replace a file atomically."""
     aside = path.with_name(path.name + ".part")
     aside.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
     os.replace(aside, path)
 
 
 def run_part(part: Part, limit_s: float) -> Outcome:
-    """Run a part's processes to their end or the limit; kill what is left of them."""
+    """Run a part's processes to their end or the time limit; kill the remaining ones."""
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_gpu_") as name:
         folder = Path(name)
         result, logs = folder / "found.json", [folder / f"{r}.log" for r in range(part.ranks)]
@@ -135,7 +135,7 @@ def run_part(part: Part, limit_s: float) -> Outcome:
 
 
 def _launched(ranks: int) -> dict[str, str]:
-    """Return what a launcher would set for ranks of one machine; nothing for one."""
+    """Return the environment that a launcher would set for ranks of one machine; empty for one."""
     if ranks == 1:
         return {}
     return {
@@ -171,7 +171,7 @@ def _start(
 
 
 def _await(processes: Sequence["subprocess.Popen[bytes]"], deadline_s: float) -> tuple[str, str]:
-    """Return the state once all have ended, one has failed, or time is over."""
+    """Return the state once all processes have ended, one has failed, or the time is over."""
     while True:
         codes = [process.poll() for process in processes]
         bad = [(rank, code) for rank, code in enumerate(codes) if code]
@@ -197,14 +197,14 @@ def _meaning(code: int) -> str:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a process with all that it started."""
+    """End a process with all its descendants."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _tails(logs: Sequence[Path]) -> str:
-    """Return the end of what each rank said."""
+    """Return the end of each rank's output."""
     told = []
     for rank, log in enumerate(logs):
         text = log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS // len(logs) :]
@@ -213,7 +213,7 @@ def _tails(logs: Sequence[Path]) -> str:
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """Return what reads a part's options, with those that every part has."""
+    """Return a parser of a part's options, including those of every part."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", required=True)
     parser.add_argument("--found", type=Path, required=True, help="the file to write")
@@ -221,9 +221,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def enter() -> float:
-    """Begin a process of a part: shortly before its time is over it says where it is.
+    """Start a process of a part; shortly before its time limit it prints its stack.
 
-    Return the seconds that it has.
+    Returns the seconds that it has.
     """
     limit_s = float(os.environ.get("GPU_PART_LIMIT_S", "inf"))
     if limit_s < 1e9:
@@ -232,14 +232,14 @@ def enter() -> float:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on just now."""
+    """Return a port that is currently free."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def timed(run: Callable[[], object], synchronize: Callable[[], object]) -> float:
-    """Return the seconds of a call, all that it gave the device to do included."""
+    """Return the seconds of a call, including the device work that it launched."""
     synchronize()
     begin_s = time.perf_counter()
     run()

@@ -1,4 +1,4 @@
-"""What is trained: GPTs of several sizes, the largest of which fits on the device."""
+"""The trained models: GPTs of several sizes, the largest of which fits on the device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from gpipe_hpc.models import build_gpt, token_cross_entropy
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT, and the batch of a step."""
+    """A GPT and the batch of a step."""
 
     num_layers: int
     width: int
@@ -36,19 +36,19 @@ class Size:
 
     @property
     def multiplied(self) -> int:
-        """Return the parameters that multiply: an embedding is a lookup."""
+        """Return the number of parameters in matmuls, without embeddings."""
         return 12 * self.num_layers * self.width**2 + self.width * self.vocab_size
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of a step by 6N and attention, as papers count them."""
+        """Return the FLOPs of a step, 6N plus attention."""
         tokens = self.samples * self.microbatches * self.seq_len
         attention = 12 * self.num_layers * self.width * self.seq_len
         return tokens * (6.0 * self.multiplied + attention)
 
     @property
     def needed_bytes(self) -> float:
-        """Return about what three contestants take that are there at once."""
+        """Return the approximate memory of three contestants at once."""
         weights = self.multiplied + self.width * (self.vocab_size + self.seq_len)
         kept = 40 * self.num_layers * self.width + 12 * self.vocab_size
         # Weights, gradients and two moments in float32, and casts; the activations of one
@@ -56,7 +56,7 @@ class Size:
         return 3 * 18 * weights + self.samples * self.seq_len * kept
 
     def pipeline(self, device: Device, **settings: Any) -> Pipeline:
-        """Return it as a pipeline of one rank, in bfloat16, with settings of its own."""
+        """Return a pipeline of one rank in bfloat16."""
         return Pipeline(
             self.layers(),
             token_cross_entropy,
@@ -88,7 +88,7 @@ SIZES = {
 def size_for(
     name: str, free_bytes: int | None, is_accelerator: bool, most: str = "xl"
 ) -> tuple[str, Size]:
-    """Return the size of a name; of ``auto`` the largest up to `most` that fits with room left."""
+    """Return the size with a name; for ``auto``, the largest up to `most` that fits easily."""
     if name == "auto":
         name = "tiny"
         if is_accelerator:

@@ -1,4 +1,4 @@
-"""Part: a trace of one step whose activations are offloaded: copies run beside the compute."""
+"""Part: a trace of one step with offloading, in which copies overlap with compute."""
 
 import json
 import tempfile
@@ -19,7 +19,7 @@ KINDS = {"kernel": "#", "gpu_memcpy": "c", "gpu_memset": "s"}
 
 
 class Work(NamedTuple):
-    """Something that a stream of the device did; microseconds."""
+    """A kernel or copy on a stream of the device; times in microseconds."""
 
     stream: str
     kind: str
@@ -29,12 +29,12 @@ class Work(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        """Say whether it is a copy between host and device."""
+        """Return whether it is a copy between host and device."""
         return self.kind == "gpu_memcpy" and ("HtoD" in self.name or "DtoH" in self.name)
 
 
 def work_of(events: Iterable[dict[str, Any]]) -> list[Work]:
-    """Return what streams did, from the events of a Chrome trace, in the order of time."""
+    """Return the work of all streams from the events of a Chrome trace, sorted by time."""
     found = [
         Work(
             stream=str(event.get("args", {}).get("stream", event.get("tid"))),
@@ -50,7 +50,7 @@ def work_of(events: Iterable[dict[str, Any]]) -> list[Work]:
 
 
 def united(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return spans of time without their overlaps, sorted."""
+    """Return the union of time spans, sorted."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -61,15 +61,15 @@ def united(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def covered_us(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float:
-    """Return for how long something of both united lists goes on."""
+    """Return the duration of the intersection of two unions of spans."""
     return sum(max(0.0, min(e, end) - max(s, start)) for s, e in spans for start, end in by)
 
 
 def beside(work: Sequence[Work]) -> dict[str, Any]:
-    """Return for how long copies ran while a kernel of another stream did.
+    """Return how long copies ran while a kernel of another stream ran.
 
-    The share is that of what could have been: of the copies, or of the kernels where these take
-    less time.
+    The share is relative to the possible overlap: the time of the copies, or of the kernels if that
+    is less.
     """
     copies = [each for each in work if each.is_copy]
     by_stream = defaultdict(list)
@@ -112,7 +112,7 @@ def lanes(work: Sequence[Work], columns: int = COLUMNS) -> list[str]:
 
 
 def traced(device: Device, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train three steps, the last one traced; return what its streams did."""
+    """Train three steps with a trace of the last; return the work of its streams."""
     size = SIZES["small" if device.is_accelerator else "tiny"]
     inputs, targets = map(device.bring, size.batch())
     pipe = size.pipeline(device, **settings)
@@ -138,7 +138,7 @@ def traced(device: Device, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def longest(work: Sequence[Work], most: int = 12) -> list[str]:
-    """Return what took longest in all, by name."""
+    """Return the work with the longest total time, by name."""
     totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for each in work:
         spent, count = totals[each.name]

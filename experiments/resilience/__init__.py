@@ -1,1 +1,1 @@
-"""What a job of 1,000 ranks gets done while hosts fail, simulated."""
+"""Simulated goodput of a job of 1,000 ranks with failing hosts."""

@@ -1,4 +1,4 @@
-"""Simulate what a job of 1,000 ranks gets done while hosts fail, under several policies.
+"""Simulate the goodput of a job of 1,000 ranks with failing hosts, under several policies.
 
     python -m experiments.resilience              # three minutes of one core
     python -m experiments.resilience --tables     # simulates tables with holes anew, too
@@ -47,7 +47,7 @@ Points = dict[str, tuple[float, float]]
 
 
 def simulated_tables(inputs: Inputs) -> dict[str, dict[int, float]]:
-    """Return the slowdowns of tables with holes, by way and number of hosts that are missing."""
+    """Return the slowdowns of partial replicas, by method and number of missing hosts."""
     ways = {
         "replanned": partial(replanned, inputs, room=ROOM),
         "replanned, room 1": partial(replanned, inputs, room=1),
@@ -66,7 +66,7 @@ def simulated_tables(inputs: Inputs) -> dict[str, dict[int, float]]:
 
 
 def stored_slowdowns(inputs: Inputs) -> dict[str, Slowdowns]:
-    """Return what the command with --tables has found before."""
+    """Return the results of an earlier run with --tables."""
     told = json.loads(SLOWDOWNS.read_text())
     return {
         way: Slowdowns(inputs.num_hosts, {int(lost): slow for lost, slow in known.items()})
@@ -75,7 +75,7 @@ def stored_slowdowns(inputs: Inputs) -> dict[str, Slowdowns]:
 
 
 def policies(inputs: Inputs) -> list[Policy]:
-    """Return what is compared, all with copies in the neighbours' memory."""
+    """Return the compared policies, all with copies in the memory of neighbouring hosts."""
     slow = stored_slowdowns(inputs)
     return [
         Policy("wait for the repair"),
@@ -89,7 +89,7 @@ def policies(inputs: Inputs) -> list[Policy]:
 
 
 def checkpointing(inputs: Inputs) -> list[Policy]:
-    """Return ways to keep what is done, all with re-routing by a restart."""
+    """Return the compared ways to save work, all with a restart on the remaining hosts."""
     slow = stored_slowdowns(inputs)["replanned"]
     return [
         Policy("copies in memory, Daly's interval", slow),
@@ -112,7 +112,7 @@ def points(inputs: Inputs, policy: Policy, seeds: int) -> Points:
 
 
 def formula(inputs: Inputs) -> Points:
-    """Return Daly's goodput where a host is back at once and checkpoints are on disk."""
+    """Return Daly's goodput, for hosts that return at once and checkpoints on disk."""
     recovery_s = sum(inputs.detection_s) / 2 + inputs.restart_s + inputs.load_s
     found = {}
     for text, mtbf_s in MTBF_S.items():
@@ -132,7 +132,7 @@ def table_of(rows: dict[str, Points]) -> str:
 
 
 def lines_of(rows: dict[str, Points]) -> Sequence[Line]:
-    """Return the rows as lines of a panel."""
+    """Return the rows as lines of a plot."""
     return [
         Line(name, {MTBF_S[text]: point for text, point in own.items()})
         for name, own in rows.items()

@@ -14,7 +14,7 @@ def young_s(mtbf_s: float, save_s: float) -> float:
 
 
 def daly_s(mtbf_s: float, save_s: float) -> float:
-    """Return Daly's interval (his equation 37); M where a checkpoint takes more than 2 M."""
+    """Return Daly's interval (his equation 37), or M if a checkpoint takes more than 2 M."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     half = save_s / (2 * mtbf_s)
@@ -22,10 +22,10 @@ def daly_s(mtbf_s: float, save_s: float) -> float:
 
 
 def daly_goodput(mtbf_s: float, interval_s: float, save_s: float, recovery_s: float) -> float:
-    """Return the share of time that is work which lasts (his equation 20, inverted).
+    """Return the share of time spent on lasting work (his equation 20, inverted).
 
-    Failures come at any time, while a checkpoint is written and during `recovery_s` as well; each
-    costs what was done since the last checkpoint, and a recovery from its start.
+    Failures occur at any time, also during checkpoints and during `recovery_s`; each costs the work
+    since the last checkpoint, and a complete recovery.
     """
     per_interval = mtbf_s * exp(recovery_s / mtbf_s) * expm1((interval_s + save_s) / mtbf_s)
     return interval_s / per_interval

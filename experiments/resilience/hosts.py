@@ -1,4 +1,4 @@
-"""When hosts fail and come back: a Poisson process for each, the same for all policies."""
+"""Failure and return times of hosts: an independent Poisson process for each host."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from experiments.resilience.inputs import Inputs
 
 
 class Event(NamedTuple):
-    """At `time_s` a host fails, or is back."""
+    """A host fails or returns at `time_s`."""
 
     time_s: float
     is_up: bool
@@ -17,10 +17,9 @@ class Event(NamedTuple):
 
 
 def events(inputs: Inputs, seed: int) -> list[Event]:
-    """Return what happens to all hosts, spare ones too, in the order of time.
+    """Return the events of all hosts, including spare ones, in order of time.
 
-    A host fails whether it works or waits; what happens to it depends on the seed and its number
-    alone.
+    A host fails whether it works or is idle; its events depend only on the seed and its number.
     """
     count = inputs.num_hosts + inputs.spare_hosts
     return list(merge(*(_of_host(inputs, seed, host) for host in range(count))))

@@ -1,4 +1,4 @@
-"""What the simulation stands on: the job, its hosts, and what a failure costs."""
+"""Inputs of the simulation: the job, its hosts, and the cost of a failure."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -38,15 +38,15 @@ class Inputs:
 
     @property
     def num_ranks(self) -> int:
-        """Return the ranks that work where no host is missing."""
+        """Return the number of ranks if no host is missing."""
         return self.stages * self.replicas
 
     @property
     def num_hosts(self) -> int:
-        """Return the hosts of these ranks, spare ones left out."""
+        """Return the number of hosts of these ranks, without spare ones."""
         return -(-self.num_ranks // self.ranks_per_host)
 
     @property
     def job_mtbf_s(self) -> float:
-        """Return the mean time between failures of the hosts that work."""
+        """Return the mean time between failures of all working hosts."""
         return self.mtbf_s / self.num_hosts

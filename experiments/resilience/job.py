@@ -1,4 +1,4 @@
-"""One job, event by event: what it gets done under a policy."""
+"""Event-based simulation of one job under a policy."""
 
 import math
 import random
@@ -28,13 +28,13 @@ class Policy:
     interval_s: float | None = None
 
     def interval(self, inputs: Inputs) -> float:
-        """Return the seconds of work between two checkpoints, or two copies."""
+        """Return the seconds of work between two checkpoints or copies."""
         if self.interval_s is not None:
             return self.interval_s
         return daly_s(inputs.job_mtbf_s, self.pause(inputs))
 
     def pause(self, inputs: Inputs) -> float:
-        """Return for how long the job stands still for one of them."""
+        """Return the seconds that the job stops for one of them."""
         return inputs.copy_s if self.in_memory else inputs.save_s
 
 
@@ -61,7 +61,7 @@ class Job:
     num_failures: int = 0
 
     def __post_init__(self) -> None:
-        """Begin on the hosts that are not spare."""
+        """Start on the hosts that are not spare."""
         self.used = set(range(self.inputs.num_hosts))
         self.cycle_s = self.policy.interval(self.inputs)
         self.pause_s = self.policy.pause(self.inputs)
@@ -70,14 +70,14 @@ class Job:
         self.rate = self._rate()
 
     def _rate(self) -> float:
-        """Return the work done in a second, in seconds of a job that lacks no host."""
+        """Return the work done per second, relative to a job without missing hosts."""
         missing = self.inputs.num_hosts - len(self.used)
         slow = 1.0 if not missing or self.policy.slowdown is None else self.policy.slowdown(missing)
         on_disk = self.inputs.save_s / self.disk_s if self.policy.in_memory else 0.0
         return 1 / slow / (1 + on_disk)
 
     def advance(self, until_s: float) -> None:
-        """Let time pass up to the next event."""
+        """Advance to the next event."""
         if self.ready_s is not None:
             if self.ready_s > until_s:
                 self.now_s = until_s
@@ -92,11 +92,11 @@ class Job:
 
     @property
     def done_s(self) -> float:
-        """Return the work done so far, kept or not."""
+        """Return the work done so far, saved or not."""
         return self.kept_s + min(self.phase_s, self.cycle_s) * self.rate
 
     def fail(self, host: int) -> None:
-        """Lose a host."""
+        """Remove a host."""
         self.down.add(host)
         if host not in self.used:
             return
@@ -116,7 +116,7 @@ class Job:
         return bool({(host - 1) % count, (host + 1) % count} & self.lost_together)
 
     def _recover(self) -> None:
-        """Take what hosts there are and start, or wait for more."""
+        """Start on the available hosts, or wait for more."""
         inputs, policy = self.inputs, self.policy
         every = range(inputs.num_hosts + policy.spare_hosts)
         if policy.slowdown is None:
@@ -136,7 +136,7 @@ class Job:
         return self.inputs.restart_s + load_s
 
     def come_back(self, host: int) -> None:
-        """Have a host back."""
+        """Add a host that returned."""
         self.down.discard(host)
         if self.policy.slowdown is None:
             if self.ready_s == math.inf:

@@ -1,4 +1,4 @@
-"""Goodput over failure rates as an SVG picture, by matplotlib."""
+"""Plot of goodput over failure rates as SVG, with matplotlib."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from experiments.resilience.inputs import DAY_S
 
 
 class Line(NamedTuple):
-    """One line of a panel: by mean time between failures in seconds, the mean and the spread."""
+    """One line of a plot: mean and spread of the goodput by mean time between failures, in s."""
 
     label: str
     points: Mapping[float, tuple[float, float]]
 
 
 def draw(panels: Mapping[str, Sequence[Line]]) -> str:
-    """Draw a panel beside the other; a band shows the standard deviation over seeds."""
+    """Draw two panels side by side; a band shows the standard deviation over seeds."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

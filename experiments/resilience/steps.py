@@ -1,4 +1,4 @@
-"""How much longer a step takes with hosts missing: from the project's own tables, simulated."""
+"""Slowdown of a step with missing hosts, simulated with the project's own tables."""
 
 import math
 import random
@@ -16,16 +16,16 @@ COSTS = Costs(forward=1, input_gradient=1, weight_gradient=1)
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """How many times as long a step takes with so many of the hosts missing, simulated for some.
+    """Relative step time by number of missing hosts, simulated for some numbers.
 
-    Between those it is interpolated; beyond them the hosts that are left have as much more to do.
+    Other numbers are interpolated; beyond the largest, the remaining hosts do proportionally more.
     """
 
     num_hosts: int
     known: dict[int, float]
 
     def __call__(self, lost: int) -> float:
-        """Return it for any number; infinity where no host is left."""
+        """Return the slowdown for any number of missing hosts; infinity if none is left."""
         if lost >= self.num_hosts:
             return math.inf
         known = {0: 1.0, **self.known}
@@ -43,9 +43,9 @@ def _whole(stages: int, microbatches: int) -> float:
 
 
 def whole_replicas(inputs: Inputs, lost: int) -> float:
-    """Return the slowdown where the ranks that are left make as many whole replicas as they can.
+    """Return the slowdown if the remaining ranks form as many complete replicas as possible.
 
-    The batch stays; infinite where they make none.
+    The batch stays the same; infinity if they form none.
     """
     ranks = inputs.num_ranks - lost * inputs.ranks_per_host
     rows = min(inputs.replicas, ranks // inputs.stages)
@@ -57,7 +57,7 @@ def whole_replicas(inputs: Inputs, lost: int) -> float:
 
 
 def with_copies(inputs: Inputs, copies: Sequence[int], room: int, costs: Costs = COSTS) -> float:
-    """Return the slowdown of a table in which so many ranks hold each stage."""
+    """Return the slowdown of a table with a given number of ranks per stage."""
     table = build(
         "rerouted",
         ranks=sum(copies),
@@ -71,15 +71,15 @@ def with_copies(inputs: Inputs, copies: Sequence[int], room: int, costs: Costs =
 
 
 def replanned(inputs: Inputs, lost: int, room: int) -> float:
-    """Return the slowdown where the ranks that are left hold stages as evenly as can be."""
+    """Return the slowdown if the remaining ranks hold stages as evenly as possible."""
     ranks = inputs.num_ranks - lost * inputs.ranks_per_host
     return with_copies(inputs, num_copies(ranks, inputs.stages), room)
 
 
 def cut_anew(inputs: Inputs, lost: int, room: int) -> float:
-    """Return the slowdown where stages on fewer ranks also get as much less to do.
+    """Return the slowdown if stages on fewer ranks also get proportionally less work.
 
-    As if layers were fine enough for any cut.
+    Assumes layers that are fine enough for any partition.
     """
     ranks = inputs.num_ranks - lost * inputs.ranks_per_host
     copies = num_copies(ranks, inputs.stages)
@@ -89,10 +89,9 @@ def cut_anew(inputs: Inputs, lost: int, room: int) -> float:
 
 
 def as_they_fell(inputs: Inputs, lost: int, room: int, draws: int, seed: int = 0) -> float:
-    """Return the mean slowdown where the other ranks stay where they are.
+    """Return the mean slowdown if the other ranks keep their stages.
 
-    Hosts are drawn; the ranks of one lie behind one another in a replica, or end one and begin the
-    next.
+    Failed hosts are random; the ranks of a host are consecutive in a replica, or span two.
     """
     found = []
     for draw in range(draws):

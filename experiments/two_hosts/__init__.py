@@ -1,4 +1,4 @@
-"""Two hosts on one machine, joined by a link with a rate and a delay that can be cut.
+"""Two simulated hosts on one machine, connected by a link with a rate and a delay.
 
 Each host is a set of Linux namespaces of its own: network, mounts (with its own /proc, /dev/shm
 and /etc/hosts), host name and processes. A program of this package carries the packets between

@@ -17,7 +17,7 @@ from experiments.two_hosts import LackingError, TwoHosts, measure, start_ranks
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.two_hosts", description=__doc__)
     parser.add_argument("--rate", type=float, default=100e6, help="bits a second each way")
     parser.add_argument("--delay", type=float, default=0.005, help="seconds each way")
@@ -30,7 +30,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the command."""
     args = parsed()
     try:
         with TwoHosts(args.rate, args.delay) as pair:

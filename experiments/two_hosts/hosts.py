@@ -1,4 +1,4 @@
-"""Two hosts and the link between them, as one thing that is there for a while."""
+"""Two simulated hosts and the link between them, as a context manager."""
 
 from contextlib import ExitStack
 from types import TracebackType

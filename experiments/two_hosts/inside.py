@@ -47,11 +47,11 @@ class Facts(NamedTuple):
 
 
 class RefusedError(Exception):
-    """The machine does not let this process do what a host needs."""
+    """The machine does not permit an operation that a host needs."""
 
 
 def main() -> None:
-    """Become a host."""
+    """Set up the host and serve requests."""
     facts = Facts(**json.loads(sys.argv[1]))
     control = socket.socket(fileno=facts.control)
     control.set_inheritable(False)
@@ -121,7 +121,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _furnish(facts: Facts) -> None:
-    """Give the host its name, its processes, its own shared memory and its table of hosts."""
+    """Set up host name, processes, shared memory and host table of the host."""
     socket.sethostname(facts.name)
     _mount("", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("proc", "/proc", "proc", 0)
@@ -134,7 +134,7 @@ def _furnish(facts: Facts) -> None:
 
 
 def _open_link(facts: Facts) -> int:
-    """Make this host's end of the link, with its address; return the descriptor of its packets."""
+    """Create this host's end of the link, with its address; return its packet descriptor."""
     with contextlib.suppress(OSError):  # one chatter less to count
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     with contextlib.suppress(OSError):  # that of most machines, whatever this one has
@@ -170,7 +170,7 @@ def _internet(address: str) -> bytes:
 
 
 def _serve(control: socket.socket) -> None:
-    """Answer until nobody can ask any more."""
+    """Answer requests until the socket is closed."""
     codes: dict[int, int | None] = {}
     while packet := control.recv(1 << 20):
         _send(control, _answer(json.loads(packet), codes))
@@ -195,7 +195,7 @@ def _answer(request: dict[str, Any], codes: dict[int, int | None]) -> dict[str, 
 
 
 def _reap(codes: dict[int, int | None]) -> None:
-    """Note who has ended: those that were started here, and orphans, which come to number 1."""
+    """Record ended processes: those started here, and orphans adopted by process 1."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -213,7 +213,7 @@ def _kill(job: int, number: int) -> None:
 
 
 def _start(request: dict[str, Any]) -> int:
-    """Start a command in a session of its own; its output goes to the end of a file."""
+    """Start a command in its own session; its output is appended to a file."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,4 +1,4 @@
-"""The link between two hosts from outside: count what passes, cut it, restore it."""
+"""Control of the link between two hosts: count packets, cut it, restore it."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ class OneWay(NamedTuple):
     late_s: float
 
     def since(self, before: "OneWay") -> "OneWay":
-        """Return what went after `before`; the lateness is that of all."""
+        """Return the traffic after `before`; lateness is that of all packets."""
         return OneWay(
             self.passed_bytes - before.passed_bytes,
             self.passed_packets - before.passed_packets,
@@ -34,13 +34,13 @@ class OneWay(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What went from the first host to the second, and back."""
+    """Traffic from the first host to the second, and back."""
 
     there: OneWay
     back: OneWay
 
     def since(self, before: "Counts") -> "Counts":
-        """Return what went after `before`."""
+        """Return the traffic after `before`."""
         return Counts(self.there.since(before.there), self.back.since(before.back))
 
 
@@ -74,33 +74,34 @@ class Link:
             raise
 
     def counts(self) -> Counts:
-        """Return what has passed so far."""
+        """Return the traffic so far."""
         return _counts(self._asker.ask(do="count"))
 
     def cut(self) -> None:
-        """Lose all packets from now on, both ways, in silence; interfaces stay up."""
+        """Drop all packets in both directions from now on; interfaces stay up."""
         self._asker.ask(do="cut")
 
     def restore(self) -> None:
-        """Let packets pass again."""
+        """Deliver packets again."""
         self._asker.ask(do="restore")
 
     def block(self, first: int, last: int, *, open_first: int = 1, open_last: int = 0) -> None:
-        """Lose calls to these TCP ports from now on, as a firewall does; 1, 0 for none.
+        """Drop connections to the given TCP ports from now on, like a firewall; 1, 0 for none.
 
-        Those from `open_first` to `open_last` pass. What is connected stays so.
+        Connections to ports from `open_first` to `open_last` are allowed. Existing connections
+        continue.
         """
         self._asker.ask(
             do="block", first=first, last=last, open_first=open_first, open_last=open_last
         )
 
     def shape(self, rate: float, delay_s: float) -> None:
-        """Change the rate and the delay from now on."""
+        """Change rate and delay from now on."""
         self.rate, self.delay_s = rate, delay_s
         self._asker.ask(do="shape", rate=rate, delay_s=delay_s)
 
     def end(self) -> None:
-        """End the process; the interfaces of both hosts vanish."""
+        """End the process; the interfaces of both hosts are removed."""
         self._asker.end()
 
 

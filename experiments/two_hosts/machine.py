@@ -1,4 +1,4 @@
-"""A host from outside: start commands on it, and take its power away."""
+"""Control of a simulated host: start commands on it, and power it off."""
 
 import json
 import os
@@ -17,18 +17,18 @@ _LOOK_S: Final = 0.02
 
 
 class LackingError(Exception):
-    """This machine, or this user on it, cannot have hosts; the text says what is lacking."""
+    """This machine or user cannot create hosts; the message gives the missing feature."""
 
 
 class Asker:
-    """One end of a socket on which requests are answered; both are JSON, one a packet."""
+    """One end of a socket for requests and answers, as JSON, one per packet."""
 
     def __init__(self, own: socket.socket, process: subprocess.Popen[bytes], said: int):
         self._own, self._process, self._said = own, process, said
         own.settimeout(_PATIENCE_S)
 
     def first_answer(self) -> tuple[Any, list[int]]:
-        """Return what the process says of itself, and the descriptors that it hands over."""
+        """Return the first answer of the process, and the descriptors that it passes."""
         packet, descriptors, _, _ = socket.recv_fds(self._own, 1 << 16, 4)
         return self._read(packet), descriptors
 
@@ -41,13 +41,13 @@ class Asker:
             raise RuntimeError(f"two hosts: no answer ({error}): {self.said()}") from error
 
     def said(self) -> str:
-        """Return what the process wrote to its streams."""
+        """Return the output of the process."""
         # The place in the file is the process's, too: it stays.
         text = os.pread(self._said, 1 << 16, 0)
         return text.decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Close the socket, on which the process ends; make sure that it does."""
+        """Close the socket, which ends the process; make sure that it does."""
         self._own.close()
         try:
             self._process.wait(5.0)
@@ -82,7 +82,7 @@ def start_asked(command: Sequence[str], kept: Sequence[int] = (), **facts: objec
 
 
 class Job:
-    """A command under way on a host; `output` has what it said on both streams."""
+    """A running command on a host; `output` has both of its streams."""
 
     def __init__(self, asker: Asker, number: int, output: Path) -> None:
         self._asker, self._number, self._output = asker, number, output
@@ -97,11 +97,11 @@ class Job:
 
     @property
     def output(self) -> str:
-        """Return what it said so far."""
+        """Return the output so far."""
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     def wait(self, limit_s: float) -> int:
-        """Return the exit code, once it has ended; raises TimeoutError."""
+        """Return the exit code once the command has ended; raises TimeoutError."""
         deadline_s = time.monotonic() + limit_s
         while self.code is None:
             if time.monotonic() > deadline_s:
@@ -110,12 +110,12 @@ class Job:
         return self.code
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it and all of its session, unless it has ended."""
+        """Send a signal to the command and its session, unless it has ended."""
         self._asker.ask(do="signal", job=self._number, number=int(number))
 
 
 class Host:
-    """A host: namespaces of its own and the process that keeps them."""
+    """A simulated host: its namespaces and the process that keeps them."""
 
     def __init__(self, name: str, address: str, names: Mapping[str, str], mtu: int) -> None:
         self.name, self.address = name, address
@@ -144,7 +144,7 @@ class Host:
         folder: Path,
         environ: Mapping[str, str] | None = None,
     ) -> Job:
-        """Start a command in a folder; what it says is added to the file `output`."""
+        """Start a command in a folder; its output is appended to the file `output`."""
         number = self._asker.ask(
             do="start",
             command=list(command),
@@ -155,9 +155,9 @@ class Host:
         return Job(self._asker, number, output)
 
     def power_off(self) -> None:
-        """End every process of the host at once, as when its power goes; return when none is left.
+        """Kill every process of the host, as in a power failure; return when none is left.
 
-        Nobody on the other host is told: the link stays, and nothing answers.
+        The other host is not notified: the link stays, and nothing answers.
         """
         if self._is_on:
             self._is_on = False

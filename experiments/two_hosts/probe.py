@@ -20,7 +20,7 @@ _TRY_S: Final = 10.0
 
 
 def serve(port: int) -> None:
-    """Answer whoever connects: echo bytes, or count them."""
+    """Serve each connection: echo bytes, or count them."""
     listener = socket.create_server(("", port))
     while True:
         connection, _ = listener.accept()
@@ -44,14 +44,14 @@ def _answer(connection: socket.socket) -> None:
 
 
 def rate_of(moments: list[tuple[float, int]]) -> float:
-    """Return the bits a second over the second half of the time; moments are (s, bytes so far)."""
+    """Return bits per second over the second half; moments are (seconds, bytes so far)."""
     middle_s = (moments[0][0] + moments[-1][0]) / 2
     (first_s, before), (last_s, after) = next(m for m in moments if m[0] >= middle_s), moments[-1]
     return 8 * (after - before) / (last_s - first_s) if last_s > first_s else 0.0
 
 
 def _connect(address: str, port: int) -> socket.socket:
-    """Connect, as soon as the other end listens."""
+    """Connect as soon as the peer listens."""
     deadline_s = time.monotonic() + _TRY_S
     while True:
         try:
@@ -77,7 +77,7 @@ def trips(address: str, port: int, count: int) -> list[float]:
 
 
 def stream(address: str, port: int, seconds: float) -> float:
-    """Return the bits a second that arrive when as many as possible are sent."""
+    """Return the bits per second that arrive at full load."""
     with _connect(address, port) as connection:
         connection.sendall(_STREAM)
         end_s = time.monotonic() + seconds

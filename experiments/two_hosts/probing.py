@@ -1,4 +1,4 @@
-"""What a link really gives: its round trip and its rate, beside those asked for."""
+"""Measure the round trip time and the rate of a link, compared with the requested ones."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ _LIMIT_S: Final = 60.0
 
 
 class Accuracy(NamedTuple):
-    """Asked and achieved. Rates are bits a second of a TCP stream's own bytes, without headers."""
+    """Requested and achieved values; rates are bits per second of TCP payload."""
 
     rate: float
     delay_s: float
@@ -32,12 +32,12 @@ class Accuracy(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the smallest achieved rate over the one a perfect link would give."""
+        """Return the smallest achieved rate relative to that of a perfect link."""
         perfect = self.rate * (MTU - _HEADER_BYTES) / MTU
         return min(self.there, self.back, *self.both) / perfect if perfect else 1.0
 
     def text(self) -> str:
-        """Return it in two lines."""
+        """Return the result as two lines of text."""
         there, back, *both = (f"{x / 1e6:.1f}" for x in (self.there, self.back, *self.both))
         return (
             f"asked: {self.rate / 1e6:g} Mbit/s and {1e3 * self.delay_s:g} ms each way\n"
@@ -76,7 +76,7 @@ def measure(pair: TwoHosts, seconds: float = 2.0) -> Accuracy:
 
 
 def _starter(folder: Path) -> Callable[..., Job]:
-    """Return what starts the other program of the measurement, each time with its own output."""
+    """Return a function that starts the measurement program, each time with its own output."""
 
     def start(host: Host, *words: object) -> Job:
         output = folder / f"{len(list(folder.iterdir()))}.txt"
@@ -88,7 +88,7 @@ def _starter(folder: Path) -> Callable[..., Job]:
 
 
 def _read(job: Job) -> Any:
-    """Return what a program printed, once it has ended."""
+    """Return the output of a program once it has ended."""
     code = job.wait(_LIMIT_S)
     assert code == 0, f"two hosts: a measurement failed with {code}: {job.output}"
     return json.loads(job.output)

@@ -1,4 +1,4 @@
-"""Ranks of gpipe_hpc on two hosts, without a launcher."""
+"""Ranks of gpipe_hpc on two hosts without a launcher."""
 
 import os
 import secrets
@@ -22,19 +22,19 @@ _LOOK_S: Final = 0.1
 
 
 class Ranks:
-    """Ranks under way, in their order."""
+    """Running ranks, in order."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
 
     @property
     def codes(self) -> list[int | None]:
-        """Return the exit codes; None for ranks that run."""
+        """Return the exit codes; None for running ranks."""
         return [job.code for job in self.jobs]
 
     @property
     def outputs(self) -> list[str]:
-        """Return what the ranks said so far."""
+        """Return the output of the ranks so far."""
         return [job.output for job in self.jobs]
 
     def wait(self, limit_s: float) -> list[int]:
@@ -43,12 +43,12 @@ class Ranks:
         return [job.wait(max(0.0, deadline_s - time.monotonic())) for job in self.jobs]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all that run."""
+        """Send a signal to all running ranks."""
         for job in self.jobs:
             job.signal(number)
 
     def end(self, patience_s: float = 20.0) -> None:
-        """End what still runs: by SIGTERM, and after a while for good."""
+        """End running ranks with SIGTERM, and later with SIGKILL."""
         self.signal(signal.SIGTERM)
         deadline_s = time.monotonic() + patience_s
         while None in self.codes and time.monotonic() < deadline_s:

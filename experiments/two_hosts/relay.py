@@ -23,7 +23,7 @@ _SYN, _ACK = 0x02, 0x10
 
 
 def main() -> None:
-    """Carry packets until nobody can ask any more."""
+    """Carry packets until the control socket is closed."""
     facts = json.loads(sys.argv[1])
     control = socket.socket(fileno=facts["control"])
     control.set_inheritable(False)
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _come_first() -> None:
-    """Be woken ahead of those that compute, where that is allowed: a link has no other work."""
+    """Raise the scheduling priority if permitted, since a real link has no other load."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError:
@@ -45,7 +45,7 @@ def _come_first() -> None:
 
 
 class Wire:
-    """Both directions; the packets of end k leave at end 1 - k."""
+    """Both directions of the link; packets of end k leave at end 1 - k."""
 
     def __init__(self, ends: list[int], rate: float, delay_s: float, queue_bytes: int) -> None:
         self._ends = ends
@@ -53,7 +53,7 @@ class Wire:
         self._blocked = self._open = range(0)
 
     def carry(self, control: socket.socket) -> bool:
-        """Wait for something to do and do it; False once `control` is closed."""
+        """Wait for the next event and handle it; return False once `control` is closed."""
         due_s = [way.next_due_s for way in self._ways if way.next_due_s is not None]
         wait_s = max(0.0, min(due_s) - time.monotonic()) if due_s else None
         readable, _, _ = select.select([control.fileno(), *self._ends], [], [], wait_s)
@@ -112,7 +112,7 @@ class Wire:
 
 
 def called_port(packet: bytes) -> int:
-    """Return the TCP port to which a packet of IPv4 wants to open a connection; 0 for any other."""
+    """Return the TCP port of an IPv4 packet that opens a connection; 0 for other packets."""
     if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
         return 0
     segment = packet[4 * (packet[0] & 0xF) :]

@@ -1,4 +1,4 @@
-"""One direction of a link, without its packets' ways in and out: when each is due."""
+"""Queue of one direction of a link: when each packet is delivered."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,11 +9,10 @@ _LATE_STEPS: Final = 24  # of the histogram of lateness: powers of two of micros
 
 @dataclass
 class Direction:
-    """A queue that lets `rate` bits a second pass and hands each packet on `delay_s` later.
+    """A queue that transmits `rate` bits per second and delivers each packet `delay_s` later.
 
-    As at the port of a switch: packets wait until those before them are on the wire, and one that
-    finds more than `queue_bytes` waiting is lost. A rate of 0 is without bound. Times are those of
-    one clock, in seconds.
+    As at the port of a switch, packets wait for earlier ones, and a packet that finds more than
+    `queue_bytes` waiting is dropped. A rate of 0 is unlimited. Times are seconds of one clock.
     """
 
     rate: float
@@ -28,7 +27,7 @@ class Direction:
     _late: list[int] = field(default_factory=lambda: [0] * _LATE_STEPS)
 
     def offer(self, packet: bytes, now_s: float) -> bool:
-        """Take a packet; False if it is lost, as the link is cut or the queue is full."""
+        """Enqueue a packet; return False if it is dropped (link cut, or queue full)."""
         behind_s = max(0.0, self._free_s - now_s)
         is_full = self.rate > 0 and behind_s * self.rate / 8 > self.queue_bytes
         if self.is_cut or is_full:
@@ -40,7 +39,7 @@ class Direction:
         return True
 
     def due(self, now_s: float) -> list[bytes]:
-        """Return what arrives by now, in order; each counts as passed."""
+        """Return the packets delivered by now, in order, and count them."""
         found = []
         while self._waiting and self._waiting[0][0] <= now_s:
             due_s, packet = self._waiting.popleft()
@@ -53,21 +52,21 @@ class Direction:
 
     @property
     def next_due_s(self) -> float | None:
-        """Return when the next packet arrives, None without one."""
+        """Return the time of the next delivery, or None."""
         return self._waiting[0][0] if self._waiting else None
 
     def cut(self) -> None:
-        """Lose what is on the way and whatever comes, until `restore`."""
+        """Drop all queued and further packets until `restore`."""
         self.is_cut = True
         self.lost_packets += len(self._waiting)
         self._waiting.clear()
 
     def restore(self) -> None:
-        """Let packets pass again."""
+        """Deliver packets again."""
         self.is_cut = False
 
     def late_s(self, share: float) -> float:
-        """Return a bound of the lateness of this share of the packets: a power of two of us."""
+        """Return an upper bound of the lateness of this share of packets: a power of two of us."""
         rest = share * sum(self._late)
         for step, count in enumerate(self._late):
             rest -= count
