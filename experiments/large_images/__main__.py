@@ -1,4 +1,4 @@
-"""Which schedules fit large images, as planned; and with --run a small case as it runs.
+"""The image sizes that each schedule fits, as planned; with --run a small case is measured.
 
 python -m experiments.large_images              # 20 seconds of one core
 python -m experiments.large_images --run        # then three runs of four small processes: minutes
@@ -26,7 +26,7 @@ RECOMPUTE: Final = ("never", "always")
 
 
 class Asked(NamedTuple):
-    """What is asked: ranks, images of a step, and bytes that each rank may fill."""
+    """Options: ranks, images per step, and memory limit of each rank in bytes."""
 
     ranks: int
     images: int
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 def line(contestant: Contestant, asked: Asked) -> str:
-    """Return the largest image and the time of a step, without recomputation and with."""
+    """Return the largest image and the step time, without and with recomputation."""
     cells = [contestant.name]
     for recompute in RECOMPUTE:
 
@@ -57,7 +57,7 @@ def planned(asked: Asked) -> str:
 
 
 def measured(side: int, asked: Asked) -> str:
-    """Run a few steps of each, four processes, and return what the fullest rank took."""
+    """Run a few steps of each schedule on four processes; return the memory of the fullest rank."""
     lines = [
         "| | planned, MB | measured beside what was there before, MB |",
         "|---|---:|---:|",

@@ -1,6 +1,7 @@
 """The largest image that each schedule fits into the memory of its ranks, as planned.
 
-A model for images is cut into as many stages as the schedule has, and each image is a micro-batch.
+An image model is partitioned into as many stages as the schedule has, and each image is a
+micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ STATES: Final = 1  # of the optimizer, for each parameter: momentum
 
 
 class Contestant(NamedTuple):
-    """A schedule, by the name that it has in the table; `images` that are in flight at most."""
+    """A schedule and its label in the table; `images` is the largest number of images in flight."""
 
     name: str
     schedule: str
@@ -32,7 +33,7 @@ class Contestant(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
     def table(self, ranks: int, images: int, recompute: str) -> Schedule:
-        """Return the table of a step, without communication."""
+        """Return the compute-only table of a step."""
         return build(
             self.schedule,
             ranks=ranks,
@@ -59,7 +60,7 @@ CONTESTANTS: Final = (
 
 @cache
 def counted(side: int) -> ModelCount:
-    """Return the model for one image of so many pixels each way."""
+    """Return the counted model for one image with a given side in pixels."""
     image = torch.empty((1, 3, side, side), device="meta")
     label = torch.empty((1,), dtype=torch.long, device="meta")
     layers = build_model(MODEL, num_classes=10)
@@ -67,7 +68,7 @@ def counted(side: int) -> ModelCount:
 
 
 def balances(model: ModelCount, table: Schedule) -> list[list[int]]:
-    """Return cuts to choose from: even activations, and as many as live micro-batches allow."""
+    """Return candidate partitions: equal activations, and weighted by live micro-batches."""
     held = [float(each.activation_bytes) for each in model.layers]
     found = [minimax(held, table.num_stages)]
     live = table.max_activations
@@ -77,7 +78,7 @@ def balances(model: ModelCount, table: Schedule) -> list[list[int]]:
 
 
 def _by_live(held: Sequence[float], live: Sequence[int]) -> list[int]:
-    """Return the cut whose fullest stage keeps least, each as many micro-batches as are `live`."""
+    """Return the partition with the smallest maximum of activations, given `live` micro-batches."""
     low, high = 0.0, sum(held) * max(live)
     for _ in range(40):
         middle = (low + high) / 2
@@ -86,7 +87,7 @@ def _by_live(held: Sequence[float], live: Sequence[int]) -> list[int]:
 
 
 def _filled(held: Sequence[float], live: Sequence[int], room: float) -> list[int] | None:
-    """Return a cut in which no stage keeps more than `room`; None if there is none."""
+    """Return a partition in which no stage keeps more than `room`, or None."""
     counts, at = [], 0
     for stage, number in enumerate(live):
         begin, total = at, 0.0
@@ -101,7 +102,7 @@ def _filled(held: Sequence[float], live: Sequence[int], room: float) -> list[int
 def fullest_bytes(
     side: int, contestant: Contestant, ranks: int, images: int, recompute: str
 ) -> tuple[int, list[int]]:
-    """Return what the fullest rank holds with the best of the cuts, and that cut."""
+    """Return the memory of the fullest rank with the best partition, and that partition."""
     model = counted(side)
     bare = contestant.table(ranks, images, recompute)
     table = lower(bare)
@@ -123,9 +124,9 @@ def largest_side(fits: Callable[[int], bool]) -> int:
 
 
 def step_in_forwards(contestant: Contestant, ranks: int, images: int, recompute: str) -> float:
-    """Return a step of all images with equal stages, in forwards of a rank for one image.
+    """Return the step time of all images with equal stages, in forwards of a rank for one image.
 
-    B takes two of them. What takes one image at a time takes as many steps as there are images.
+    B costs two forwards. Schedules for one image at a time run one step per image.
     """
     table = contestant.table(ranks, images, recompute)
     share = ranks / table.num_stages

@@ -1,1 +1,1 @@
-"""Thousands of ranks: what starting, tabulating and timing them takes."""
+"""Cost of starting, scheduling and simulating jobs of thousands of ranks."""

@@ -1,4 +1,4 @@
-"""Random faults, one after another, in runs that must end as if none of them had happened.
+"""Inject random faults into runs, which must end with the same result as without faults.
 
 python -m experiments.soak faults=100 seed=0
 """

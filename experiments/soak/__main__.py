@@ -1,4 +1,4 @@
-"""Strike runs with random faults, and hold their ends against runs that were never struck.
+"""Inject random faults into runs, and compare their results with runs without faults.
 
     python -m experiments.soak faults=100 seed=0
     python -m experiments.soak faults=100 seed=0 only=37       # that fault alone, in a new run
@@ -31,7 +31,7 @@ DISK_SIZE = "96m"
 
 @dataclass(frozen=True)
 class Wishes:
-    """The command line."""
+    """Options of the command line."""
 
     faults: int = 100
     seed: int = 0
@@ -45,7 +45,7 @@ class Wishes:
 
 
 def parsed(words: Sequence[str]) -> Wishes:
-    """Read NAME=VALUE words."""
+    """Parse NAME=VALUE arguments."""
     known = get_type_hints(Wishes)
     given: dict[str, Any] = {}
     for word in words:
@@ -59,7 +59,7 @@ def parsed(words: Sequence[str]) -> Wishes:
 
 
 def chosen(wishes: Wishes) -> list[Run]:
-    """Return the runs of the soak; with `only` one run of one fault."""
+    """Return the runs of the soak test; with `only`, one run with one fault."""
     runs = draw(wishes.seed, wishes.faults, wishes.ranks, wishes.hosts)
     if wishes.only < 0:
         return [run for run in runs if run.faults[0].number >= wishes.first]
@@ -72,7 +72,7 @@ def chosen(wishes: Wishes) -> list[Run]:
 
 
 def live_through(run: Run, life: Life, results: Results) -> None:
-    """Strike the faults of a run and compare its end; note what came of it."""
+    """Inject the faults of a run, compare its result, and record the outcome."""
     struck = 0
     try:
         for verdict in life.verdicts():
@@ -91,7 +91,7 @@ def live_through(run: Run, life: Life, results: Results) -> None:
 
 
 def main() -> None:
-    """Do what the command line says; exit code 1 where anything was not as it must be."""
+    """Run the command; exit code 1 if a check failed."""
     wishes = parsed(sys.argv[1:])
     # Whoever ends the soak ends its ranks, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

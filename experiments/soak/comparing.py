@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def stored(run: Path) -> dict[str, Tensor]:
-    """Return all tensors of the newest checkpoint of a run, read without gpipe_hpc."""
+    """Return all tensors of a run's newest checkpoint, read without gpipe_hpc."""
     reader = FileSystemReader(max((run / "checkpoints").glob("step_????????")))
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -32,7 +32,7 @@ def stored(run: Path) -> dict[str, Tensor]:
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the largest; infinite where names or shapes differ, or where one is no number."""
+    """Return the largest difference; infinity if names or shapes differ, or a value is NaN."""
     if one.keys() != other.keys() or any(one[n].shape != other[n].shape for n in one):
         return math.inf
     found = [(one[name].double() - other[name].double()).abs().max().item() for name in one]
@@ -40,7 +40,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def main() -> None:
-    """Compare and write."""
+    """Compare two runs and write the result."""
     run, other, out = map(Path, sys.argv[1:])
     tensors = stored(run), stored(other)
     answer = {"num_tensors": len(tensors[0]), "largest": largest_difference(*tensors)}

@@ -1,8 +1,8 @@
-"""What a soak does, drawn from its seed alone: runs, and the faults that strike each of them.
+"""The runs and faults of a soak test, drawn from its seed.
 
-A *run* is one run folder. It goes through `FAULTS_OF_A_RUN` faults; after each it is started
-again and goes on. The same seed gives the same faults, in whatever number they are asked for, so
-that one of them can be repeated alone.
+A *run* is one run folder. It suffers `FAULTS_OF_A_RUN` faults; after each it is restarted and
+continues. The same seed gives the same faults for any requested number, so that one of them can be
+repeated alone.
 """
 
 import random
@@ -17,7 +17,7 @@ BATCH_SIZE: Final = 24
 
 
 class Kind(Enum):
-    """What goes wrong; the value is what tables call it."""
+    """The kind of a fault; the value is its name in tables."""
 
     KILL = "kill -9 of a rank"
     STOP = "SIGSTOP of a rank"
@@ -60,7 +60,7 @@ _WAYS: Final[dict[Kind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and how they train; `words` are settings."""
+    """Number of ranks and their settings."""
 
     ranks: int
     stages: int
@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the settings."""
+        """Return the settings as arguments."""
         return (
             f"pipeline.stages={self.stages}",
             f"pipeline.replicas={self.replicas}",
@@ -80,16 +80,16 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        """Return it in a few words."""
+        """Return a short description."""
         return f"{self.ranks} ranks, {self.stages} x {self.replicas} {self.schedule}"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what strikes which rank, when, and what goes on after it.
+    """One fault: its kind, the rank, the time, and the layout of the restart.
 
-    `steps`: made in this start of the run before it strikes. `pause_s`: after these. `after`: the
-    layout that the run is started in again.
+    `steps` are the steps of this start before the fault, `pause_s` a delay after them, `after` the
+    layout of the restart.
     """
 
     number: int
@@ -104,7 +104,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder and its faults; `words`: settings that all its starts have."""
+    """One run folder and its faults; `words` are settings of all its starts."""
 
     number: int
     on_hosts: bool
@@ -137,7 +137,7 @@ LAYOUTS: Final = tuple(_layouts())
 
 
 class _Deck:
-    """Kinds in random order, each as often as it stands in the deck before any comes again."""
+    """Kinds in random order; each occurs with its frequency before the deck is refilled."""
 
     def __init__(self, cards: Sequence[Kind], rng: random.Random) -> None:
         self._cards, self._rng = tuple(cards), rng
@@ -152,9 +152,9 @@ class _Deck:
 def draw(
     seed: int, num_faults: int, most_ranks: int = 8, with_hosts: bool = True
 ) -> tuple[Run, ...]:
-    """Return the runs of a soak with so many faults in all, the last of them with fewer perhaps.
+    """Return the runs with the given total number of faults; the last run may have fewer.
 
-    `most_ranks`: of any layout. `with_hosts`: some runs are on two hosts; else none is.
+    `most_ranks` limits every layout. `with_hosts` places some runs on two hosts.
     """
     rng = random.Random(f"soak {seed}")
     here, on_hosts = _Deck(_HERE, rng), _Deck(_ON_HOSTS, rng)
@@ -189,7 +189,7 @@ def _words_of_run(rng: random.Random, keeps_layout: bool) -> tuple[str, ...]:
 
 
 def _by_ranks(rng: random.Random, layouts: Sequence[Layout]) -> Layout:
-    """Draw a number of ranks first: of some numbers there are many layouts."""
+    """Draw a number of ranks, then a layout with it, because layouts are unevenly distributed."""
     ranks = rng.choice(sorted({layout.ranks for layout in layouts}))
     return rng.choice([layout for layout in layouts if layout.ranks == ranks])
 

@@ -1,6 +1,6 @@
-"""Where the ranks of a run live: this machine, or two hosts with a link between them.
+"""Hosts of a run's ranks: this machine, or two simulated hosts with a link.
 
-Ranks are forked from tests/process_server.py, which has torch loaded: one server a host.
+Ranks are forked from tests/process_server.py, which has imported torch: one server per host.
 """
 
 import contextlib
@@ -33,20 +33,20 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 class Server(Protocol):
-    """What answers the requests that tests/process_server.py describes."""
+    """Client of the process server in tests/process_server.py."""
 
     def ask(self, **request: object) -> int | None:
         """Send a request; return the answer."""
 
 
 class _Streams:
-    """A server at the other end of two streams."""
+    """A server connected by two streams."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests, self._answers = requests, answers
 
     def ask(self, **request: object) -> int | None:
-        """Send a request; return the answer. Raises ConnectionError once the server is gone."""
+        """Send a request; return the answer. Raises ConnectionError if the server has ended."""
         try:
             self._requests.write(json.dumps(request) + "\n")
             self._requests.flush()
@@ -59,13 +59,13 @@ class _Streams:
         return answer
 
     def close(self) -> None:
-        """Close both streams, on which the server ends."""
+        """Close both streams, which ends the server."""
         self._requests.close()
         self._answers.close()
 
 
 class OwnServer(_Streams):
-    """A server of this process, on this machine."""
+    """A server started by this process on this machine."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -86,7 +86,7 @@ class OwnServer(_Streams):
 
 
 class Process:
-    """One rank, or another `python -m <module>`; its output is both streams together."""
+    """A rank, or another `python -m <module>`; its output contains both streams."""
 
     def __init__(self, server: Server, number: int, process: Seen, output: Path) -> None:
         self._server, self._number, self._output = server, number, output
@@ -105,13 +105,13 @@ class Process:
 
     @property
     def output(self) -> str:
-        """Return what it said so far."""
+        """Return the output so far."""
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A host: where its server is reached, and how its processes look from here."""
+    """A host: how to reach its server, and how its processes are seen from here."""
 
     name: str
     address: str
@@ -146,7 +146,7 @@ class Place:
 
 
 class Ground:
-    """The hosts that the ranks of a run are on: the first half on the first, and so on."""
+    """The hosts of a run's ranks: the first half on the first host, and so on."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = tuple(places)
@@ -158,7 +158,7 @@ class Ground:
     def start(
         self, ranks: int, words: Sequence[str], *, folder: Path, logs: Path, env: Mapping[str, str]
     ) -> list[Process]:
-        """Start so many ranks of gpipe_hpc.train, with what torchrun would tell them."""
+        """Start ranks of gpipe_hpc.train with the environment that torchrun would set."""
         logs.mkdir(parents=True)
         on = [self.place_of(rank, ranks) for rank in range(ranks)]
         common = {
@@ -188,18 +188,18 @@ class Ground:
         return started
 
     def close(self) -> None:
-        """End the hosts, where they are not this machine."""
+        """End simulated hosts."""
 
 
 def this_machine(server: Server, is_private: bool) -> Ground:
-    """Return this machine as the one host; `is_private`: its shared memory is for us alone."""
+    """Return this machine as the only host; `is_private`: its /dev/shm belongs to this test."""
     return Ground(
         [Place(socket.gethostname(), "127.0.0.1", server, seen, _SHARED_MEMORY, is_private)]
     )
 
 
 class TwoGrounds(Ground):
-    """Two hosts with namespaces of their own, whose link can be cut and whose power may go."""
+    """Two simulated hosts whose link can be cut and whose power can fail."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._number = scratch, 0
@@ -208,7 +208,7 @@ class TwoGrounds(Ground):
         self.power_on()
 
     def power_on(self) -> None:
-        """Make two new hosts of the same names and addresses; the old ones are gone."""
+        """Create two new hosts with the same names and addresses."""
         self._stack.close()
         with ExitStack() as stack:
             self.pair = stack.enter_context(TwoHosts(rate=0.0, delay_s=0.0))
@@ -216,14 +216,14 @@ class TwoGrounds(Ground):
             self._stack = stack.pop_all()
 
     def mend(self) -> None:
-        """Bring back what a fault took: the link, or both hosts where one has no power."""
+        """Undo a fault: restore the link, or both hosts if one has no power."""
         if all(place.shared_memory.exists() for place in self.places):
             self.pair.link.restore()
         else:
             self.power_on()
 
     def close(self) -> None:
-        """End both hosts and all that is on them."""
+        """End both hosts and their processes."""
         self._stack.close()
 
     def _place(self, host: Host, stack: ExitStack) -> Place:
@@ -255,7 +255,7 @@ class TwoGrounds(Ground):
 
 
 def _free_port() -> int:
-    """Return a port that nobody has, and that the system deals out to none."""
+    """Return a free port outside of the range that the system assigns."""
     dealt = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(15_000, dealt)
@@ -264,7 +264,7 @@ def _free_port() -> int:
 
 
 def clean_environ() -> dict[str, str]:
-    """Return an environment that no launcher has touched, in which this repository is found."""
+    """Return an environment without launcher variables, in which this repository is importable."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""One run through its faults: struck, judged, started again; at the end held against another."""
+"""Execution of one run with its faults: inject, check, restart, and compare the final result."""
 
 import json
 import os
@@ -45,7 +45,7 @@ _COMMON: Final = (
 
 @dataclass
 class Verdict:
-    """What came of a fault; `problems` is empty where all was as it must be."""
+    """Outcome of a fault; `problems` is empty if all checks passed."""
 
     fault: Fault
     form: str = ""
@@ -59,7 +59,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for the file of results."""
+        """Return the entry of the result file."""
         fault = asdict(self.fault)
         layouts = {"layout": str(self.fault.layout), "after": str(self.fault.after)}
         found = {name: value for name, value in asdict(self).items() if name != "fault"}
@@ -68,7 +68,7 @@ class Verdict:
 
 @dataclass
 class End:
-    """How a run that was struck compares with the one that never was."""
+    """Comparison of a run's result with that of a run without faults."""
 
     run: int
     exact: bool = False  # to the bit, as the layout stayed
@@ -80,11 +80,11 @@ class End:
 
 
 class Problem(Exception):
-    """Something of a run is not as it must be, and it cannot go on."""
+    """A check of a run failed, and the run cannot continue."""
 
 
 class Life:
-    """A run under way. `work`: a folder of its own; `disk`: where its run folder is to be."""
+    """A run in progress; `work` is its working folder, `disk` the location of its run folder."""
 
     def __init__(
         self, run: Run, ground: Ground, work: Path, disk: Path, *, pace_s: float, can_fill: bool
@@ -100,7 +100,7 @@ class Life:
         work.mkdir(parents=True)
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Strike the faults one after another; a run that cannot go on ends with the verdict."""
+        """Inject the faults one after another; yield verdicts until the run cannot continue."""
         first = self._run.faults[0].layout
         self._start(first)
         for fault in self._run.faults:
@@ -154,7 +154,7 @@ class Life:
             )
 
     def _judge(self, struck: Struck, verdict: Verdict) -> None:
-        """Wait for what must follow; note when it did, and what did not."""
+        """Wait for the required consequences; record their times and those that are missing."""
         deadline_s = struck.since_s + 2 * ENDED_S * patience()
         ended_s: dict[int, float] = {}
         while time.time() < deadline_s:
@@ -204,7 +204,7 @@ class Life:
             problems.append(f"all had ended after {verdict.ended_s} s only")
 
     def _look_for_left(self, family: set[Seen], verdict: Verdict) -> None:
-        """Note what outlives the ranks: processes, shared memory, the lock of the folder."""
+        """Record leftovers of the ranks: processes, shared memory, the lock of the folder."""
         deadline_s = time.monotonic() + LEFT_S * verdict.load
         while any(each.lives for each in family) and time.monotonic() < deadline_s:
             time.sleep(_LOOK_S)
@@ -218,7 +218,7 @@ class Life:
             verdict.problems.append("rank 0 ended by itself and left its LOCK")
 
     def _left_in_memory(self, *, has_copies: bool) -> list[str]:
-        """Return what is left in shared memory; copies of this run's state may wait there."""
+        """Return leftover files in shared memory, without in-memory checkpoints of this run."""
         run = json.loads((self._folder / "run.json").read_text())["id"]
         copies = f"gpipe_hpc_{os.getuid()}/{run}"
         kept = has_copies and "checkpoint.neighbour_every=0" not in self._run.words
@@ -235,7 +235,7 @@ class Life:
         return [f"{each} is left in shared memory" for each in found]
 
     def end(self) -> End:
-        """Let the run that was struck come to its end; compare it with one that never was."""
+        """Let the run finish; compare it with one without faults."""
         end = End(self._run.number)
         self._finish()
         end.problems += self._left_in_memory(has_copies=False)
@@ -276,7 +276,7 @@ class Life:
             end.problems.append(f"states differ by up to {found['largest']}")
 
     def close(self) -> None:
-        """End all that runs."""
+        """End all processes."""
         family = families(rank.process for rank in self._ranks)
         for each in family:
             each.signal(signal.SIGKILL)
@@ -285,7 +285,7 @@ class Life:
             time.sleep(_LOOK_S)
 
     def clean(self) -> None:
-        """Remove what the runs wrote."""
+        """Remove the files of the runs."""
         for folder in (self._folder, self._whole):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -308,7 +308,7 @@ class Life:
         self._ranks = self._ground.start(layout.ranks, words, folder=self._work, logs=logs, env=env)
 
     def _resumed(self) -> int:
-        """Wait until the newest start trains; return the step it went on from, 0 for none."""
+        """Wait until the last start trains; return the step from which it continued, or 0."""
         first = self._ranks[0]
         trains = re.compile(r"^step +\d+/", re.MULTILINE)
         self._await(lambda: trains.search(first.output) is not None, "its first step", (None, 0))
@@ -323,7 +323,7 @@ class Life:
     def _await(
         self, holds: Callable[[], bool], what: str, codes: Collection[int | None] = (None,)
     ) -> None:
-        """Wait until that holds, while the ranks' exit codes are among these (none: all are)."""
+        """Wait for a condition while the exit codes of ranks are among the given ones."""
         began_s = time.monotonic()
         while not holds():
             if codes and any(rank.code not in codes for rank in self._ranks):
@@ -335,7 +335,7 @@ class Life:
             time.sleep(_LOOK_S)
 
     def _step(self) -> int:
-        """Return the last step of which metrics.jsonl tells."""
+        """Return the last step in metrics.jsonl."""
         return max(_losses(self._folder), default=0)
 
     def _saved(self) -> list[Path]:

@@ -1,7 +1,7 @@
-"""The user's model of a soak: a small network that obeys orders, and a saving that does.
+"""The user model of a soak test: a small network that executes commands from a file.
 
-An order is a file whose name $SOAK_ORDER gives: JSON with `rank` and `what`. The rank that it
-names does what it says once, and first notes the time in a file `<order>.done`.
+The environment variable $SOAK_ORDER names a JSON file with `rank` and `what`. The named rank
+executes the command once, after writing the time to a file `<order>.done`.
 """
 
 import json
@@ -37,7 +37,7 @@ class Obeying(nn.Module):
         self._dtype, self._is_first = dtype, is_first
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the layer makes of its input."""
+        """Return the input plus the output of the layer."""
         if self._is_first:
             time.sleep(float(os.environ.get("SOAK_PACE_S", "0")))
             x = x.to(self._dtype)
@@ -65,7 +65,7 @@ class Obeying(nn.Module):
 
 
 def build(width: int = 64, num_classes: int = 10, dtype: str = "float64") -> list[LayerSpec]:
-    """Return the layers; from here on this process saves as it is ordered."""
+    """Return the layers, and install the hook that executes commands during a save."""
     number_type = {"float32": torch.float32, "float64": torch.float64}[dtype]
     patch.object(FileSystemWriter, "write_data", _obedient(_WRITE)).start()
     layers = [LayerSpec(Obeying, width, number_type, i == 0) for i in range(NUM_LAYERS)]
@@ -95,7 +95,7 @@ def _break(gradient: Tensor) -> None:
 
 
 def ordered() -> str:
-    """Return what this rank is to do, empty for nothing."""
+    """Return the command for this rank, empty if there is none."""
     path = os.environ.get("SOAK_ORDER", "")
     if not path or not os.path.exists(path):
         return ""

@@ -1,4 +1,4 @@
-"""Disks of this process and those it starts alone: a small one to fill, and its shared memory."""
+"""Mounts for this process and its children only: a small disk to fill, and a private /dev/shm."""
 
 import ctypes
 import os
@@ -10,10 +10,10 @@ _MS_REC, _MS_PRIVATE = 16384, 1 << 18
 
 
 def make_own_disks(disk: Path, size: str) -> str | None:
-    """Mount a small disk at `disk`, and an own /dev/shm, which end with this process.
+    """Mount a small disk at `disk` and a private /dev/shm, which end with this process.
 
-    Returns None, or why this machine or user does not allow it; then nothing has changed that
-    others see.
+    Returns None, or the reason why this is not permitted; then nothing visible to others has
+    changed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: who descends from whom, in whatever namespace."""
+"""Processes from /proc: descendants, also in other namespaces."""
 
 import contextlib
 import os
@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 
 class Seen(NamedTuple):
-    """A process; `began` tells apart processes that had one number after another."""
+    """A process; `began` distinguishes processes that reuse a PID."""
 
     pid: int
     began: int
 
     @property
     def lives(self) -> bool:
-        """Say whether it is still there; a zombie is not."""
+        """Return whether the process exists and is not a zombie."""
         stat = _stat(self.pid)
         return stat is not None and stat.began == self.began and stat.state not in "ZX"
 
     @property
     def is_stopped(self) -> bool:
-        """Say whether SIGSTOP holds it."""
+        """Return whether the process is stopped by SIGSTOP."""
         stat = _stat(self.pid)
         return stat is not None and stat.began == self.began and stat.state == "T"
 
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
                 os.kill(self.pid, number)
 
     def words(self) -> str:
-        """Return its command line."""
+        """Return the command line."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/cmdline").read_text(errors="replace").replace("\0", " ")
         return ""
@@ -54,13 +54,13 @@ def _stat(pid: int) -> _Stat | None:
 
 
 def seen(pid: int) -> Seen | None:
-    """Return the process of that number, None if there is none."""
+    """Return the process with a PID, or None if there is none."""
     stat = _stat(pid)
     return None if stat is None else Seen(pid, stat.began)
 
 
 def families(roots: Iterable[Seen]) -> set[Seen]:
-    """Return these processes, and all that they and theirs have started, as far as they live."""
+    """Return these processes and all their living descendants."""
     children: dict[int, list[Seen]] = {}
     for pid in _numbers():
         stat = _stat(pid)
@@ -77,7 +77,7 @@ def families(roots: Iterable[Seen]) -> set[Seen]:
 
 
 def inside(namespace: str, number: int) -> Seen | None:
-    """Return the process that has that number in a namespace of processes (as /proc names it)."""
+    """Return the process with a PID in a PID namespace (named as in /proc)."""
     for pid in _numbers():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{pid}/ns/pid") != namespace:
@@ -90,7 +90,7 @@ def inside(namespace: str, number: int) -> Seen | None:
 
 
 def marked(variable: str, value: str) -> Seen | None:
-    """Return a process that was started with this variable in its environment."""
+    """Return a process that was started with the given variable in its environment."""
     wanted = f"{variable}={value}".encode()
     for pid in _numbers():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What came of a soak: told as it goes, and kept as JSON and as a table in Markdown."""
+"""Results of a soak test: printed during the test, and stored as JSON and Markdown."""
 
 import json
 import platform
@@ -13,7 +13,7 @@ from experiments.soak.life import NAMED_S, End, Verdict
 
 
 class Results:
-    """Verdicts and ends so far; after each the files are whole. `out`: the file in Markdown."""
+    """Verdicts and final comparisons so far; `out` and its JSON are rewritten after each."""
 
     def __init__(self, words: Sequence[str], out: Path | None, without_disks: str | None) -> None:
         self._words, self._out, self._without_disks = list(words), out, without_disks
@@ -24,24 +24,24 @@ class Results:
 
     @property
     def num_problems(self) -> int:
-        """Return how many faults and runs were not as they must be."""
+        """Return the number of faults and runs with failed checks."""
         problems = [each.problems for each in self._verdicts] + [e.problems for e in self._ends]
         return sum(map(bool, problems))
 
     @property
     def exit_code(self) -> int:
-        """Return 0 where all that ran was as it must be, and anything ran."""
+        """Return 0 if something ran and all checks passed."""
         return 0 if self._verdicts and not self.num_problems else 1
 
     def leave_out(self, faults: Sequence[Fault], reason: str) -> None:
-        """Note faults that did not strike."""
+        """Record faults that were not injected."""
         self._left_out += [(fault, reason) for fault in faults]
         for fault in faults:
             print(f"fault {fault.number}: left out: {reason}", flush=True)
         self._write()
 
     def add(self, verdict: Verdict) -> None:
-        """Note what came of a fault."""
+        """Record the outcome of a fault."""
         self._verdicts.append(verdict)
         fault = verdict.fault
         named = f", named in {max(verdict.named_s.values()):.1f} s" if verdict.named_s else ""
@@ -56,7 +56,7 @@ class Results:
         self._write()
 
     def add_end(self, end: End) -> None:
-        """Note how a run ended."""
+        """Record the final comparison of a run."""
         self._ends.append(end)
         print(
             f"run {end.run}: {end.steps} steps, largest difference of losses {end.largest_loss}, "
@@ -79,7 +79,7 @@ class Results:
             self._out.with_suffix(".json").write_text(told + "\n")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all."""
+        """Return all results."""
         return {
             "command": self._command(),
             "minutes": round((time.time() - self._began_s) / 60, 1),
@@ -89,7 +89,7 @@ class Results:
         }
 
     def text(self) -> str:
-        """Return it in Markdown: a summary, a line for each kind, a line for each fault and run."""
+        """Return the results in Markdown: a summary, and lines for each kind, fault and run."""
         return "\n".join([*self._summary(), *self._kinds(), *self._faults(), *self._runs(), ""])
 
     def _command(self) -> str:

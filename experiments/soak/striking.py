@@ -1,4 +1,4 @@
-"""How each kind of fault is done to a run under way, and what must come of it."""
+"""Injection of each kind of fault into a run, with its required consequences."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ _LOOK_S: Final = 0.02
 
 @dataclass(frozen=True)
 class Live:
-    """A run under way. `can_fill`: its run folder is on a small disk of its own."""
+    """A run in progress; `can_fill`: its run folder is on a small disk."""
 
     ground: Ground
     ranks: list[Process]
@@ -48,11 +48,11 @@ class Live:
 
 @dataclass(frozen=True)
 class Struck:
-    """What was done, when (seconds of time.time()), and what must follow.
+    """An injected fault, its time (time.time()), and the required consequences.
 
-    `names`: patterns by surviving rank, all of which must soon be in its output. `remedy`: what it
-    must have said too when it has ended. `codes`: the exit codes that are right for the other
-    ranks; survivors end with 1. `form`: how it was done, where that depends on the machine.
+    `names` maps surviving ranks to patterns that must appear in their output. `remedy` must appear
+    in it after the end. `codes` are the allowed exit codes of the other ranks; survivors exit with
+    1. `form` describes the injection if it depends on the machine.
     """
 
     since_s: float
@@ -63,12 +63,12 @@ class Struck:
 
 
 def strike(fault: Fault, live: Live) -> Struck:
-    """Do it."""
+    """Inject a fault."""
     return _STRIKES[fault.kind](fault, live)
 
 
 def _named(fault: Fault, live: Live, *patterns: str) -> dict[int, tuple[str, ...]]:
-    """Return that all ranks except the victim name it and its host, and say these."""
+    """Return the consequence that all ranks but the victim name it and its host, with a pattern."""
     named = rf"rank {fault.victim} on {live.host_of(fault.victim)}\b"
     others = (rank for rank in range(len(live.ranks)) if rank != fault.victim)
     return dict.fromkeys(others, (named, *patterns))
@@ -202,7 +202,7 @@ _STRIKES: Final[Mapping[Kind, Callable[[Fault, Live], Struck]]] = {
 
 
 def _obeyed(fault: Fault, live: Live) -> float:
-    """Give the victim an order; return when it obeyed."""
+    """Send a command to the victim; return the time when it was executed."""
     aside = live.order.with_suffix(".new")
     aside.write_text(json.dumps({"rank": fault.victim, "what": fault.way}))
     aside.rename(live.order)
@@ -219,7 +219,7 @@ def _obeyed(fault: Fault, live: Live) -> float:
 
 
 def mend(live: Live) -> None:
-    """Take away what a fault left of its cause: the order, the filler, the cut link."""
+    """Remove the cause of a fault: the command, the filler file, the cut link."""
     for left in (live.order, Path(f"{live.order}.done"), live.folder.parent / FILLER):
         left.unlink(missing_ok=True)
     if isinstance(live.ground, TwoGrounds):
@@ -256,14 +256,14 @@ def corrupt(way: str, newest: Path, which: int) -> str:
 
 
 def forget_copies(shared: Iterable[Path]) -> None:
-    """Remove what hosts hold in memory, as a new boot does."""
+    """Remove in-memory checkpoints of hosts, as after a reboot."""
     for folder in shared:
         for own in folder.glob(f"gpipe_hpc_{os.getuid()}"):
             shutil.rmtree(own)
 
 
 def patience() -> float:
-    """Return how many processes want each processor, 1 on a quiet machine."""
+    """Return the number of runnable processes per processor, 1 on an idle machine."""
     average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     wanted = max(float(average), int(running.partition("/")[0]))
     return max(1.0, wanted / len(os.sched_getaffinity(0)))

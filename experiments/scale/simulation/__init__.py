@@ -1,1 +1,1 @@
-"""One step of a job of up to 10,000 ranks on a described cluster, simulated."""
+"""Simulation of one step of a job of up to 10,000 ranks on a described cluster."""

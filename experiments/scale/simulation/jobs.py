@@ -1,4 +1,4 @@
-"""The simulated jobs: one step of each, as one row."""
+"""The simulated jobs: one step of each, as one row of the table."""
 
 import math
 import time
@@ -52,7 +52,7 @@ class Row:
 def simulated(
     growth: str, schedule: str, cluster: tuple[str, Cluster], shape: tuple[int, int], work: Work
 ) -> Row:
-    """Return what a step of some replicas takes; equal to the last bit where both ways ran."""
+    """Return the simulated step of several replicas; both simulators must agree bitwise."""
     ranks, replicas = shape
     microbatches = MICROBATCHES_PER_RANK * ranks
     options: dict[str, Any] = {"stages_per_rank": 2} if schedule == "interleaved" else {}
@@ -89,7 +89,7 @@ def simulated(
 
 
 def together(table: Schedule, costs: Sequence[Costs]) -> float:
-    """Return the step with all ranks in one table, event by event."""
+    """Return the step simulated with all ranks in one table, event by event."""
     links: dict[tuple[int, int], Link] = {}
     paces: dict[int, float] = {}
     for replica, each in enumerate(costs):
@@ -101,7 +101,7 @@ def together(table: Schedule, costs: Sequence[Costs]) -> float:
 
 
 def rows(described: Cluster, most_ranks: int) -> Iterator[Row]:
-    """Simulate all jobs of at most so many ranks."""
+    """Simulate all jobs of at most the given number of ranks."""
     even = replace(described, host_links={}, rank_links={}, paces={})
     model = Model()
     for growth, shapes in (("wider", WIDER), ("deeper", DEEPER)):

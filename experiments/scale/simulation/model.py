@@ -1,4 +1,4 @@
-"""What is trained: a GPT of 26 billion parameters, counted layer by layer."""
+"""The simulated model: a GPT of 26 billion parameters, counted layer by layer."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ BUCKET_BYTES = 25e6  # the default of outer.bucket_bytes
 
 @dataclass(frozen=True)
 class Work:
-    """What a cut costs: times in seconds, gradients in bytes; and the buckets of each stage."""
+    """Costs of a partition: times in seconds, gradients in bytes, and the buckets of each stage."""
 
     costs: Costs
     gradient_bytes: list[float]
@@ -33,7 +33,7 @@ class Work:
 
 
 class Model:
-    """A micro-batch is one sample of 2,048 tokens; weights and boundaries are bfloat16."""
+    """The model; a micro-batch is one sample of 2,048 tokens, and weights are bfloat16."""
 
     def __init__(self) -> None:
         self.layers = build_gpt(
@@ -42,7 +42,7 @@ class Model:
 
     @cached_property
     def count(self) -> ModelCount:
-        """Return the counts of the layers, which run on the meta device."""
+        """Return the counts of the layers, computed on the meta device."""
         tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long, device="meta")
         return count_model(
             self.layers,
@@ -61,7 +61,7 @@ class Model:
         ]
 
     def work(self, num_stages: int) -> Work:
-        """Return the cut whose slowest stage is the fastest; gradients are summed in float32."""
+        """Return the costs of the partition whose slowest stage is the fastest."""
         flops = [layer.forward_flops + layer.backward_flops for layer in self.count.layers]
         counts = minimax(flops, num_stages)
         counted = flop_costs(count_stages(self.count, counts))

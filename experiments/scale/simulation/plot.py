@@ -1,4 +1,4 @@
-"""The growth of a step over ranks as an SVG picture, by matplotlib."""
+"""Plot the growth of a step over the number of ranks as SVG, with matplotlib."""
 
 import io
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What starting takes: real tiny ranks on this machine, and one rank of thousands.
+"""Cost of starting: real tiny ranks on this machine, and one rank of a world of thousands.
 
     python -m experiments.scale.startup                    # about two minutes of two cores
     python -m experiments.scale.startup --most-ranks 8     # tries it
@@ -27,7 +27,7 @@ PLAYED = (64, 512, 4096, 16384)
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Run the measurements, print and write the results."""
     given = _arguments()
     check_alone()
     real = {number: run(number) for number in REAL if number <= given.most_ranks}
@@ -58,7 +58,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _one(size: int, stages: int, kind: str) -> One:
-    """Measure one rank in a process of its own: its memory is then nobody else's."""
+    """Measure one rank in a separate process, so that its memory can be attributed."""
     given = [str(size), str(stages), kind]
     command = [sys.executable, "-m", "experiments.scale.startup.one", *given]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -66,7 +66,7 @@ def _one(size: int, stages: int, kind: str) -> One:
 
 
 def _session(size: int, stages: int) -> dict[str, Part]:
-    """Open a run in a process of its own."""
+    """Open a run in a separate process."""
     command = [sys.executable, "-m", "experiments.scale.startup.session", str(size), str(stages)]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     parts = [json.loads(line) for line in told.splitlines() if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""Join a large world as rank 0 of it, all others played, and build a tiny model.
+"""Join a large world as its rank 0, with all other ranks simulated, and build a tiny model.
 
     python -m experiments.scale.startup.one 16384 4 cpu           # ranks, stages, device
     python -m experiments.scale.startup.one 16384 4 accelerator   # one that is played
@@ -102,7 +102,7 @@ def others_say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) ->
 def _of_stage(
     stage: int, own: int, position: int, info: ParameterInfo
 ) -> tuple[int, int, ParameterInfo]:
-    """Return the parameter that has the same place in a stage's one layer."""
+    """Return the name of the corresponding parameter in a stage's layer."""
     name = info.name.replace(f"layers.{own}.", f"layers.{stage}.")
     return stage, position, info._replace(name=name, stage=stage)
 

@@ -1,4 +1,4 @@
-"""One real rank of a large world whose other ranks are played: they say what it says itself.
+"""One real rank of a large world whose other ranks are simulated: they answer like this rank.
 
 The default process group is torch's own, of all ranks. The small groups meet by way of the store
 and are played from then on. The store is played, too: what another rank would have put there is
@@ -59,12 +59,12 @@ class Counts(NamedTuple):
 
 
 def no_counts() -> Counts:
-    """Return counts of nothing."""
+    """Return counts of zero."""
     return Counts(set(), set(), [], [], Counter(), Counter(), Counter(), Counter())
 
 
 class PlayedStore(Store):
-    """A store in which the others have put up whatever this rank has."""
+    """A store in which the other ranks have written the same keys as this rank."""
 
     def __init__(self, rank: int, counts: Counts) -> None:
         super().__init__()
@@ -77,38 +77,38 @@ class PlayedStore(Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a value, this rank's own for another's."""
+        """Return a value; for a key of another rank, the value of this rank."""
         self._counts.asked.add(key)
         found: bytes = self._store.get(self._own(key))
         return found
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number."""
+        """Add to a counter."""
         self._counts.told.add(key)
         answer: int = self._store.add(key, amount)
         return answer
 
     def check(self, keys: list[str]) -> bool:
-        """Say whether all keys are there, this rank's own standing for others'."""
+        """Return whether all keys exist; keys of this rank count for other ranks too."""
         self._counts.asked.update(keys)
         answer: bool = self._store.check([self._own(key) for key in keys])
         return answer
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return: all is there."""
+        """Return immediately, because all keys exist."""
         self._counts.asked.update(keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write a value if the present one is as expected."""
+        """Write a value if the current one is as expected."""
         self._counts.told.add(key)
         found: bytes = self._store.compare_set(key, expected, desired)
         return found
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: nothing is waited for."""
+        """Do nothing, because no call waits."""
 
     def has_extended_api(self) -> bool:
-        """Say that values are written and read one by one."""
+        """Return False: values are written and read one by one."""
         return False
 
     def clone(self) -> "PlayedStore":
@@ -116,13 +116,13 @@ class PlayedStore(Store):
         return self
 
     def _own(self, key: str) -> str:
-        """Return the key under which this rank has put up what another would under `key`."""
+        """Return the key of this rank that corresponds to a key of another rank."""
         head, _, last = key.rpartition("/")
         return f"{head}/{self._rank}" if "notice/" in head and last.isdigit() else key
 
 
 class PlayedGroup(SoloGroup):
-    """A group of one real rank among others, who say what `others` has them say."""
+    """A group of one real rank among simulated ones, whose values `others` returns."""
 
     def __init__(
         self,
@@ -145,20 +145,20 @@ class PlayedGroup(SoloGroup):
         return self._heard("deal_object", values[self.position])
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return what each rank says."""
+        """Return the value of each rank."""
         return self._heard("all_gather_object", self._said("all_gather_object", value))
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Return what each rank says, on the root."""
+        """Return the value of each rank on the root."""
         values = self._said("gather_object", value)
         return values if root == self._rank else None
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return what `merge` makes of what all say."""
+        """Return the merged values of all ranks."""
         return self._heard("merge_object", reduce(merge, self._said("merge_object", value)))
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return this rank's own value: the root would say the same."""
+        """Return this rank's own value, which equals the root's."""
         self._count("broadcast_object", len(dumps(value, "a played collective")))
         return self._heard("broadcast_object", value)
 
@@ -216,7 +216,7 @@ class PlayedGroup(SoloGroup):
 
 
 class PlayedTransport:
-    """Channels whose other ends send what this rank has sent last, in the same lane."""
+    """Channels whose peers send the last message that this rank has sent in the same lane."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -234,17 +234,17 @@ class PlayedTransport:
         """Do nothing."""
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
-        """Return what this rank has sent."""
+        """Return the message that this rank has sent."""
         return Message(*self._sent[lane])
 
     def finish(self) -> None:
-        """Do nothing: all has left."""
+        """Do nothing, because nothing is pending."""
 
 
 class StandIn:
-    """A device whose tensors lie on the host, and whose own backend connects nobody.
+    """A device whose tensors are on the host, and whose backend opens no connections.
 
-    What its ranks do over Gloo and over the store is what they do beside NCCL.
+    Its ranks use Gloo and the store like ranks with NCCL.
     """
 
     is_accelerator, type, backend = True, "xpu", "fake"
@@ -253,7 +253,7 @@ class StandIn:
         self._host = HostDevice()
 
     def __getattr__(self, name: str) -> Any:
-        """Be as the host in all else."""
+        """Return an attribute of the host device."""
         return getattr(self._host, name)
 
 
@@ -276,7 +276,7 @@ class PlayedFormer(Former):
 
 
 class PlayedWorld(ProcessWorld):
-    """The real world of one process, over played groups."""
+    """The real world of one process, with simulated groups."""
 
     store: PlayedStore
 
@@ -309,7 +309,7 @@ class PlayedWorld(ProcessWorld):
 def join(
     rank: int, size: int, counts: Counts, others: Others, device: Device
 ) -> tuple[PlayedWorld, float]:
-    """Return the world of one rank among `size`, and the seconds that it took to join."""
+    """Return the world of one rank among `size`, and the seconds that joining took."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     began_s = time.perf_counter()
     store = PlayedStore(rank, counts)

@@ -1,6 +1,6 @@
-"""Real tiny ranks on this machine: processes that join, form their groups and build a model.
+"""Real tiny ranks on this machine: processes that join, create their groups and build a model.
 
-They are forked by a process that has loaded torch, so what loading takes is not in the times.
+They are forked from a process that has imported torch, so times do not include the import.
 """
 
 import json
@@ -46,12 +46,12 @@ def layers(number: int = STAGES) -> list[LayerSpec]:
 
 
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean over a micro-batch."""
+    """Return the mean squared error of a micro-batch."""
     return (output - target).square().mean()
 
 
 def run(num_ranks: int) -> list[Rank]:
-    """Start ranks, let each make one step, and return what each took."""
+    """Start ranks, run one step on each, and return their measurements."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         began_s = time.monotonic()
@@ -140,5 +140,5 @@ def _free_port() -> int:
 
 
 def check_alone() -> None:
-    """Refuse to fork a process that has threads."""
+    """Raise if the process to fork has threads."""
     assert threading.active_count() == 1, "ranks are forked before any thread is started"

@@ -40,12 +40,12 @@ _WIDTH: Final = 10
 
 
 class Part(NamedTuple):
-    """What one part of a start took.
+    """Costs of one part of a start.
 
-    `of_all`: collectives of all ranks, by way of the groups of their levels; `of_groups`: of
-    others. `bytes_of_all` and `bytes_of_groups`: that this rank gave to them. `keys`: of the store.
-    `peers`: ranks with which Gloo connects it. `messages` and `message_bytes`: from rank to rank.
-    `heard_bytes`: that collectives brought to all ranks alike.
+    `of_all` counts collectives of all ranks, including those by levels; `of_groups` counts others.
+    `bytes_of_all` and `bytes_of_groups` are the bytes that this rank contributed. `keys` counts
+    keys of the store, `peers` the ranks that Gloo connects, `messages` and `message_bytes`
+    point-to-point messages. `heard_bytes` are the bytes that collectives delivered to all ranks.
     """
 
     of_all: int
@@ -60,12 +60,12 @@ class Part(NamedTuple):
 
 
 def model(stages: int) -> list[LayerSpec]:
-    """Return a tiny model, one layer for each stage."""
+    """Return a tiny model with one layer per stage."""
     return [LayerSpec(nn.Linear, _WIDTH, _WIDTH) for _ in range(stages)]
 
 
 def measure_session(size: int, stages: int, *settings: str) -> dict[str, Part]:
-    """Return what opening and saving take, part by part, in this process as rank 0."""
+    """Return the costs of opening and saving, part by part, in this process as rank 0."""
     torch.set_num_threads(1)
     counts = no_counts()
     world, _ = join(0, size, counts, partial(_say, stages), HostDevice())
@@ -103,7 +103,7 @@ def measure_session(size: int, stages: int, *settings: str) -> dict[str, Part]:
 
 
 def step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its states, without a step of the pipeline."""
+    """Make an optimizer create its states without a step of the pipeline."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)

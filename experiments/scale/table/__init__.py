@@ -1,1 +1,1 @@
-"""What making a table of millions of actions takes on rank 0, and what it is to the others."""
+"""Cost of building a table of millions of actions on rank 0, and of receiving it on other ranks."""

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Run the measurements, print and write the results."""
     given = _arguments()
     rows: list[Made] = []
     for size in given.sizes:
@@ -46,7 +46,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _made(name: str, ranks: int, microbatches: int) -> Made:
-    """Make the tables of one schedule in a process of its own: its memory is nobody else's."""
+    """Build the tables of one schedule in a separate process, to measure its memory."""
     words = [name, str(ranks), str(microbatches)]
     command = [sys.executable, "-m", "experiments.scale.table.one", *words]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -23,7 +23,7 @@ from gpipe_hpc.schedule import (
 
 
 class Made(NamedTuple):
-    """A schedule's two tables; CPU seconds and megabytes, and what another rank gets and takes."""
+    """Costs of a schedule's two tables: CPU seconds, megabytes, and the data for another rank."""
 
     schedule: str
     ranks: int
@@ -46,12 +46,12 @@ class Made(NamedTuple):
 
     @property
     def s_per_million(self) -> float:
-        """Return the CPU seconds of rank 0 for a million actions of the training table."""
+        """Return the CPU seconds of rank 0 per million actions of the training table."""
         return self.total_s / self.num_actions * 1e6
 
 
 def make(schedule: str, ranks: int, microbatches: int) -> Made:
-    """Do what a layout does: build, recompute, lower into buckets, check; then hand out."""
+    """Build, recompute, lower and check a table as a layout does, then distribute it."""
     before_mb = _peak_mb()
     marks = [time.process_time()]
 
@@ -94,7 +94,7 @@ def make(schedule: str, ranks: int, microbatches: int) -> Made:
 
 
 def _peak_mb() -> float:
-    """Return what this process had at its fullest; in kilobytes on Linux, in bytes on macOS."""
+    """Return the peak memory of this process in MB (Linux reports kilobytes, macOS bytes)."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
