@@ -153,7 +153,7 @@ def test_declared_bounds_are_kept():
         check(replace(BARE, max_activations=(2, 1)))
     with pytest.raises(ScheduleError, match=r"rank 1, position 1, .*2 posted receives.* at most 1"):
         check(replace(LOWERED, max_receives=(2, 1)))
-    with pytest.raises(ScheduleError, match="one for each of 2 ranks, got 1"):
+    with pytest.raises(ScheduleError, match="one value for each of 2 ranks, got 1"):
         check(replace(BARE, max_activations=(2,)))
 
 
