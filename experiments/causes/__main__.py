@@ -37,9 +37,9 @@ class Cause(NamedTuple):
 CAUSES: Final = {
     "slow layer": Cause(("model.slow_layer=5", "model.more_s=0.1"), "Layer 5 (Sleeper) is slow"),
     "slow rank": Cause(("model.slow_rank=2", "model.factor=2.0"), "Rank 2 on "),
-    "slow reader": Cause(("data.sleep_s=0.04",), "Reading data holds each step up"),
+    "slow reader": Cause(("data.sleep_s=0.04",), "Reading data delays each step"),
     "stalled checkpoint": Cause(
-        ("model.saving_s=2.5",), "Each checkpoint holds the run up", checkpoint_every=4
+        ("model.saving_s=2.5",), "Each checkpoint delays the run", checkpoint_every=4
     ),
     "slow link": Cause((), "Waiting for transfers takes", delay_s=0.1),
 }

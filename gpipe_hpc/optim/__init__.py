@@ -1,1 +1,1 @@
-"""Optimizers, their schedules of the learning rate, and what keeps large batches as good."""
+"""Optimizers, learning rate schedules, and methods for large batches."""

@@ -1,9 +1,9 @@
-"""AdamW in one pass over each weight, with the same bits wherever weights are cut.
+"""AdamW that gives bitwise equal results for a weight and for shards of it.
 
-Torch's fused form makes none of the temporaries of a weight's size that its others make, and on a
-CPU takes a quarter of their time. But on a CPU the numbers behind the last whole vector of a tensor
-go through other instructions, and now and then one differs in its last bit: a shard of a weight
-would not come out as the whole does. Here these, too, are computed as part of a whole vector.
+Torch's fused AdamW allocates no temporaries of a weight's size and on a CPU takes a quarter of the
+time of the other implementations. But on a CPU it computes the elements after the last complete
+SIMD vector with other instructions, which may differ in the last bit, so a shard would not equal
+the same part of the whole weight. Here those elements are padded to a complete vector.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from torch.optim.adamw import adamw
 from gpipe_hpc.device.device import on_host
 from gpipe_hpc.optim.group_steps import GroupSteps
 
-# Numbers that are whole vectors on any processor: 512 bits of the smallest dtype, of 16 bits.
+# A number of elements that fills complete vectors on any CPU: 512 bits of 16-bit elements.
 _WHOLE: Final = 32
 
 
 class _Piece(NamedTuple):
-    """Numbers of a weight, with what belongs to them."""
+    """Elements of a weight, with their gradients and optimizer state."""
 
     weights: Tensor
     gradients: Tensor
@@ -29,11 +29,11 @@ class _Piece(NamedTuple):
     squares: Tensor
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "_Piece":
-        """Return what a function makes of each tensor."""
+        """Return a piece with a function applied to each tensor."""
         return _Piece(*map(function, self))
 
     def take(self, stepped: "_Piece") -> None:
-        """Take what a step has changed in another, unless that is this one's own memory."""
+        """Copy the results of a step from another piece, unless it shares this one's memory."""
         for own, changed in (
             (self.weights, stepped.weights),
             (self.means, stepped.means),
@@ -46,8 +46,8 @@ class _Piece(NamedTuple):
 class AdamW(GroupSteps, torch.optim.AdamW):
     """AdamW of ``torch.optim`` (Loshchilov and Hutter, arXiv 1711.05101), always fused.
 
-    `params`: weights, pairs of name and weight, or groups, of any floating or complex dtype. The
-    other arguments, and the state, are torch's own.
+    `params` are weights, (name, weight) pairs or groups, of any floating or complex dtype. The
+    other arguments and the state equal those of torch.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class AdamW(GroupSteps, torch.optim.AdamW):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         pieces: list[_Piece] = []
         steps: list[Tensor] = []
-        lent: list[tuple[_Piece, _Piece]] = []
+        copied_back: list[tuple[_Piece, _Piece]] = []
         for parameter in parameters:
             whole, step = self._with_state(parameter)
             flat = whole.each(lambda tensor: tensor.reshape(-1))
             parts, tails = _in_vectors(flat) if on_host(parameter) else ([flat], [])
             pieces += parts
             steps += [step, *(step.clone() for _ in parts[1:])]
-            lent += [*tails, (whole, flat)]
+            copied_back += [*tails, (whole, flat)]
         beta1, beta2 = group["betas"]
         adamw(
             [piece.weights for piece in pieces],
@@ -88,17 +88,17 @@ class AdamW(GroupSteps, torch.optim.AdamW):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
-        for own, stepped in lent:
+        for own, stepped in copied_back:
             own.take(stepped)
 
     def _with_state(self, parameter: Tensor) -> tuple[_Piece, Tensor]:
-        """Return a parameter with its gradient and state, all of real numbers, and its step."""
+        """Return a parameter with its gradient and state, as real tensors, and its step counter."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        # Kernels read it on the device; what torch's other forms have saved lies on the host.
+        # The fused kernel reads it on the device; other implementations keep it on the host.
         step = state["step"] = state["step"].to(parameter.device, torch.float32)
         assert parameter.grad is not None, "chosen so"
         found = _Piece(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -106,7 +106,10 @@ class AdamW(GroupSteps, torch.optim.AdamW):
 
 
 def _in_vectors(flat: _Piece) -> tuple[list[_Piece], list[tuple[_Piece, _Piece]]]:
-    """Return pieces of whole vectors, at least one, and what of the last belongs to `flat`."""
+    """Split a piece into pieces of complete vectors, the tail padded.
+
+    Also returns pairs of the original tail and its padded copy, if there is a tail.
+    """
     count = flat.weights.numel()
     end = count // _WHOLE * _WHOLE
     parts = [flat.each(lambda tensor: tensor[:end])]

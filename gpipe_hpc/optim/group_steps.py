@@ -1,4 +1,4 @@
-"""What the project's own optimizers have in common: a step goes over the groups of parameters."""
+"""Base class of the optimizers of gpipe_hpc, which update a parameter group at once."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class GroupSteps(Optimizer):
-    """An optimizer that updates all parameters of a group in one call."""
+    """Optimizer that updates all parameters of a group in one call."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -20,7 +20,7 @@ class GroupSteps(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; return what `closure` does, if given."""
+        """Update every parameter that has a gradient; return the result of `closure`, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step, so there is no state to save."""
 
 import math
 
@@ -9,13 +9,13 @@ from gpipe_hpc.settings import Config
 
 
 def lr_at(step: int, config: Config) -> float:
-    """Return the learning rate of the step that follows `step` finished ones.
+    """Return the learning rate of the step after `step` finished ones.
 
-    Rises linearly over ``lr.warmup_steps``, from ``lr.start_ratio`` of ``optimizer.lr``, and
-    reaches the peak at the last of them, then follows half a cosine down to ``lr.min_ratio`` of it
-    at ``train.steps``, or stays. Past ``train.steps`` it stays at the end's value. The peak is
-    ``optimizer.lr`` times what the batch of this step is worth (`scale_at`). With AdaScale a step
-    here is one of the base batch, and the gain comes on top.
+    It rises linearly over ``lr.warmup_steps`` from ``lr.start_ratio`` of ``optimizer.lr`` to the
+    peak, then follows half a cosine down to ``lr.min_ratio`` of the peak at ``train.steps``, or
+    stays constant. Later steps keep the final value. The peak is ``optimizer.lr`` times the batch
+    size scaling (`scale_at`). With AdaScale a step here is one of the base batch, and the gain
+    multiplies the result.
     """
     assert step >= 0, f"step {step}"
     peak, shape = config.optimizer.lr * scale_at(step, config), config.lr
@@ -31,10 +31,10 @@ def lr_at(step: int, config: Config) -> float:
 
 
 def scale_at(step: int, config: Config) -> float:
-    """Return what ``optimizer.lr`` is multiplied by for the batch of a step.
+    """Return the factor on ``optimizer.lr`` for the batch size of a step.
 
     With ``lr.base_batch_size``: batch / base (``lr.scaling=linear``: Goyal et al., Accurate, large
-    minibatch SGD, 2017, section 2.1) or its root; else 1. AdaScale measures its own.
+    minibatch SGD, 2017, section 2.1) or its square root; else 1. AdaScale measures its own factor.
     """
     base, scaling = config.lr.base_batch_size, config.lr.scaling
     if base is None or scaling == "adascale":
@@ -44,6 +44,6 @@ def scale_at(step: int, config: Config) -> float:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Give all parameter groups this learning rate."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,9 +1,9 @@
-"""Weights in 16 bits with masters in float32, which the optimizer changes in their place.
+"""Float32 master copies of 16-bit weights, on which the optimizer works.
 
-A bfloat16 has 8 bits of precision: what is added to a weight is lost below 1/256 of it, and so is
-what a small change adds to the optimizer's means. So the optimizer works on a master of each such
-weight, in float32, and the weight is what the master rounds to. A master is part of the
-optimizer's state, as `master`: checkpoints keep it by the weight's global name.
+A bfloat16 has 8 bits of precision: changes below 1/256 of a weight are lost, as are small changes
+of the optimizer's averages. So the optimizer updates a float32 master of each such weight, and the
+weight is the rounded master. Masters are part of the optimizer state under the key `master`, so
+that checkpoints store them by the weight's global name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ _LOW: Final = (torch.bfloat16, torch.float16)
 
 
 def is_low(parameter: Tensor) -> bool:
-    """Say whether a parameter is of 16 bits."""
+    """Return whether a parameter has a 16-bit dtype."""
     return parameter.dtype in _LOW
 
 
 def keep_masters(optimizer: Optimizer) -> Optimizer:
-    """Let an optimizer step on float32 masters of its weights in 16 bits; return the same one.
+    """Make an optimizer step on float32 masters of its 16-bit weights; return the same optimizer.
 
-    For each such weight it keeps 4 bytes a number more, its own state is float32, and during a
-    step there is a float32 copy of the gradient. A weight that was changed between two steps goes
-    on from what it was changed to.
+    Each such weight costs 4 more bytes per element, its optimizer state is float32, and a step
+    needs a float32 copy of the gradient. If a weight is modified between steps, its master is
+    updated to match.
     """
     swapped: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
@@ -54,7 +54,7 @@ def keep_masters(optimizer: Optimizer) -> Optimizer:
             parameter.grad = None
             parameter.data = low
             parameter.grad = gradient
-            # Not before the step: optimizers begin where their state is empty.
+            # Only after the step, because optimizers initialize parameters with empty state.
             own.state[parameter][MASTER] = masters[parameter]
         for parameters in _alike(list(masters)):
             torch._foreach_copy_([*parameters], [masters[p] for p in parameters])
@@ -66,7 +66,7 @@ def keep_masters(optimizer: Optimizer) -> Optimizer:
 
 
 def drop_masters(optimizer: Optimizer) -> Optimizer:
-    """Let an optimizer go on without the masters that a checkpoint may have; return the same."""
+    """Remove masters loaded from a checkpoint at the next step; return the same optimizer."""
 
     def before(own: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in _with_gradient(own):
@@ -80,13 +80,13 @@ def drop_masters(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the weights in 16 bits that a step changes."""
+    """Return the 16-bit weights that have a gradient."""
     groups = (group["params"] for group in optimizer.param_groups)
     return [p for params in groups for p in params if is_low(p) and p.grad is not None]
 
 
 def _alike(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters of one dtype and device together: so few kernels do for all of them."""
+    """Yield groups of parameters with equal dtype and device, for multi-tensor kernels."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -94,7 +94,7 @@ def _alike(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies in float32."""
+    """Return float32 copies."""
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.float() for tensor in tensors]
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
@@ -104,21 +104,21 @@ def _wide(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _masters(own: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the float32 of weights: what was kept, where that still rounds to the weight."""
+    """Return the float32 masters of weights; those of modified weights are updated first."""
     found = {p: own.state[p][MASTER] for p in parameters if MASTER in own.state.get(p, {})}
     new = [parameter for parameter in parameters if parameter not in found]
-    # On the host, where kernels cost nothing to start, one by one.
+    # One by one on the host, where kernel launches are cheap.
     for pack in packs(list(found), 0 if on_host(parameters[0]) else PACK):
-        _follow([found[parameter] for parameter in pack], pack)
+        _update_changed_masters([found[parameter] for parameter in pack], pack)
     found |= dict(zip(new, _wide([parameter.detach() for parameter in new]), strict=True))
     return [found[parameter] for parameter in parameters]
 
 
-def _follow(masters: list[Tensor], weights: Sequence[Tensor]) -> None:
-    """Let masters take over what was changed in their weights since."""
-    kept, low = _in_a_row(masters), _in_a_row(weights)
+def _update_changed_masters(masters: list[Tensor], weights: Sequence[Tensor]) -> None:
+    """Update masters whose weights were modified since the last step."""
+    kept, low = _concatenated(masters), _concatenated(weights)
     is_same = kept.to(low.dtype) == low
-    # Only where nobody waits for a device to say it.
+    # Only on the host, since reading the result from a device would synchronize.
     if on_host(is_same) and bool(is_same.all()):
         return
     row = torch.where(is_same, kept, low.float())
@@ -128,13 +128,13 @@ def _follow(masters: list[Tensor], weights: Sequence[Tensor]) -> None:
     )
 
 
-def _in_a_row(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
     rows = [tensor.detach().reshape(-1) for tensor in tensors]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _cast_states(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
-    """Cast what an optimizer keeps of a weight; its count of steps is no such number."""
+    """Cast the optimizer state of a weight between dtypes, except its step counter."""
     for key, value in state.items():
         if key != "step" and isinstance(value, Tensor) and value.dtype == old:
             state[key] = value.to(new)

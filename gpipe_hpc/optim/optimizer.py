@@ -1,4 +1,4 @@
-"""Optimizers from the settings: weight decay on matrices alone, and ranks without parameters."""
+"""Build optimizers from settings: weight decay only on matrices, and empty ranks supported."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -31,13 +31,13 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 def build_optimizer(
     named_parameters: NamedParameters, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return the configured optimizer over this rank's parameters; there may be none.
+    """Return the configured optimizer over this rank's parameters, of which there may be none.
 
-    Weights in 16 bits get float32 masters (`keep_masters`) unless ``config.masters`` is false: then
-    a warning says so. Frozen parameters are left out. Parameters of two or more dimensions decay,
-    biases and norms do not; nor do LARS and LAMB adapt their steps, unless
-    ``config.adapt_vectors``. The groups carry ``param_names``, the global names, in the order
-    given.
+    16-bit weights get float32 masters (`keep_masters`) unless ``config.masters`` is false, which
+    logs a warning. Frozen parameters are left out. Weight decay applies to parameters of two or
+    more dimensions, not to biases and norms; the same holds for the trust ratio of LARS and LAMB,
+    unless ``config.adapt_vectors`` is set. Groups contain ``param_names``, the global names in the
+    given order.
     """
     trained = [(name, each) for name, each in named_parameters if each.requires_grad]
     decayed = [(name, each) for name, each in trained if each.ndim >= 2]
@@ -51,7 +51,7 @@ def build_optimizer(
         if parameters
     ]
     if not groups:
-        # Torch refuses no groups at all, but takes one without parameters: nothing to step.
+        # Torch requires at least one group, but it may be empty.
         groups = [{"params": []}]
     optimizer = _of_kind(groups, config)
     if config.masters:
@@ -59,8 +59,8 @@ def build_optimizer(
     low = next((name for name, each in trained if is_low(each)), None)
     if low is not None:
         log.warning(
-            "optimizer: %s has weights in 16 bits without masters (optimizer.masters=false): steps "
-            "below 1/256 of a weight are lost in bfloat16, and weights stand still at small "
+            "optimizer: %s has 16-bit weights without masters (optimizer.masters=false): in "
+            "bfloat16, changes below 1/256 of a weight are lost, so weights do not change at small "
             "learning rates",
             low,
         )
@@ -91,13 +91,13 @@ def _of_kind(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.opt
             beta1, beta2 = config.betas
             return LAMB(groups, config.lr, betas=(beta1, beta2), eps=config.eps)
     raise ConfigError(
-        f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
+        f"optimizer: unknown kind {type(config).__name__}, not one of conf/optimizer; "
         f"choose optimizer=adamw, sgd, rmsprop, lars or lamb"
     )
 
 
 def _adapted(config: OptimizerConfig, *, is_plain: bool) -> dict[str, bool]:
-    """Return whether steps follow the norms of the group's parameters, where the kind does so."""
+    """Return the adapt option of a group, if the kind of optimizer has one."""
     if not isinstance(config, LARSConfig | LAMBConfig):
         return {}
     return {"adapt": config.adapt_vectors or not is_plain}
@@ -105,7 +105,10 @@ def _adapted(config: OptimizerConfig, *, is_plain: bool) -> dict[str, bool]:
 
 @contextmanager
 def own_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep the groups' options over a load: a run is resumed with the settings it is given."""
+    """Restore the options of parameter groups after the block, which may load a checkpoint.
+
+    A resumed run thus uses its own settings.
+    """
     given = [dict(group) for group in optimizer.param_groups]
     yield
     for group, options in zip(optimizer.param_groups, given, strict=True):
@@ -113,15 +116,15 @@ def own_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def optimizer_memory(config: OptimizerConfig) -> OptimizerMemory:
-    """Return what the optimizer keeps for each parameter, and makes of it in a step."""
+    """Return the memory model of the configured optimizer."""
     states, made, of_all = _numbers_per_parameter(config)
     return OptimizerMemory(states, config.masters, temporaries=made, of_all_on_device=of_all)
 
 
 def _numbers_per_parameter(config: OptimizerConfig) -> tuple[int, int, int | None]:
-    """Return how many numbers stay for each of a parameter, and how many a step makes of one.
+    """Return the numbers of state values and of temporaries per parameter element.
 
-    And, where torch takes all of a device at once, how many of each it makes then.
+    The third number is that of temporaries if torch updates all parameters of a device at once.
     """
     decays = int(config.weight_decay > 0)
     match config:
@@ -131,13 +134,13 @@ def _numbers_per_parameter(config: OptimizerConfig) -> tuple[int, int, int | Non
             return int(config.momentum > 0), decays + config.nesterov, decays
         case RMSPropConfig():
             states = 1 + int(config.momentum > 0) + int(config.centered)
-            # One by one it keeps what it made of a weight until it has that of the next.
+            # In single-tensor mode, temporaries of a weight are freed after the next one's exist.
             return states, decays + 2, decays + 1
         case LARSConfig():
             return int(config.momentum > 0), 1, None
         case LAMBConfig():
             return 2, 2, None
     raise ConfigError(
-        f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
+        f"optimizer: unknown kind {type(config).__name__}, not one of conf/optimizer; "
         f"choose optimizer=adamw, sgd, rmsprop, lars or lamb"
     )

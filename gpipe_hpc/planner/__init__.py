@@ -1,4 +1,4 @@
-"""What layers cost, and how a model is laid out."""
+"""Layer costs, partitioning and planning of pipelines."""
 
 from gpipe_hpc.planner.costs.gauges import Counted, Example, Gauge, LayerTimes, Measured
 from gpipe_hpc.planner.costs.measured import LayerCost, measure_layers

@@ -1,4 +1,4 @@
-"""What would make a step faster: other settings, laid out and simulated for what a run measured."""
+"""Find settings that would make a run's steps faster, by simulating them with measured times."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from gpipe_hpc.schedule import Op, Timeline, mean_costs, mean_forwards, num_stag
 from gpipe_hpc.schedule.families.rerouted import ORDERS
 from gpipe_hpc.schedule.table.placements import copies_in_rows
 
-_LEAST_GAIN: Final = 0.02  # of the time in the pipeline; less is within what runs differ by
-MOST_ACTIONS: Final = 50_000  # of a table: of larger ones nothing is said, as it would take minutes
+_LEAST_GAIN: Final = 0.02  # of the time in the pipeline; smaller gains are within run-to-run noise
+MOST_ACTIONS: Final = 50_000  # larger tables get no advice: simulating them would take minutes
 _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("gpipe", MappingProxyType({})),
     ("one_f_one_b", MappingProxyType({})),
@@ -31,16 +31,17 @@ _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("dualpipe_v", MappingProxyType({})),
 )
 _SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "dualpipe_v"})
-"""Those whose gain is in weight gradients that wait."""
+"""Schedules that gain by splitting the backward and delaying weight gradients."""
 
 
 class Advice(NamedTuple):
-    """Settings as on the command line, and what they bring.
+    """Settings as written on the command line, and the gain expected from them.
 
-    `gain`: the share of the time in the pipeline that they save. `more_bytes`: how much more memory
-    the fullest rank then needs, as planned; less than 0: less; None where not planned. `assumes`:
-    what the simulation takes for granted, if that is much. `without`: settings of the run that are
-    to be left out.
+    Attributes:
+      gain: share of the time in the pipeline that the settings save.
+      more_bytes: additional planned memory of the fullest rank (negative: less); None if unknown.
+      assumes: an assumption of the simulation that the user should know; empty if there is none.
+      without: settings of the run that must be dropped.
     """
 
     settings: str
@@ -50,14 +51,14 @@ class Advice(NamedTuple):
     without: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return it in one line: ``pipeline.schedule=one_f_one_b: -7 %``."""
+        """Return one line: ``pipeline.schedule=one_f_one_b: -7 % of the time in the pipeline``."""
         left_out = f" (without {', '.join(self.without)})" if self.without else ""
         return f"{self.settings}{left_out}: {-100 * self.gain:.0f} % of the time in the pipeline"
 
 
 @dataclass(frozen=True)
 class Known:
-    """A gauge of figures that are there: what layers took in a run, and what was counted."""
+    """A gauge that returns times and counts already known from a run, without measuring."""
 
     layers: Sequence[Layer]
     times: tuple[LayerTimes, ...]
@@ -76,16 +77,21 @@ def advise(
     finer: int | None = None,
     most_actions: int = MOST_ACTIONS,
 ) -> list[Advice]:
-    """Return what would save time on the same ranks, the most first; the training stays the same.
+    """Return settings that would save time on the same ranks, the largest gain first.
 
-    Other orders of the work, another cut, no recomputation, more micro-batches: each by itself,
-    unless some rank then needs more than it may fill, its one of `limits`. One rank alone can only
-    recompute less. `finer`: what pipeline.microbatches would be for twice as many micro-batches;
-    None where there are too few samples. Both the layout that ran and the others are simulated for
-    the gauge's times, with free transfers; what is saved so is told as a share of `measured_s`, the
-    time in the pipeline with transfers and all else. `shares`: how large the micro-batches are;
-    nothing runs for empty ones, and the gauge's times are the mean of the others. Nothing is said
-    of a table of more than `most_actions`; a thousand of them take half a second.
+    The candidates leave the training result unchanged: other schedules, another cut, no
+    recomputation, more micro-batches. Each is tried alone; one that makes a rank exceed its memory
+    limit is dropped. A single rank can only recompute less. The layout of the run and the
+    candidates are simulated with the gauge's times and free transfers.
+
+    Args:
+      measured_s: measured time in the pipeline with transfers; gains are shares of it.
+      shares: relative sizes of the micro-batches. Empty ones do not run; the gauge's times are the
+        mean of the others.
+      limits: bytes that each rank may use.
+      finer: value of pipeline.microbatches that doubles their number; None if there are too few
+        samples.
+      most_actions: largest table that is simulated (a thousand actions take half a second).
     """
     if sum(map(len, layout.schedule.ranks)) > most_actions or request.recompute == "budget":
         return []
@@ -102,18 +108,18 @@ def advise(
             continue  # not for these numbers of ranks, layers and micro-batches
         gain = (before.pipeline_s - after.pipeline_s) / whole_s if whole_s else 0.0
         if _is_by_hand(request) and len(laid_out.partition.counts) != len(layout.partition.counts):
-            settings += f" {_cut_words(laid_out.partition)}"
+            settings += f" {_cut_setting(laid_out.partition)}"
         more_bytes = None if assumes else max(after.held_bytes) - max(before.held_bytes)
         is_too_much = excess_bytes(after.held_bytes, limits) > 0
         if gain >= _LEAST_GAIN and not (is_too_much and more_bytes):
-            left_out = _left_out(request, other)
+            left_out = _dropped_options(request, other)
             found.append(Advice(settings, gain, more_bytes, assumes, left_out))
-    # Of what saves as much to a hundredth, first what needs less memory.
+    # At equal gain (to 1 %), the settings that need less memory come first.
     return sorted(found, key=lambda each: (-round(each.gain, 2), each.more_bytes or 0))
 
 
 class _Trial(NamedTuple):
-    """A layout as simulated, and what each rank is planned to hold."""
+    """The simulated time of a layout, and the planned memory of each rank."""
 
     pipeline_s: float
     held_bytes: list[int]
@@ -145,7 +151,7 @@ _Other = tuple[str, Request, Known, str]
 
 
 def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -> Iterator[_Other]:
-    """Yield settings to try, the request with them, what it is tried on, and what that assumes."""
+    """Yield candidate settings, the request with them, its gauge, and the assumption it makes."""
     kept = layout.partition
     same_cut = replace(request, partition=kept)
     if any(action.op is Op.R for row in layout.schedule.ranks for action in row):
@@ -156,11 +162,11 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
     cut = kept._replace(
         counts=(), costs=took, measure=MEASURED, times=gauge.times, is_open=False, made_on=""
     )
-    anew = cut.cut_anew(len(kept.counts), shared_by(request))
+    recut = cut.cut_anew(len(kept.counts), shared_by(request))
     if is_simulated(request, kept):
-        anew = _laid_out(replace(request, partition=anew._replace(is_open=True)), gauge, anew)
-    if anew.counts != kept.counts:
-        yield _cut_words(anew), replace(request, partition=anew), gauge, ""
+        recut = _laid_out(replace(request, partition=recut._replace(is_open=True)), gauge, recut)
+    if recut.counts != kept.counts:
+        yield _cut_setting(recut), replace(request, partition=recut), gauge, ""
     # A cut by hand is for its number of stages; for another one it would be refused.
     own_cut = cut if _is_by_hand(request) else kept
     if copies_in_rows(layout.schedule.placement) is not None:
@@ -195,7 +201,7 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
 
 
 def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
-    """Yield the other orders of rows with holes, by the schedules that a user names."""
+    """Yield the other orders of a placement with partial replicas, by their schedule names."""
     kept = {name: value for name, value in request.options.items() if name == "stages"}
     for order in ORDERS:
         if request.options.get("order") == order or (request.compile and order in _SPLITTING):
@@ -205,27 +211,27 @@ def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
         yield f"pipeline.schedule={order}", other, gauge, ""
 
 
-def _left_out(request: Request, other: Request) -> tuple[str, ...]:
-    """Return the options of the run's schedule that another one does not take."""
+def _dropped_options(request: Request, other: Request) -> tuple[str, ...]:
+    """Return the options of the run's schedule that the other request does not accept."""
     if other.schedule == request.schedule or other.schedule == "rerouted":
         return ()
     return tuple(f"pipeline.options.{key}" for key in request.options if key not in other.options)
 
 
 def _is_by_hand(request: Request) -> bool:
-    """Say whether the user has given the layers of each stage."""
+    """Return whether the user has set the number of layers of each stage."""
     return not isinstance(request.partition, str | Partition)
 
 
 def _laid_out(request: Request, gauge: Known, otherwise: Partition) -> Partition:
-    """Return the cut that a layout takes; `otherwise`, where there is none."""
+    """Return the cut that laying out the request chooses, or `otherwise` if that fails."""
     try:
         return lay_out(request, gauge).partition
     except GpipeError:
         return otherwise
 
 
-def _cut_words(partition: Partition) -> str:
+def _cut_setting(partition: Partition) -> str:
     return f"pipeline.partition=[{','.join(map(str, partition.counts))}]"
 
 
@@ -235,11 +241,11 @@ def layer_times(
     basis: Sequence[LayerTimes],
     paces: Sequence[float] = (),
 ) -> tuple[LayerTimes, ...]:
-    """Return what each layer took in a measured step; on a slow rank, would have on rank 0.
+    """Return the times of each layer in a measured step, scaled to the speed of rank 0.
 
-    What each op of a stage took is spread over its layers as `basis` says, which may be of any
-    unit: measured alone, or counted; `paces` are those of stages. Halves of a backward that was not
-    split are as in the basis.
+    The time of each op of a stage is divided over its layers in proportion to `basis`, which may
+    have any unit (measured times or FLOPs). `paces` are the slowdowns of the stages. The ratio of
+    input to weight gradients of an unsplit backward comes from `basis`.
     """
     costs = mean_costs(timeline)
     measured = {op: costs.of_compute(op, timeline.num_stages) for op in (Op.B, Op.I, Op.W)}
@@ -254,7 +260,7 @@ def layer_times(
         bare = _spread(bare_s / pace, [each.bare_forward for each in own])
         backward = _spread(took[Op.B] or took[Op.I] + took[Op.W], [each.backward for each in own])
         for each, ahead, alone, back in zip(own, forward, bare, backward, strict=True):
-            # Measured apart, while others had the machine, too: a half may be above the whole.
+            # Both were measured separately under varying load, so a half may exceed the whole.
             share = min(1.0, each.of_input / each.backward) if each.backward else 0.5
             times.append(LayerTimes(ahead, back, share * back, (1 - share) * back, alone))
     return tuple(times)
@@ -263,7 +269,7 @@ def layer_times(
 def _both_forwards(
     kept: float | None, bare: float | None, basis: Sequence[LayerTimes]
 ) -> tuple[float, float]:
-    """Return what forwards of a stage take with and without a graph; what was not seen by basis."""
+    """Return a stage's forward times with and without a graph; `basis` supplies a missing ratio."""
     with_graph, without = sum(each.forward for each in basis), sum(e.bare_forward for e in basis)
     ratio = without / with_graph if with_graph and without else 1.0
     if kept is None and bare is None:
@@ -275,7 +281,7 @@ def _both_forwards(
 
 
 def _spread(total: float, weights: Sequence[float]) -> list[float]:
-    """Share a total out by weights, evenly where they say nothing."""
+    """Divide a total in proportion to the weights, or evenly if all weights are 0."""
     whole = sum(weights)
     if not whole:
         return [total / len(weights) for _ in weights]

@@ -1,4 +1,4 @@
-"""Whether BatchNorm layers can normalise the smallest micro-batch of a run, before it starts."""
+"""Check before a run starts that BatchNorm layers can normalise its smallest micro-batch."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -20,22 +20,23 @@ from gpipe_hpc.planner.costs.trial import forgotten
 
 
 def check_batchnorm(layers: Sequence[Layer], smallest: Callable[[], Any]) -> None:
-    """Raise ModelError, naming layer and shape, if a BatchNorm layer is given one value a channel.
+    """Raise ModelError, naming layer and shape, if a BatchNorm layer would get one value a channel.
 
-    `smallest` reads inputs of the smallest micro-batch; only where the model has such layers. They
-    run on the meta device: where that cannot be, nothing is said before the first step.
+    `smallest` returns the inputs of the smallest micro-batch; it is called only if the model has
+    BatchNorm layers. The layers run on the meta device. If they cannot, nothing is checked here and
+    the first step raises the error instead.
     """
     try:
         modules = {index: meta_layer(layer, index) for index, layer in enumerate(layers)}
     except ModelError:
-        return  # who builds the layer in earnest tells of it
+        return  # building the layer for the run raises the error
     for index, module in modules.items():
         convert_batchnorm(module, f"layers.{index}")
     parts = [part for module in modules.values() for part in module.modules()]
     norms = [part for part in parts if isinstance(part, PooledBatchNorm)]
     refusals: list[ModelError] = []
 
-    def look(norm: nn.Module, args: tuple[Any, ...]) -> None:
+    def check_input(norm: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(norm, PooledBatchNorm), "hooked to those alone"
         try:
             refuse_single_values(norm, *args)
@@ -45,7 +46,7 @@ def check_batchnorm(layers: Sequence[Layer], smallest: Callable[[], Any]) -> Non
 
     for norm in norms:
         if norm.training:
-            norm.register_forward_pre_hook(look)
+            norm.register_forward_pre_hook(check_input)
     if norms:
         inputs = forgotten(smallest())
         with torch.no_grad(), contextlib.suppress(Exception):

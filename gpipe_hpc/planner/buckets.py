@@ -1,4 +1,4 @@
-"""The buckets of each stage of a cut, and how its copies share the state of an optimizer."""
+"""Gradient buckets of each stage, and how the stage's replicas shard the optimizer state."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,10 @@ from gpipe_hpc.schedule import Placement
 def buckets_of(
     request: Request, counts: Sequence[int], placement: Placement, layers: Sequence[Layer]
 ) -> tuple[Buckets, ...]:
-    """Return the buckets of each stage; a stage without another copy has none.
+    """Return the gradient buckets of each stage; stages without replicas have none.
 
-    A tied parameter is in none: it is summed over all that hold it, at the end of a step.
+    Tied parameters are in no bucket: their gradients are all-reduced at the end of the step over
+    all ranks that hold them.
     """
     spans = stage_layers(counts)
     copied = [request.replicas * len(placement.holders(stage)) > 1 for stage in range(len(spans))]
@@ -39,7 +40,7 @@ def buckets_of(
 def sharing_of(
     request: Request, counts: Sequence[int], placement: Placement, layers: Sequence[Layer]
 ) -> Sharing | None:
-    """Return how copies share an optimizer's state on a placement; None: each has all of it."""
+    """Return how replicas shard the optimizer state, or None if each replica keeps all of it."""
     if request.combining.shard == "none":
         return None
     return Sharing.of(

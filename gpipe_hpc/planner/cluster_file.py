@@ -1,4 +1,4 @@
-"""The description of a cluster as a YAML file."""
+"""Read and write the YAML description of a cluster."""
 
 import json
 import math
@@ -14,38 +14,38 @@ from gpipe_hpc.yaml_files import read_yaml
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 _WAY: Final = ("source", "destination")
 _MOST_RANKS: Final = 1_000_000
-_REMEDY: Final = "have it written: python -m gpipe_hpc.preflight preflight.out=links.yaml"
+_REMEDY: Final = "write it with: python -m gpipe_hpc.preflight preflight.out=links.yaml"
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from a file.
+    """Read a cluster description from a YAML file.
 
-        hosts: 1250                   # how many, or a list with the number of ranks of each
+        hosts: 1250                   # number of hosts, or a list with the number of ranks of each
         ranks_per_host: 8             # not with a list
-        names: [node1, node2]         # of the hosts, for people: may be left out
+        names: [node1, node2]         # host names, optional, only for messages
         links:
           within: {latency_s: 3.0e-6, bandwidth_bytes_per_s: 300.0e9}
           between: {latency_s: 8.0e-6, bandwidth_bytes_per_s: 40.0e9}
-          hosts:                      # those whose way to others is another one
+          hosts:                      # hosts whose links to other hosts differ from `between`
             17: {latency_s: 8.0e-6, bandwidth_bytes_per_s: 10.0e9}
-          ranks:                      # single ways from one rank to another
+          ranks:                      # links of single pairs of ranks, one direction each
             - {source: 3, destination: 4, latency_s: 1.0e-3, bandwidth_bytes_per_s: 1.0e9}
-        slow_ranks: {4711: 1.5}       # their compute takes so many times as long
+        slow_ranks: {4711: 1.5}       # rank: factor by which its compute takes longer
 
-    Ranks and hosts count from 0, ranks host by host; see `Cluster` for what the numbers mean.
-    Raises ConfigError, which names the file and the key.
+    Ranks and hosts are numbered from 0, ranks host by host; see `Cluster` for the meaning of the
+    numbers. Raises ConfigError, which names the file and the key.
     """
     try:
         read = read_yaml(path)
     except OSError as error:
         raise ConfigError(
-            f"{path}: not readable, expected the description of a cluster, got {error}; correct "
-            f"the path, or {_REMEDY}"
+            f"{path}: cannot read the description of the cluster: {error}; correct the path, or "
+            f"{_REMEDY}"
         ) from None
     except ValueError as error:
         raise ConfigError(
-            f"{path}: not readable as YAML, expected the description of a cluster, got {error}; "
-            "correct the path or the file"
+            f"{path}: cannot parse the description of the cluster as YAML: {error}; correct the "
+            "path or the file"
         ) from None
     file = _File(path)
     top = file.keys(read, "", {"hosts", "links"}, {"ranks_per_host", "slow_ranks", "names"})
@@ -77,10 +77,10 @@ def read_cluster(path: str | Path) -> Cluster:
 def write_cluster(
     path: str | Path, cluster: Cluster, names: Sequence[str] = (), about: str = ""
 ) -> None:
-    """Write a cluster as `read_cluster` reads it, in the place of what is there.
+    """Write a cluster in the format of `read_cluster`, replacing an existing file.
 
-    `names`: of the hosts. `about`: what stands above it, lines for people. Raises ConfigError where
-    nothing can be written.
+    `names` are host names, `about` is written above as comment lines. Raises ConfigError if the
+    file cannot be written.
     """
     lines = [f"# {line}".rstrip() for line in about.splitlines()]
     lines.append(f"hosts: {list(cluster.hosts)}  # the number of ranks of each")
@@ -109,8 +109,8 @@ def write_cluster(
         os.replace(aside, path)
     except OSError as error:
         raise ConfigError(
-            f"{path}: not writable, expected a file for the description of a cluster, got {error}; "
-            f"{os_remedy(error) or 'look at its folder'}, or choose another"
+            f"{path}: cannot write the description of the cluster: {error}; "
+            f"{os_remedy(error) or 'check its folder'}, or choose another path"
         ) from None
 
 
@@ -120,69 +120,69 @@ def _link_text(link: Link) -> str:
 
 
 def _number_text(number: float) -> str:
-    # YAML 1.1 takes 1e-06 for a text, as it has no point, and inf.
+    # YAML 1.1 reads 1e-06 (no decimal point) and inf as strings.
     return ".inf" if number == math.inf else f"{number:.4e}"
 
 
 class _File:
-    """Reads parts of a file; refuses what is not as it should be, by its key."""
+    """Validating reader of parts of a cluster file; its errors name the key."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
 
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
-        """Raise for one key."""
+        """Raise ConfigError for one key."""
         raise ConfigError(
-            f"{self.path}: {key or 'top'}, expected {expected}, got {got!r:.200}; correct it, or "
-            f"{_REMEDY}"
+            f"{self.path}: {key or 'top level'}, expected {expected}, got {got!r:.200}; "
+            f"correct it, or {_REMEDY}"
         )
 
     def named(self, value: object, key: str) -> Mapping[Any, Any]:
-        """Return what has keys; nothing where it is left out."""
+        """Return a mapping, empty if it is left out."""
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            self.refuse(key, "keys with values", value)
+            self.refuse(key, "a mapping", value)
         return value
 
     def keys(
         self, value: object, key: str, needed: Collection[str], optional: Collection[str] = ()
     ) -> Mapping[str, Any]:
-        """Return what has these keys and no others."""
+        """Return a mapping that has all needed keys and otherwise only optional ones."""
         found = self.named(value, key)
         if not set(needed) <= set(found) <= {*needed, *optional}:
-            also = f", and maybe {', '.join(sorted(optional))}" if optional else ""
+            also = f", optionally {', '.join(sorted(optional))}" if optional else ""
             self.refuse(
                 key, f"the keys {', '.join(sorted(needed))}{also}", ", ".join(map(str, found))
             )
         return found
 
     def number(self, value: object, key: str, least: int) -> int:
-        """Return a whole number."""
+        """Return an integer of at least `least`."""
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(key, f"a whole number from {least} up", value)
+            self.refuse(key, f"an integer of at least {least}", value)
         return value
 
     def amount(self, value: object, key: str) -> float:
-        """Return a number."""
+        """Return a number as a float."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "a number", value)
         return float(value)
 
     def link(self, value: object, key: str) -> Link:
-        """Return a link."""
+        """Parse a link."""
         found = self.keys(value, key, _LINK)
         latency, bandwidth = (self.amount(found[name], f"{key}.{name}") for name in _LINK)
         return Link(latency, bandwidth)
 
     def way(self, value: object, key: str) -> tuple[tuple[int, int], Link]:
-        """Return the link of one way, with its two ranks."""
+        """Parse a link in one direction; return its two ranks and the link."""
         found = self.keys(value, key, (*_LINK, *_WAY))
         source, destination = (self.number(found[name], f"{key}.{name}", least=0) for name in _WAY)
         return (source, destination), self.link({name: found[name] for name in _LINK}, key)
 
     def check_names(self, names: object, num_hosts: int) -> None:
-        """Refuse what are no names of so many hosts."""
+        """Check that names, if given, are a list with one name per host."""
         if names is None:
             return
         if not isinstance(names, list) or len(names) != num_hosts:
@@ -193,7 +193,7 @@ class _File:
         hosts = top["hosts"]
         if isinstance(hosts, list):
             if "ranks_per_host" in top:
-                self.refuse("ranks_per_host", "none beside a list of hosts", top["ranks_per_host"])
+                self.refuse("ranks_per_host", "none with a list of hosts", top["ranks_per_host"])
             counts = [self.number(ranks, "hosts", least=1) for ranks in hosts]
             self.check_size(sum(counts))
             return tuple(counts)
@@ -203,6 +203,6 @@ class _File:
         return (each,) * number
 
     def check_size(self, num_ranks: int) -> None:
-        """Refuse more ranks than are planned for."""
+        """Check that the number of ranks is within the limit of the planner."""
         if num_ranks > _MOST_RANKS:
-            self.refuse("hosts", f"at most {_MOST_RANKS:,} ranks in all", num_ranks)
+            self.refuse("hosts", f"at most {_MOST_RANKS:,} ranks in total", num_ranks)

@@ -1,4 +1,4 @@
-"""What all ranks of a world decide together: how fast each is, how many stages, and the layout."""
+"""Decisions that all ranks of a world share: slowdowns of ranks, number of stages, layout."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: float) -> Request:
-    """Return the request with paces measured and stages chosen, where it leaves these open.
+    """Return the request with slowdowns measured and stages chosen, if it leaves them open.
 
-    Every rank calls it; all return the same, except that rank 0 alone learns of the paces of all.
-    `timeout_s`: how long a rank may do nothing while rank 0 chooses.
+    Collective: every rank calls it and gets the same result, except that only rank 0 knows the
+    slowdowns of all ranks. `timeout_s`: how long a rank may wait while rank 0 chooses.
     """
     if request.paces == MEASURED_PACES:
         request = _with_measured_paces(request, world)
@@ -37,41 +37,41 @@ def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: f
 
 
 def decide_layout(request: Request, site: MeshGroups, gauge: Gauge, timeout_s: float) -> Layout:
-    """Return the layout that rank 0 decides on, which alone measures and needs an example.
+    """Return the layout that rank 0 computes; only rank 0 measures and needs an example.
 
-    Every rank calls it. Rank 0 has the tables of all ranks, the others their own rows.
+    Collective. Rank 0 has the tables of all ranks, the others only their own rows.
     """
     world = site.world
 
     def measure() -> Callable[[], Layout]:
         return partial(_laid_out, replace(request, partition=cut(request, gauge)), gauge)
 
-    # Layers are measured on the thread that will run them: another one has other memory
-    # (arenas of glibc) and other settings of torch. Both this and a search may take long.
+    # Layers are measured on the thread that will run them: another one has other malloc arenas
+    # and torch settings. Both this and a search may take long.
     search = patiently_here(world, "start", measure if world.rank == 0 else None, idle_s=timeout_s)
     if world.rank == 0 and request.schedule == "auto":
-        log.info("searching an order of the work ...")
+        log.info("searching for a schedule ...")
     decided = patiently(world, "laying out", search)
     with together(world, "start"):
         layout = hand_out(
             decided, world.rank, site.mesh, site.everybody, site.pipeline, site.of_place
         )
     if world.rank == 0:
-        anew = _cut_anew_text(request.partition, layout.partition)
-        said = rows_text(layout.schedule.placement), anew, layout.searched, layout.budget
-        for text in filter(None, said):
+        recut_text = _recut_text(request.partition, layout.partition)
+        texts = rows_text(layout.schedule.placement), recut_text, layout.searched, layout.budget
+        for text in filter(None, texts):
             log.info("%s", text)
     return layout
 
 
 def _laid_out(request: Request, gauge: Gauge) -> Layout:
-    """Lay out, and say what another order would bring to pipelines with holes."""
+    """Lay out the request, and describe the gain of a splitting schedule for partial replicas."""
     layout = lay_out(request, gauge)
     return replace(layout, searched=layout.searched or gain_of_splitting(request, layout, gauge))
 
 
-def _cut_anew_text(before: object, now: Partition) -> str:
-    """Return what is said of a cut that was made before for another number of ranks; else ''."""
+def _recut_text(before: object, now: Partition) -> str:
+    """Describe how an earlier cut was adapted to another number of ranks; empty if it was not."""
     if not isinstance(before, Partition) or before.costs != now.costs:
         return ""
     if before.num_ranks == now.num_ranks:
@@ -82,15 +82,15 @@ def _cut_anew_text(before: object, now: Partition) -> str:
     )
     layers, are_now = (", ".join(map(str, each.counts)) for each in (before, now))
     return (
-        f"partition: the cut into {layers} layers was made for {made_for}; for {ranks} the same "
-        f"costs of layers are cut again, into {are_now}; nothing is measured again"
+        f"partition: the cut into {layers} layers was made for {made_for}; for {ranks} the model "
+        f"is cut into {are_now} layers by the same layer costs, without measuring again"
     )
 
 
 def _with_measured_paces(request: Request, world: World) -> Request:
-    """Return the request with how slow each rank of the world is, on rank 0; all have measured.
+    """Return the request with the measured slowdown of each rank, on rank 0; all ranks measure.
 
-    Paces of a checkpoint's cut are kept where they are confirmed.
+    Slowdowns stored with a checkpoint's cut are kept if the measurement agrees with them.
     """
     if world.size == 1:
         return replace(request, paces=None)
@@ -98,7 +98,7 @@ def _with_measured_paces(request: Request, world: World) -> Request:
     has_holes = num_rows(world.size, stages, request.replicas) is not None
     with together(world, "measuring how fast ranks are"):
         if request.stages != FIT and not has_holes:
-            Mesh.fit(world.size, stages, request.replicas)  # refuses what cannot be
+            Mesh.fit(world.size, stages, request.replicas)  # raises if it is impossible
         own = seconds_of_work(world.device, request.precision)
         times = world.everybody.gather_object(own, root=0)
         found: Sequence[float] = ()
@@ -110,7 +110,10 @@ def _with_measured_paces(request: Request, world: World) -> Request:
 
 
 def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
-    """Return the paces of the cut that a request brings along, if those measured confirm them."""
+    """Return the slowdowns stored with the request's cut if the measured ones agree with them.
+
+    Otherwise return the measured ones.
+    """
     measured, before = request.paces, request.partition
     assert measured is not None and not isinstance(measured, str), "they were measured"
     if not isinstance(before, Partition) or not before.rank_paces or request.stages == FIT:
@@ -120,15 +123,15 @@ def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
     if now is not None and confirms(now, before.rank_paces):
         return before.rank_paces
     log.warning(
-        "paces: ranks are not as fast, one compared with another, as when the cut was made (%s); "
-        "the model is cut again",
+        "paces: the relative speeds of ranks have changed since the cut was made (%s); the model "
+        "is cut again",
         paces_text(before.rank_paces),
     )
     return measured
 
 
 def _with_fitting_stages(request: Request, world: World, gauge: Gauge, timeout_s: float) -> Request:
-    """Return a request for the stages that rank 0 finds best for the ranks there are."""
+    """Return the request with the number of stages that rank 0 finds best for the ranks."""
 
     def choose() -> tuple[int, str]:
         found = fit_stages(request, world.size, gauge)

@@ -1,4 +1,4 @@
-"""Choose the stages for the ranks that came: the fastest layout that fits into memory."""
+"""Choose the number of stages for the available ranks: the fastest layout that fits in memory."""
 
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -16,13 +16,13 @@ from gpipe_hpc.schedule import canonical_schedule, simulate
 from gpipe_hpc.units import bytes_text
 
 FIT: Final = "fit"
-"""In the place of a number of stages: as many as are best for the ranks that came."""
+"""Value of `stages` that requests the best number for the available ranks."""
 
-_WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
+_WORTH_MORE_STAGES: Final = 0.99  # more stages must save at least 1 % of the time
 
 
 class Fit(NamedTuple):
-    """How many stages are best, the request for them, and why, in words."""
+    """The best number of stages, the request for it, and the reason in words."""
 
     stages: int
     request: Request
@@ -30,9 +30,11 @@ class Fit(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """What a layout of so many stages takes and holds; `nbytes` None where nobody asks.
+    """Simulated time and memory of a layout with a number of stages.
 
-    `excess`: the bytes that the rank has too many which lacks most.
+    Attributes:
+      nbytes: memory of the fullest rank; None without memory limits.
+      excess: largest number of bytes by which a rank exceeds its limit.
     """
 
     stages: int
@@ -43,14 +45,14 @@ class _Tried(NamedTuple):
 
 
 def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
-    """Choose the stages, and how many pipelines of them, for so many ranks.
+    """Choose the number of stages and of replicas for a number of ranks.
 
-    The micro-batches of all pipelines stay replicas x microbatches of the request, so whatever
-    ranks come, each micro-batch is the same. Tried are numbers of stages from 1 up: whole replicas
-    where these divide ranks and micro-batches, else one pipeline with holes. The fastest, simulated
-    for what the gauge says without transfers and sums of gradients, is chosen among those that keep
-    within `memory_bytes`; if none does, that which needs least. Raises ConfigError where no number
-    of stages works.
+    The total number of micro-batches stays replicas x microbatches of the request, so each
+    micro-batch is the same for any number of ranks. Candidates are numbers of stages from 1 up:
+    whole replicas if they divide ranks and micro-batches, else one pipeline with partial replicas.
+    Of those within the memory limits, the fastest is chosen, simulated with the gauge's times and
+    free communication; if none is within them, the one that exceeds them least. Raises ConfigError
+    if no number of stages works.
     """
     _refuse_what_knows_the_stages(request, num_ranks)
     tried: list[_Tried] = []
@@ -64,8 +66,8 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
             unpinned += [stages] * (not holds(pins, len(gauge.layers), stages))
     if not tried:
         raise ConfigError(
-            f"pipeline.stages: none fits {num_ranks} ranks with these settings, expected one at "
-            f"least, got: {refusal}; give a number of stages, or change what it names"
+            f"pipeline.stages: no number of stages works for {num_ranks} ranks with these "
+            f"settings: {refusal}; set pipeline.stages, or change the setting named here"
         ) from refusal
     best = tried[0]
     for each in tried[1:]:
@@ -74,7 +76,7 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
             best = each
     text = _text(best, tried, num_ranks)
     if unpinned:
-        text += f"; {', '.join(map(str, unpinned))} cannot hold pipeline.pins"
+        text += f"; {', '.join(map(str, unpinned))} cannot satisfy pipeline.pins"
     return Fit(best.stages, best.request, text)
 
 
@@ -83,26 +85,26 @@ def _refuse_what_knows_the_stages(request: Request, num_ranks: int) -> None:
         value = getattr(request, name)
         if isinstance(value, list | tuple) and len(value) != num_ranks:
             raise ConfigError(
-                f"pipeline.{name}: expected a value for each of the {num_ranks} ranks where the "
-                f"stages are to be found (pipeline.stages=fit), got {list(value)}; give as many, "
-                f"or set pipeline.stages"
+                f"pipeline.{name}: with pipeline.stages=fit it needs one value for each of the "
+                f"{num_ranks} ranks, got {list(value)}; correct it, or set pipeline.stages to a "
+                f"number"
             )
     if not isinstance(request.partition, str | Partition):
         raise ConfigError(
-            f"pipeline.partition: expected a policy where the stages are to be found "
-            f"(pipeline.stages=fit), got {list(request.partition)}, which has "
-            f"{len(request.partition)}; set pipeline.stages, or pipeline.partition=time"
+            f"pipeline.partition: with pipeline.stages=fit it must be a policy, got "
+            f"{list(request.partition)} for {len(request.partition)} stages; set pipeline.stages "
+            f"to a number, or pipeline.partition=time"
         )
     if not isinstance(request.schedule, str):
         raise ConfigError(
-            f"pipeline.stages: expected a number for a table of your own, got fit; give "
+            f"pipeline.stages: fit does not work with a schedule table of your own; set it to "
             f"{request.schedule.num_ranks}"
         )
 
 
 def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:
     asked = on_stages(request, num_ranks, stages)
-    # A search for each would take minutes; what it brings is alike for all of them.
+    # Searching for each number would take minutes, and its gain is similar for all.
     stand_in = asked
     if canonical_schedule(str(asked.schedule)) == "auto":
         options = {n: o for n, o in asked.options.items() if n == "stages"}
@@ -129,7 +131,7 @@ def _held(layout: Layout, request: Request, gauge: Gauge) -> list[int]:
 
 
 def on_stages(request: Request, num_ranks: int, stages: int) -> Request:
-    """Return the request for so many stages on all ranks, with the same micro-batches in all."""
+    """Return the request for a number of stages on all ranks, keeping the total micro-batches."""
     total = request.replicas * request.microbatches
     rows = num_ranks // stages
     if num_ranks % stages == 0 and total % rows == 0:
@@ -138,19 +140,19 @@ def on_stages(request: Request, num_ranks: int, stages: int) -> Request:
 
 
 def _text(best: _Tried, tried: list[_Tried], num_ranks: int) -> str:
-    """Say in one line what was chosen, and why."""
+    """Describe the chosen number of stages and the reason in one line."""
     numbers = ", ".join(str(each.stages) for each in tried)
     rows = f"{best.request.replicas} replica{'s' * (best.request.replicas > 1)}"
     if best.request.stages != best.stages:
         rows = "pipelines with holes"
-    why = f"the fastest, simulated, of {numbers}"
+    why = f"the fastest of {numbers} in simulation"
     limits = memory_limits(best.request)
     if limits is not None:
         most = limits_text(limits)
         over = [str(each.stages) for each in tried if each.excess]
         held = "" if best.nbytes is None else f" with {bytes_text(best.nbytes)} on the fullest rank"
         if best.excess:
-            why = f"none of {numbers} fits {most}; this one needs least"
+            why = f"none of {numbers} fits in {most}; this one needs the least memory"
         elif over:
             why += f" (with {', '.join(over)} a rank needs more than {most})"
         why += held

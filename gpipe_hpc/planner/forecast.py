@@ -1,4 +1,4 @@
-"""From counted layers, a cut and a schedule to what each rank holds, sends and waits for."""
+"""Forecast the memory, sent bytes and simulated time of each rank from counts, cut and schedule."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,23 +27,27 @@ from gpipe_hpc.schedule.costs import shares_of_each
 from gpipe_hpc.schedule.table.actions import SENDS
 
 NEIGHBOUR_STATES: Final = 4
-"""Two generations of a rank's state and of a neighbour's; on one host there are its own alone."""
+"""In-memory checkpoints per rank: two of its own state and two of its neighbour's."""
 
 Recomputed = Sequence[Collection[int]]
-"""For each stage the layers, by their index, that its R runs again."""
+"""For each stage, the indices of the layers that its R actions recompute."""
 
 
 @dataclass(frozen=True)
 class RankStates:
-    """What a rank holds all the time, in bytes, and the stages that it is for.
+    """Memory that a rank holds permanently, in bytes, and its stages.
 
-    `cast_bytes`: copies of weights in a lower precision, made once a step for all micro-batches.
-    `workspace_bytes`: what the stage that takes most takes while it runs; see `stage_workspace`.
-    `process_bytes`: what it takes beside tensors of the memory that these lie in, 0 where nobody
-    measured that.
-    `update_bytes`: what the optimizer holds while its step runs, when no activations are there.
-    `saving_bytes`: buffers on the host for what is saved, which `lies_apart` from a device's own
-    memory. `neighbour_bytes`: copies of states, in memory-backed files of the host.
+    Attributes:
+      cast_bytes: low-precision copies of weights, made once per step for all micro-batches.
+      workspace_bytes: temporary memory of the stage that needs most while it runs; see
+        `stage_workspace`.
+      process_bytes: memory besides tensors, of the kind in which tensors are stored; 0 if not
+        measured.
+      update_bytes: temporary memory of the optimizer step, when no activations are alive.
+      saving_bytes: host buffers for checkpoints, which a CPU rank has in the same memory as
+        tensors.
+      neighbour_bytes: in-memory checkpoints, in memory-backed files of the host.
+      lies_apart: whether tensors are in device memory, so that saving_bytes do not count there.
     """
 
     stages: tuple[int, ...]
@@ -61,26 +65,27 @@ class RankStates:
 
     @property
     def lasting_bytes(self) -> int:
-        """Return the sum of weights, their casts, gradients, optimizer, process and saving."""
+        """Return the bytes of weights, casts, gradients, optimizer state, process and saving."""
         weights = self.weight_bytes + self.cast_bytes
         saving = 0 if self.lies_apart else self.saving_bytes
         return weights + self.gradient_bytes + self.optimizer_bytes + self.process_bytes + saving
 
     @property
     def total_bytes(self) -> int:
-        """Return what there has to be room for beside activations."""
+        """Return the bytes needed besides activations."""
         return self.lasting_bytes + self.workspace_bytes
 
     def with_activations(self, activation_bytes: int) -> int:
-        """Return what it holds at its fullest, in the step or in the optimizer's update."""
+        """Return the peak bytes, in the step or in the optimizer step."""
         return self.lasting_bytes + max(self.workspace_bytes + activation_bytes, self.update_bytes)
 
 
 @dataclass(frozen=True)
 class RankForecast(RankStates):
-    """What one rank holds at its fullest, and sends to other ranks in a step; bytes.
+    """Peak memory of one rank, and the bytes it sends in a step.
 
-    `offloaded_bytes`: what an accelerator has copied to the host at most, which is no part of it.
+    `offloaded_bytes`: most bytes that an accelerator has offloaded to the host at once, not
+    included.
     """
 
     activation_bytes: int
@@ -89,21 +94,21 @@ class RankForecast(RankStates):
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of all that it holds, in the step or in the optimizer's update."""
+        """Return the peak bytes, in the step or in the optimizer step."""
         return self.with_activations(self.activation_bytes)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step of one replica, as counted and simulated; times in units of one FLOP.
+    """Counted and simulated step of one replica; times are in FLOPs.
 
-    `paces`: how many times as long each rank takes.
+    `paces`: slowdown of each rank.
     """
 
     stages: tuple[StageCount, ...]
     ranks: tuple[RankForecast, ...]
     timeline: Timeline
-    step_flops: int  # of all ranks, recomputation included
+    step_flops: int  # of all ranks, including recomputation
     num_empty: int = 0  # micro-batches without a sample
     paces: tuple[float, ...] = ()
 
@@ -123,14 +128,16 @@ def forecast(
     sharing: Sharing | None = None,
     paces: Sequence[float] = (),
 ) -> Forecast:
-    """Forecast one step of a model cut into stages of `counts` layers under a lowered schedule.
+    """Forecast one step of a model under a lowered schedule; communication takes no time.
 
-    `optimizer_states` is what the optimizer keeps for each trained parameter;
-    `recomputed` what an R runs again, all layers of its stage if None; `shares` how large each
-    micro-batch is, if not all are as large as the counted one (see `microbatch_shares`): work and
-    activations go with the samples; `sharing` how the optimizer's state is divided over copies,
-    None if each has it whole; `paces` how many times as long each rank takes. Transfers and the
-    reduction over replicas take no time.
+    Args:
+      counts: number of layers of each stage.
+      optimizer_states: number of values the optimizer keeps per parameter, or its memory model.
+      recomputed: layers that R recomputes; None for all layers of a stage.
+      shares: relative sizes of micro-batches if not all are as large as the counted one (see
+        `microbatch_shares`). Work and activations are proportional to samples.
+      sharing: how replicas shard the optimizer state; None if each keeps all of it.
+      paces: slowdown of each rank.
     """
     stages = count_stages(model, counts)
     costs = replace(flop_costs(stages, recomputed), shares=shares, paces=dict(enumerate(paces)))
@@ -148,7 +155,7 @@ def forecast(
 
 
 def _sum_of_work(timeline: Timeline, costs: Costs) -> float:
-    """Return what all ranks compute, whatever time each takes for it."""
+    """Return the total work of all ranks, independent of their speeds."""
     paces = costs.of_paces(len(timeline.busy))
     return sum(busy / pace for busy, pace in zip(timeline.busy, paces, strict=True))
 
@@ -162,10 +169,7 @@ def rank_forecasts(
     shares: Sequence[float] = (),
     sharing: Sharing | None = None,
 ) -> tuple[RankForecast, ...]:
-    """Return what each rank holds at its fullest and sends, as `forecast` does.
-
-    Each row of the table is looked at by itself: nothing is simulated.
-    """
+    """Return peak memory and sent bytes of each rank as `forecast` does, without simulating."""
     memory = replace(activation_memory(stages, recomputed), shares=shares)
     each = shares_of_each(shares, schedule.num_microbatches)
     peaks = zip(peak_memory(schedule, memory), peak_copies(schedule, memory), strict=True)
@@ -188,7 +192,7 @@ def held_bytes(
     recomputed: Recomputed | None = None,
     sharing: Sharing | None = None,
 ) -> list[int]:
-    """Return what each rank holds at its fullest, as `forecast` does, without timing a step."""
+    """Return the peak memory of each rank as `forecast` does, without simulating a step."""
     stages = count_stages(model, counts)
     peaks = peak_memory(schedule, activation_memory(stages, recomputed))
     states = partial(rank_states, model, stages, schedule.placement)
@@ -199,7 +203,7 @@ def held_bytes(
 
 
 class Least(NamedTuple):
-    """What a rank holds all the time, and what one micro-batch takes beside it; bytes."""
+    """Bytes that a rank holds permanently, and the activations of one micro-batch."""
 
     lasting_bytes: int
     activation_bytes: int
@@ -217,9 +221,9 @@ def least_bytes(
     optimizer_states: int | OptimizerMemory,
     sharing: Sharing | None = None,
 ) -> list[Least]:
-    """Return for each rank what it holds in any order, whatever is recomputed or offloaded.
+    """Return a lower bound of each rank's memory for any schedule, recomputation and offload.
 
-    A backward has the activations of its stage for one micro-batch, kept or made again.
+    A backward needs the activations of its stage for one micro-batch, kept or recomputed.
     """
     stages = count_stages(model, counts)
     each = [min(stage.activation_bytes, stage.lives(stage.layers).full) for stage in stages]
@@ -233,7 +237,7 @@ def least_bytes(
 
 
 def activation_memory(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Memory:
-    """Return what each stage keeps of a micro-batch, ahead of an R and without one."""
+    """Return the activation bytes of each stage per micro-batch, before and after recomputation."""
     if recomputed is None:
         recomputed = [stage.layers for stage in stages]
     lives = [stage.lives(own) for stage, own in zip(stages, recomputed, strict=True)]
@@ -245,7 +249,7 @@ def activation_memory(stages: Sequence[StageCount], recomputed: Recomputed | Non
 
 
 def flop_costs(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Costs:
-    """Return the FLOPs of each op of a stage as its time, and the bytes of each transfer."""
+    """Return the FLOPs of each op of each stage as its time, and the bytes of each transfer."""
     forward = [stage.forward_flops for stage in stages]
     again = forward
     if recomputed is not None:
@@ -266,7 +270,7 @@ def flop_costs(stages: Sequence[StageCount], recomputed: Recomputed | None = Non
 
 
 def _sum_sent(row: Sequence[Action], stages: Sequence[StageCount], shares: Sequence[float]) -> int:
-    """Return the bytes that the actions of a rank send, for micro-batches of these shares."""
+    """Return the bytes that a rank's actions send, for relative micro-batch sizes `shares`."""
     sends = ((action, action.microbatch) for action in row if action.op in SENDS)
     return round(
         sum(
@@ -278,7 +282,7 @@ def _sum_sent(row: Sequence[Action], stages: Sequence[StageCount], shares: Seque
 
 
 def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
-    """Return the bytes of tensors that an action sends to another rank: 0 if it sends nothing."""
+    """Return the bytes of tensors that an action sends to another rank; 0 if it sends nothing."""
     stage, peer = stages[action.stage], action.peer
     if action.op is Op.SEND_F:
         return sum((stage.output if peer is None else stage.sent[peer]).tensors)
@@ -290,7 +294,7 @@ def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
 def lasting_bytes(
     model: ModelCount, layers: Iterable[int], optimizer_states: int | OptimizerMemory
 ) -> int:
-    """Return what a rank of some layers holds all the time: as `RankStates.lasting_bytes`."""
+    """Return the permanent memory of a rank with some layers, as `RankStates.lasting_bytes`."""
     weights = model.weights(layers)
     held = sum(weight.nbytes + weight.cast_bytes for weight in weights)
     gradients = sum(weight.nbytes for weight in weights if weight.is_trained)
@@ -309,9 +313,9 @@ def rank_states(
     optimizer_states: int | OptimizerMemory,
     sharing: Sharing | None = None,
 ) -> RankStates:
-    """Return what a rank holds all the time; weights tied among its stages once.
+    """Return the permanent memory of a rank; weights tied among its stages count once.
 
-    Of states that are divided, as much as the rank of any replica that holds most.
+    With sharded states it is that of the replica's rank that holds most.
     """
     held = placement.stages_of(rank)
     weights = model.weights(i for stage in held for i in stages[stage].layers)

@@ -1,4 +1,4 @@
-"""What is foreseen of a run before its first step, on rank 0: memory, and FLOPs of a step."""
+"""Forecast of a run's memory and FLOPs before its first step, on rank 0."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,12 +24,13 @@ log = logging.getLogger("gpipe_hpc.train")
 
 @dataclass(frozen=True)
 class Foresight:
-    """Counted for the micro-batches of the first batch.
+    """Forecast for the micro-batches of the first batch.
 
-    `ranks`: what each rank of a replica will hold at its fullest, without its process.
-    `model_flops`: of a step of all replicas, recomputation not counted. `known`: the layers,
-    without any weights, and their FLOPs.
-    `shares`: how large the micro-batches of the fullest replica are, see `microbatch_shares`.
+    Attributes:
+      ranks: peak memory of each rank of a replica, without its process.
+      model_flops: FLOPs of a step of all replicas, without recomputation.
+      known: layers without weights, and their FLOPs.
+      shares: relative micro-batch sizes of the replica with most samples, see `microbatch_shares`.
     """
 
     ranks: tuple[RankForecast, ...]
@@ -38,7 +39,7 @@ class Foresight:
     shares: tuple[float, ...] = ()
 
     def layers(self) -> list[dict[str, Any]]:
-        """Return the name, kind, parameters and FLOPs of each layer, as summary.json has them."""
+        """Return name, kind, parameters and FLOPs of each layer, for summary.json."""
         return [
             {
                 "name": count.name,
@@ -53,7 +54,7 @@ class Foresight:
     def advice(
         self, pipe: Pipeline, measured: Timeline, finer: int | None, most_actions: int
     ) -> list[Advice]:
-        """Return what would make a measured step faster; see `advise`."""
+        """Return settings that would make a measured step faster; see `advise`."""
         cut = pipe.partition
         basis = cut.times or self.known.times
         known = replace(self.known, times=layer_times(measured, cut.counts, basis, cut.stage_paces))
@@ -79,9 +80,9 @@ def _kind(layer: Layer) -> str:
 
 
 def shares_of(pipe: Pipeline, num_samples: int) -> tuple[float, ...]:
-    """Return how large the micro-batches of one replica are, of so many samples in all.
+    """Return the relative micro-batch sizes of the first replica that has the most micro-batches.
 
-    Of the first that has the most micro-batches.
+    `num_samples`: size of the global batch.
     """
     portions = pipe.layout.portions
     return microbatch_shares(num_samples, portions.total, portions.of(portions.fullest))
@@ -94,11 +95,11 @@ def foresee(
     example: Callable[[], tuple[Nest, Nest] | None],
     num_samples: int,
 ) -> Foresight | None:
-    """Count the model on one micro-batch, the `example`; None where it cannot be counted.
+    """Count the model on the example micro-batch; return None if it cannot be counted.
 
-    `num_samples`: of the global batch, of which the example is one of the largest micro-batches.
-    That is no reason to refuse a run: why is told in the log. Raises ModelError where a layer does
-    not take what it is given, as the first step would have shown.
+    The reason for None is logged and does not stop the run. `num_samples` is the size of the global
+    batch; the example is one of its largest micro-batches. Raises ModelError if a layer does not
+    accept its input, as the first step would.
     """
     try:
         given = example()
@@ -106,12 +107,12 @@ def foresee(
             return None
         request, counts = pipe.request, pipe.partition.counts
         shares = shares_of(pipe, num_samples)
-        # Those that come built would be kept with all their weights.
+        # Copies without values, because built modules would be kept with all their weights.
         light = meta_copies(normalise_layers(layers))
         on = Example(*given, loss_fn, request.seed, pipe.world.device)
         counted = Counted(light, on, request.precision, shares_casts=not request.offload)
         stages = count_stages(counted.count, counts)
-        # Not simulated: that takes minutes for hundreds of ranks, and no time is told of here.
+        # Not simulated: that takes minutes for hundreds of ranks, and times are not needed here.
         ranks = rank_forecasts(
             counted.count,
             stages,
@@ -128,7 +129,7 @@ def foresee(
         return Foresight(ranks, flops, known, shares)
     except Exception as error:
         if isinstance(error, ModelError) and is_shape_mistake(error.__cause__):
-            raise ModelError(f"model and data do not fit together: {error}") from error
+            raise ModelError(f"model and data do not match: {error}") from error
         log.info("memory was not planned because layers could not be counted: %s", error)
-        log.debug("where it happened", exc_info=True)
+        log.debug("traceback of the failed count", exc_info=True)
         return None

@@ -1,4 +1,4 @@
-"""From rank 0, which has laid out, to all others: what all know, and to each rank its rows."""
+"""Distribute the layout from rank 0: common facts to all ranks, table rows to their rank."""
 
 from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.comm.world.mesh import Mesh
@@ -14,12 +14,12 @@ def hand_out(
     pipeline: Gathering,
     of_place: Gathering,
 ) -> Layout:
-    """Return the layout that rank 0 has `decided` on; the same call on every rank.
+    """Return the layout that rank 0 has `decided` on; collective over all ranks.
 
-    Rank 0 keeps all of it, the others have their own rows of its tables. Those of one position are
-    the same in all replicas: rank 0 deals them within the first `pipeline`, each of its ranks then
-    tells the same position of the others, `of_place`. Raises ScheduleError if other rows came than
-    were sent.
+    Rank 0 keeps the complete layout, others get their own rows of its tables. Ranks at the same
+    position of different replicas have the same rows: rank 0 scatters them within the first
+    `pipeline`, whose ranks broadcast them to the same position of other replicas (`of_place`).
+    Raises ScheduleError if the received rows differ from the sent ones.
     """
     layout: Layout = everybody.broadcast_object(decided and decided.without_rows(), root=0)
     own = mesh.stage_rank_of(rank)

@@ -1,4 +1,4 @@
-"""Decide how a model is laid out: cut, table and recomputation."""
+"""Decide the layout of a model: partition, schedule tables and recomputation."""
 
 import hashlib
 from collections.abc import Sequence
@@ -33,15 +33,19 @@ from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
 
 @dataclass(frozen=True)
 class Layout:
-    """All that is decided before a run: plain data, made once, on rank 0, which keeps all of it.
+    """All decisions made before a run, as plain data, computed once on rank 0.
 
-    Every other rank gets it with its own rows of the tables alone, see `hand_out`.
+    Other ranks receive it with only their own rows of the tables, see `hand_out`.
 
-    `partition` is the cut; placement, order of the work and what is offloaded stand in `tables`.
-    `recomputed`: the layers of each stage that an ``R`` runs again, by their index; None for all.
-    Both are those of the replica with the most micro-batches, and `others` those of replicas with
-    fewer. `portions`: how many each of the replicas has. `shard`: as in `Outer`. `searched` and
-    `budget` say in words what was compared and chosen; they decide nothing.
+    Attributes:
+      partition: the cut of layers into stages.
+      tables: placement, order of actions and offloading.
+      recomputed: indices of the layers of each stage that ``R`` recomputes; None for all.
+      portions: number of micro-batches of each replica. Partition, tables and `recomputed` are
+        those of the replica with most.
+      others: layouts of replicas with fewer micro-batches.
+      shard: as in `Outer`.
+      searched, budget: descriptions of the search and of the recomputation, for messages only.
     """
 
     partition: Partition
@@ -55,7 +59,7 @@ class Layout:
 
     @property
     def sharing(self) -> Sharing | None:
-        """Return how the optimizer's state is divided over copies; None: each has all of it."""
+        """Return how replicas shard the optimizer state, or None if each keeps all of it."""
         return Sharing.of(self.shard, self.portions.num_replicas, self.tables.buckets)
 
     @property
@@ -65,26 +69,26 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Return how many such pipelines run side by side."""
+        """Return the number of replicas."""
         return self.portions.num_replicas
 
     def of(self, replica: int) -> "Layout":
-        """Return the layout of one replica: its own tables, and what it recomputes."""
+        """Return the layout of one replica, with its own tables and recomputation."""
         count = len(self.portions.of(replica))
         return next(e for e in (self, *self.others) if e.schedule.num_microbatches == count)
 
     def rows(self, rank: int) -> list[Row]:
-        """Return the rows of a rank: of its tables, and of those of replicas with fewer."""
+        """Return the rows of a rank: of these tables, and of those in `others`."""
         own = [table.rows[rank] for table in self.tables.schedules]
         return own + [row for each in self.others for row in each.rows(rank)]
 
     def without_rows(self) -> "Layout":
-        """Return the same with no rank's rows, whose digests stay."""
+        """Return a copy without the rows of any rank, but with their digests."""
         tables = self.tables.with_schedules([*map(without_rows, self.tables.schedules)])
         return replace(self, tables=tables, others=tuple(e.without_rows() for e in self.others))
 
     def with_rows(self, rank: int, rows: Sequence[Row]) -> "Layout":
-        """Return one without rows with those of a rank; ScheduleError if they are not the same."""
+        """Return a copy with the rows of a rank; raise ScheduleError if their digests differ."""
         left = iter(rows)
         layouts = [
             replace(
@@ -98,7 +102,7 @@ class Layout:
         return replace(layouts[0], others=tuple(layouts[1:]))
 
     def digest(self) -> str:
-        """Return a hash of all that decides a run, the same in every process."""
+        """Return a hash of everything that affects the run, equal in every process."""
         again = [sorted(layers) for layers in self.recomputed or ()]
         runs_all = self.recomputed is None
         tables = [digest(table) for table in self.tables.schedules], self.tables.buckets
@@ -108,10 +112,10 @@ class Layout:
 
 
 def lay_out(request: Request, gauge: Gauge) -> Layout:
-    """Lay out what is asked for, on `request.stages` ranks, by what a gauge says of the layers.
+    """Lay out a request on `request.stages` ranks, using the layer costs of a gauge.
 
-    The same request and the same figures give the same layout, whoever asks. Raises ConfigError,
-    ModelError, PartitionError or ScheduleError for what cannot work.
+    Deterministic: equal requests and costs give equal layouts. Raises ConfigError, ModelError,
+    PartitionError or ScheduleError for impossible requests.
     """
     portions = request.portions
     if not portions.are_equal:
@@ -125,45 +129,44 @@ def lay_out(request: Request, gauge: Gauge) -> Layout:
 
 
 def _refuse_unequal(request: Request) -> None:
-    """Refuse what replicas with unequal numbers of micro-batches cannot do."""
+    """Raise ConfigError for settings that do not allow unequal numbers of micro-batches."""
     if request.normalise_over_replicas:
         raise ConfigError(
-            f"outer.weights: expected equal ones where BatchNorm normalises a micro-batch together "
-            f"with those of the other replicas, got {list(request.combining.weights or ())}; use "
-            f"normalise_over_replicas=false, or no weights"
+            f"outer.weights: normalise_over_replicas needs equal weights, because BatchNorm pools "
+            f"the micro-batches of all replicas; got {list(request.combining.weights or ())}; set "
+            f"normalise_over_replicas=false, or leave the weights out"
         )
     if compares_placements(request):
         raise ConfigError(
-            "outer.weights: expected one placement for all replicas, got schedule 'auto' with "
-            "placement 'best', which chooses one for a number of micro-batches; choose a "
-            "placement by name, or no weights"
+            "outer.weights: all replicas need one placement, but schedule 'auto' with placement "
+            "'best' chooses it by the number of micro-batches; set a placement by name, or leave "
+            "the weights out"
         )
 
 
 def _fewer(request: Request, most: Layout, microbatches: int, gauge: Gauge) -> Layout:
-    """Lay out the replicas with fewer micro-batches: the same cut on the same ranks."""
+    """Lay out the replicas with fewer micro-batches, with the same cut on the same ranks."""
     asked = replace(request.of_one(microbatches), partition=most.partition)
     try:
         found = _one(asked, gauge)
     except (ConfigError, ScheduleError) as error:
         raise type(error)(
-            f"outer.weights: expected a table of {microbatches} micro-batch(es), which some "
-            f"replicas are to run, got: {error}; use other weights, or more micro-batches"
+            f"outer.weights: the schedule does not work with {microbatches} micro-batch(es), which "
+            f"some replicas get: {error}; use other weights, or more micro-batches"
         ) from error
     for stage in range(most.schedule.num_stages):
         held, holds = (each.schedule.placement.holders(stage) for each in (most, found))
         if held != holds:
             raise ScheduleError(
-                f"outer.weights: schedule {found.schedule.name!r}: expected stage {stage} on the "
-                f"same ranks in every replica, got {list(held)} with "
-                f"{most.schedule.num_microbatches} micro-batches and {list(holds)} with "
-                f"{microbatches}; use another schedule, or no weights"
+                f"outer.weights: schedule {found.schedule.name!r} places stage {stage} on ranks "
+                f"{list(held)} with {most.schedule.num_microbatches} micro-batches, but on "
+                f"{list(holds)} with {microbatches}; use another schedule, or leave the weights out"
             )
     return found
 
 
 def _one(request: Request, gauge: Gauge) -> Layout:
-    """Lay out one replica with `request.microbatches`."""
+    """Lay out one replica with `request.microbatches` micro-batches."""
     partition, table, budget, searched = order(request, cut(request, gauge), gauge)
     for stage in range(table.num_stages):
         request.combining.check_copies(request.replicas * len(table.placement.holders(stage)))
@@ -188,11 +191,11 @@ def _one(request: Request, gauge: Gauge) -> Layout:
 
 
 def lay_out_compute(request: Request, gauge: Gauge) -> Order:
-    """Lay out one replica as `lay_out` does, but for communication and its checks.
+    """Lay out one replica as `lay_out` does, but without communication and its checks.
 
-    What a rank of the table computes, recomputes and offloads, and so holds, is what a rank of the
-    whole lay-out does. For those who compare many lay-outs, and run few. Raises what `lay_out`
-    raises for what cannot work, except what the checks of communication find.
+    A rank computes, recomputes, offloads and holds the same as in the complete layout. For
+    comparing many layouts of which few are run. Raises the errors of `lay_out`, except those of
+    communication.
     """
     found = order(request, cut(request, gauge), gauge)
     skips = long_skips(skip_routes(find_skips(gauge.layers), found.partition.counts))
@@ -201,19 +204,18 @@ def lay_out_compute(request: Request, gauge: Gauge) -> Order:
 
 
 def cut(request: Request, gauge: Gauge) -> Partition:
-    """Make the cut of a layout, the only part for which a gauge may run layers.
+    """Compute the partition of a layout, the only part for which a gauge may run layers.
 
-    A request for that cut (`partition=`), or for the layout's own, gives the same layout. Raises
-    what `lay_out` raises.
+    A request with this partition gives the same layout. Raises the errors of `lay_out`.
     """
     request = request.of_one(request.portions.most)
     given, pins = request.partition, read_pins(request.pins, gauge.layers)
     if compares_placements(request) and isinstance(given, Partition) and given.times:
-        # Of whichever placement was the best: its times are what counts.
+        # Made for the best placement then; only its times are used.
         return given._replace(pins=pins)
     stages, ranks, paces = stages_of(request), shared_by(request), paces_of(request)
     if isinstance(given, Partition) and given.made_on not in ("", place_name(request)):
-        # Of a schedule whose ranks hold other stages: as fast a cut is looked for on this one.
+        # Made for a schedule with another placement: search for a fast cut for this one.
         now = given._replace(paces=paces.stages, rank_paces=paces.ranks, pins=pins, is_open=True)
         return now.cut_anew(stages, ranks)
     return choose_partition(given, stages, gauge, ranks, paces, pins)

@@ -1,4 +1,4 @@
-"""From timed ways between ranks to what links them, kind by kind, and which links are slow."""
+"""Classify timed links between ranks by kind, and find the slow ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from gpipe_hpc.schedule import Cluster, Link
 WITHIN: Final = "within a host"
 BETWEEN: Final = "between hosts"
 _ORDER: Final = tuple((where, what) for what in (CHANNELS, SUMS) for where in (WITHIN, BETWEEN))
-_SLOWER: Final = 3.0  # times the median of its kind: no two ways are the same, on a busy host least
+_SLOWER: Final = 3.0  # multiple of the median of its kind; busy hosts make timings vary
 _LEAST_S: Final = 100e-6
-"""By so much more than the median a latency counts: less is the work of the operating system."""
+"""Smaller excesses of latency over the median are attributed to the operating system."""
 
 Key = tuple[str, str]
-"""Where ways lead, and what they carry."""
+"""Whether links are within or between hosts, and the kind of traffic they carry."""
 
 
 class Kind(NamedTuple):
-    """The ways of one kind: how many, and the median of each of their numbers."""
+    """All timed links of one kind: their number, and median latency and bandwidth."""
 
     name: str
     num_ways: int
@@ -30,34 +30,34 @@ class Kind(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """Return what links two ranks of this kind."""
+        """Return the median link."""
         return Link(self.latency_s, self.bytes_per_s)
 
     def is_slow(self, way: Way) -> bool:
-        """Say whether one of the ways is far slower than most."""
+        """Return whether a timed link is much slower than the median."""
         is_late = way.latency_s > max(_SLOWER * self.latency_s, self.latency_s + _LEAST_S)
         return is_late or way.bytes_per_s < self.bytes_per_s / _SLOWER
 
     def is_far(self, way: Way) -> bool:
-        """Say whether a way is far slower or far faster."""
+        """Return whether a timed link is much slower or much faster than the median."""
         is_early = way.latency_s < min(self.latency_s / _SLOWER, self.latency_s - _LEAST_S)
         return self.is_slow(way) or is_early or way.bytes_per_s > self.bytes_per_s * _SLOWER
 
 
 @dataclass(frozen=True)
 class Links:
-    """Ways that were timed, among ranks on these hosts; `hosts`: that of each rank, by any name."""
+    """Timed links between ranks; `hosts` has the name of each rank's host."""
 
     hosts: Sequence[str]
     ways: Sequence[Way]
 
     def kind_of(self, way: Way) -> Key:
-        """Return whether a way leads from host to host, and what it carries."""
+        """Return whether a link is within a host or between hosts, and what it carries."""
         is_within = self.hosts[way.source] == self.hosts[way.destination]
         return (WITHIN if is_within else BETWEEN), way.carries
 
     def kinds(self) -> dict[Key, Kind]:
-        """Return the kinds of which there are ways."""
+        """Return the kinds with timed links."""
         of_kind: dict[Key, list[Way]] = {}
         for way in self.ways:
             of_kind.setdefault(self.kind_of(way), []).append(way)
@@ -72,24 +72,25 @@ class Links:
         }
 
     def slow(self) -> list[Way]:
-        """Return the ways that are far slower than most of their kind."""
+        """Return the links that are much slower than most of their kind."""
         kinds = self.kinds()
         return [way for way in self.ways if kinds[self.kind_of(way)].is_slow(way)]
 
     def blocks(self) -> list[list[int]]:
-        """Return the ranks host by host; a host whose ranks do not follow one another is several.
+        """Return runs of consecutive ranks on one host, as `Cluster` numbers its hosts.
 
-        `Cluster` numbers ranks so.
+        A host whose ranks are not consecutive appears as several blocks.
         """
         ranks = range(len(self.hosts))
         return [list(block) for _, block in groupby(ranks, key=lambda rank: self.hosts[rank])]
 
     def cluster(self, paces: Mapping[int, float]) -> Cluster | None:
-        """Return the cluster that a planner takes; None where no way was timed.
+        """Return the cluster description for the planner, or None if no link was timed.
 
-        `paces`: of slow ranks, see `Cluster`. Links within and between hosts have the medians of
-        boundaries, or of sums where none goes there; a way that is far from that has what was
-        timed, and so have those between ranks of a host that is several.
+        `paces`: slowdowns of slow ranks, see `Cluster`. Links within and between hosts get the
+        median of stage-boundary transfers, or of all-reduces if there are none. Links far from the
+        median are listed individually, as are those between the blocks of a host that appears as
+        several.
         """
         kinds = self.kinds()
         if not kinds:

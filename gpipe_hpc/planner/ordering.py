@@ -1,4 +1,4 @@
-"""The order of the work on a cut: a schedule known by name, or one that is searched."""
+"""Order the actions on a cut by a named schedule or by a search."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,10 +32,11 @@ from gpipe_hpc.units import bytes_text, flops_text
 
 
 class Order(NamedTuple):
-    """A cut and a table without communication for it.
+    """A cut, and a schedule table for it without communication.
 
-    `budget`: what is recomputed, where that was chosen by memory; the table then has its R.
-    `searched` says in words what was compared.
+    Attributes:
+      budget: the recomputation chosen by memory, if requested; the table then has its R actions.
+      searched: description of the search, for messages.
     """
 
     partition: Partition
@@ -45,10 +46,10 @@ class Order(NamedTuple):
 
 
 def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
-    """Order the work of a cut as a request asks for; `auto` searches, within the memory if given.
+    """Order the work of a cut as requested; `auto` searches, within the memory limits if given.
 
-    Where some rank has too little memory for the cut, and another cut gives each enough, that is
-    taken. Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    If some rank lacks memory with this cut and another cut fits, that one is used. Raises
+    ConfigError, ModelError, PartitionError or ScheduleError for impossible requests.
     """
     if compares_placements(request):
         return _best_placement(request, partition, gauge)
@@ -56,7 +57,7 @@ def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
         return _on_cut(request, partition, gauge)
     try:
         found = _on_cut(request, partition, gauge)
-    except PartitionError:  # with no recomputation that a budget may choose
+    except PartitionError:  # no recomputation fits
         roomier = roomier_cut(request, partition, _thrifty(request), gauge)
         if roomier is None:
             raise
@@ -68,28 +69,29 @@ def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
 
 
 def _thrifty(request: Request) -> Schedule:
-    """Return the table asked for, and in the place of one to be searched that which keeps least."""
+    """Return the requested table, or for a search the one that keeps the fewest micro-batches."""
     if request.schedule != "auto":
         return table_of(request)
     return build("one_f_one_b", ranks=ranks_of(request), microbatches=request.microbatches)
 
 
 def _on_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
-    """Order the work of a cut, or of a faster one where that is open."""
+    """Order the work of a cut, or of a faster cut if the given one is open."""
     found = _on_this_cut(request, partition, gauge)
     return _settled(request, found, gauge, partial(_on_this_cut, request, gauge=gauge))
 
 
-_MOST_SIMULATED: Final = 100_000  # actions of tables, in the search of a cut: half a second
+_MOST_SIMULATED: Final = 100_000  # simulated actions in the search for a cut: half a second
 
 
 def _settled(
     request: Request, found: Order, gauge: Gauge, order_of: Callable[[Partition], Order]
 ) -> Order:
-    """Return the order on the fastest cut that is found for its table, where its cut is open.
+    """Return the order on the fastest cut found for its table, if the cut is open.
 
-    That cut is for ranks that hold several stages, simulated with free transfers. `order_of` orders
-    the work of a cut; a cut that fits into memory stays where the faster one does not.
+    The search applies if ranks hold several stages; cuts are simulated with free transfers.
+    `order_of` orders the work of a cut. A cut that fits in memory is not replaced by a faster one
+    that does not.
     """
     before = found.partition
     table = found.table
@@ -110,7 +112,7 @@ def _settled(
         return settled
     try:
         other = order_of(faster._replace(is_open=False, made_on=place_name(request)))
-    except PartitionError:  # with no recomputation that a budget may choose
+    except PartitionError:  # no recomputation fits
         return settled
     if memory_limits(request) is not None and request.recompute != "budget":
         lacks = lacks_memory(request, faster, other.table, gauge)
@@ -120,12 +122,12 @@ def _settled(
 
 
 def is_simulated(request: Request, kept: Partition) -> bool:
-    """Say whether a cut was, or may be, chosen by simulating: one for other costs may be, too."""
+    """Return whether a cut was or may be chosen by simulation, so that a new one may be too."""
     return request.partition == SIMULATED or bool(kept.made_on)
 
 
 def place_name(request: Request) -> str:
-    """Return what tells on which ranks the stages are: the schedule, its options, and the ranks."""
+    """Return a string that identifies the placement: schedule, its options, number of ranks."""
     name = request.schedule if isinstance(request.schedule, str) else request.schedule.name
     options = {n: o for n, o in request.options.items() if isinstance(o, str | int | float)}
     return " ".join(
@@ -134,14 +136,14 @@ def place_name(request: Request) -> str:
 
 
 def _smaller(request: Request, table: Schedule) -> Schedule:
-    """Return a table, or where it is large the same of fewer micro-batches, to compare cuts by."""
+    """Return a table for comparing cuts: the same one, or one with fewer micro-batches if large."""
     fewer = 4 * table.num_ranks
     is_large = table.num_actions > _MOST_SIMULATED // 50 and table.num_microbatches > fewer
     if not is_large or request.schedule == "auto" or not isinstance(request.schedule, str):
         return table
     try:
         bare = table_of(replace(request, microbatches=fewer))
-    except (ConfigError, ScheduleError):  # it goes with some numbers of micro-batches alone
+    except (ConfigError, ScheduleError):  # works only with some numbers of micro-batches
         return table
     if bare.placement.num_stages != table.placement.num_stages:
         return table
@@ -157,14 +159,14 @@ def _on_this_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
 
 
 def compares_placements(request: Request) -> bool:
-    """Say whether the best of several placements is asked for."""
+    """Return whether the request asks for the best of several placements."""
     return request.schedule == "auto" and request.options.get("placement") == "best"
 
 
 def stages_of(request: Request) -> int:
-    """Return into how many stages a model is cut at first; refuse what cannot be built."""
+    """Return the number of stages of the first cut; raise for impossible requests."""
     if request.schedule != "auto":
-        return table_of(request).num_stages  # refuses what cannot be built before layers are run
+        return table_of(request).num_stages  # raises for impossible tables before running layers
     if compares_placements(request):
         return ranks_of(request)
     size = {"ranks": ranks_of(request), "microbatches": request.microbatches}
@@ -172,9 +174,9 @@ def stages_of(request: Request) -> int:
 
 
 def paces_of(request: Request) -> Paces:
-    """Return how slow ranks are, and their stages; ConfigError for what cannot be told so.
+    """Return the slowdowns of ranks and stages; raise ConfigError for invalid values.
 
-    Where placements are compared, for that with one stage a rank.
+    If placements are compared, those of the placement with one stage per rank.
     """
     paces = given_paces(request)
     if paces is None:
@@ -187,7 +189,7 @@ def paces_of(request: Request) -> Paces:
 
 
 def _paces_on(placement: Placement, paces: tuple[float, ...]) -> Paces:
-    """Return how slow ranks and the stages on them are; a stage is as slow as its slowest rank."""
+    """Return the slowdowns of ranks and stages; a stage is as slow as its slowest rank."""
     stages = (placement.holders(stage) for stage in range(placement.num_stages))
     return Paces(tuple(max(paces[rank] for rank in held) for held in stages), paces)
 
@@ -201,16 +203,16 @@ def _placement_of(request: Request) -> Placement:
 
 
 def shared_by(request: Request) -> int | None:
-    """Return how many ranks share the stages where these are in rows; None where they are not.
+    """Return how many ranks share the stages if these are in rows, or None if they are not.
 
-    The cut says how many hold each stage, unless the request does.
+    Then the cut determines the number of ranks of each stage, unless the request does.
     """
     is_in_rows = request.schedule == "rerouted" or request.options.get("placement") == "rerouted"
     return ranks_of(request) if is_in_rows and "copies" not in request.options else None
 
 
 def _copies(request: Request, partition: Partition) -> dict[str, Any]:
-    """Return which ranks hold each stage of a cut, as options of schedules in rows."""
+    """Return schedule options with the number of ranks of each stage, for schedules in rows."""
     if shared_by(request) is None:
         return {}
     copies = partition._replace(num_ranks=shared_by(request)).copies
@@ -220,7 +222,7 @@ def _copies(request: Request, partition: Partition) -> dict[str, Any]:
 
 
 def table_of(request: Request, **more: Any) -> Schedule:
-    """Return the bare table that is asked for; `more`: what `build` takes, options come first."""
+    """Build the requested table; `more` are keywords of `build`, overridden by the options."""
     return table_asked_for(
         request.schedule,
         ranks=ranks_of(request),
@@ -236,7 +238,7 @@ def ranks_of(request: Request) -> int:
 
 
 def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
-    """Search an order for what layers take, or for equal stages where that is not known."""
+    """Search a schedule for the layer times, or for equal stages if they are unknown."""
     request = _with_costs(request, partition)
     costs = _copies(request, partition)
     if request.memory_bytes is None:
@@ -248,10 +250,10 @@ def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
 
 
 def _with_costs(request: Request, partition: Partition) -> Request:
-    """Return the request with costs for the search: what layers take, and how slow ranks are.
+    """Return the request with costs for the search: layer times and slowdowns.
 
-    Costs of the user's own stay; as long as all ranks are as fast and nobody has asked a gauge, the
-    search counts stages as equal.
+    Costs set by the user are kept. Without a gauge and with equal ranks, the search assumes equal
+    stages.
     """
     paces, own = dict(enumerate(partition.rank_paces)), request.options.get("costs")
     if own is None:
@@ -268,7 +270,7 @@ def _with_costs(request: Request, partition: Partition) -> Request:
 def _within(
     request: Request, recompute: str, partition: Partition, gauge: Gauge, placement: Placement
 ) -> Within:
-    """Return what ranks may hold on a placement beside weights, gradients and optimizer."""
+    """Return the memory that ranks may use for activations on a placement."""
     model = gauge.count
     stages = count_stages(model, partition.counts)
     limits = memory_limits(request)
@@ -288,9 +290,9 @@ def _within(
 def _searched_with_budget(
     request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
 ) -> Order:
-    """Search orders that keep less and less, recompute what each must; return the fastest.
+    """Search schedules that keep ever fewer micro-batches, with recomputation; return the fastest.
 
-    Raises PartitionError, that of the order which keeps least, where none fits.
+    If none fits, raises the PartitionError of the one that keeps the fewest.
     """
     best: tuple[float, Order] | None = None
     refusal: PartitionError | None = None
@@ -312,9 +314,9 @@ def _searched_with_budget(
 def _thriftier(
     request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
 ) -> Iterator[Schedule]:
-    """Yield bare tables: the fastest that fits if nothing is recomputed, or if everything is.
+    """Yield tables: the fastest that fits without recomputation, and with recomputation of all.
 
-    Then those that keep no more than two pipelines full, and one; of equal ones the first.
+    Then those that keep at most twice and once the number of stages alive, without duplicates.
     """
     seen: list[Schedule] = []
     each = len(partition.counts)
@@ -337,20 +339,20 @@ def _thriftier(
 
 
 def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
-    """Choose what an order recomputes, if that is asked for."""
+    """Choose the recomputation of an order if the request has recompute=budget."""
     if request.recompute != "budget":
         return found
     table = found.table
     if table.is_lowered or recomputes(table):
         raise ScheduleError(
-            f"schedule {table.name!r}: recompute 'budget' places recomputation itself, expected a "
-            f"bare table without R, got one with it or a lowered one; leave its R out"
+            f"schedule {table.name!r}: recompute 'budget' adds recomputation itself, but the table "
+            f"already has R actions or is lowered; pass a table without R and communication"
         )
     limits = memory_limits(request)
     if limits is None:
         raise ConfigError(
-            "recompute: 'budget' fits layers into memory, expected memory_bytes, got none; give "
-            "the bytes that a rank may fill"
+            "recompute: 'budget' needs pipeline.memory_bytes, which is not set; set it to the "
+            "bytes that each rank may use"
         )
     budget = choose_recompute(
         gauge.count,
@@ -366,9 +368,9 @@ def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
 
 
 def _time_of(found: Order, gauge: Gauge) -> float:
-    """Return how long an order takes, simulated, what it recomputes included.
+    """Return the simulated time of an order, including recomputation.
 
-    In seconds where layers were measured, else in FLOPs.
+    In seconds if layers were measured, else in FLOPs.
     """
     partition = found.partition
     recomputed = None if found.budget is None else found.budget.recomputed
@@ -379,20 +381,23 @@ def _time_of(found: Order, gauge: Gauge) -> float:
     return simulate(found.table, costs).makespan
 
 
-# What `placement=best` tries: a name of `auto`, and the stages of a rank.
+# Placements compared by `placement=best`: a placement name of `auto`, and stages per rank.
 _PLACEMENTS: Final = (("one_each", 1), ("wave", 2), ("looped", 2))
-_WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
+_WORTH_MORE_STAGES: Final = 0.99  # more stages must save at least 1 % of the time
 
 
 class _Tried(NamedTuple):
-    """What an order on a placement takes, and what each rank holds; None: it cannot be counted."""
+    """Simulated time of an order on a placement, and memory of each rank (None if unknown)."""
 
     order: Order
     time: float
     held: list[int] | None
 
     def beats(self, other: "_Tried", limits: Sequence[float] | None) -> bool:
-        """Say whether it is worth more stages: it fits, or it is faster, or lacks less."""
+        """Return whether it is better than one with fewer stages.
+
+        It is if it fits or exceeds the limits less, or, if both fit, if it is faster.
+        """
         if limits is not None and self.held is not None and other.held is not None:
             lacks, other_lacks = (excess_bytes(each.held or (), limits) for each in (self, other))
             if lacks or other_lacks:
@@ -401,16 +406,16 @@ class _Tried(NamedTuple):
 
 
 def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
-    """Search an order on several placements for what layers take; return the best, simulated.
+    """Search a schedule on several placements and return the best by simulation.
 
-    The best is the fastest of those that fit into the memory, or else the one that needs least.
+    The best is the fastest of those that fit in memory, or else the one that exceeds it least.
     """
     ranks = ranks_of(request)
     if not given.times or "costs" in request.options:
         raise ConfigError(
-            f"schedule 'auto': placement 'best' compares placements for measured layers, expected "
-            f"partition 'time' and no costs, got {'costs' if given.times else 'another'}; correct "
-            f"that, or choose a placement by name"
+            f"schedule 'auto': placement 'best' compares placements by measured layer times, but "
+            f"{'costs are set' if given.times else 'the partition has none'}; use partition 'time' "
+            f"without costs, or set a placement by name"
         )
     limits = memory_limits(request)
     best: _Tried | None = None
@@ -424,7 +429,7 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             Ends.where(given.pins, len(given.costs), ranks * each)
         except PartitionError as error:
             refusal = refusal or error
-            lines.append(f"{head}: its stages cannot hold pipeline.pins")
+            lines.append(f"{head}: its stages cannot satisfy pipeline.pins")
             continue
         try:
             tried = _placed(request, given, gauge, placement, each)
@@ -432,7 +437,7 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             refusal = refusal or error
             lines.append(f"{head}: nothing fits")
             continue
-        # Counted, the time of a step is that of so many FLOPs: fewer than all ranks have together.
+        # With counted layers the step time is in FLOPs of one rank.
         amount = f"{tried.time:.3f} s"
         if not given.is_measured:
             amount = f"as long as {flops_text(tried.time)} of one rank"
@@ -447,9 +452,9 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
 
 
 def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, each: int) -> _Tried:
-    """Return the order that `auto` finds on a placement, how long it takes, and what it holds.
+    """Return the order that `auto` finds on a placement, its time, and its memory.
 
-    The cut is made anew, for ranks as slow as they are.
+    The model is cut again for this placement and the slowdowns of ranks.
     """
     ranks, paces = ranks_of(request), given_paces(request)
     where = place(placement, ranks, request.microbatches, each)
@@ -457,7 +462,7 @@ def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, ea
     partition = given._replace(paces=stages, rank_paces=of_ranks).cut_anew(ranks * each)
     options = {**request.options, "placement": placement, "stages_per_rank": each}
     limit = options.get("limit")
-    if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
+    if limit is not None:  # counted per rank, so scaled by its number of stages
         options["limit"] = [x * each for x in limit] if isinstance(limit, list) else limit * each
     asked = replace(request, schedule_options=options)
     found = _searched(asked, partition, gauge)

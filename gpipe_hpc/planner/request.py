@@ -1,4 +1,4 @@
-"""What a user asks for: everything that decides how a run is laid out and what it computes."""
+"""Everything that decides the layout of a run and its results, as requested by the user."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,22 +14,22 @@ from gpipe_hpc.settings import Outer, PipelineConfig, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a pipeline by name, except the number of replicas.
+    """Settings of a pipeline by name, except the number of replicas.
 
-    `Pipeline` says what each one means. A field here is a keyword of `Pipeline`, and a setting of
-    the same name in the sections `pipeline` and `train` of the configuration becomes that field.
+    `Pipeline` documents each one. Each field is a keyword of `Pipeline`; a setting of the same name
+    in the sections `pipeline` and `train` of the configuration sets that field.
     """
 
     stages: int | str | None = PipelineConfig.stages
     microbatches: int = 1
-    """Micro-batches into which a replica cuts its share of the batch."""
+    """Number of micro-batches into which a replica divides its share of the batch."""
     schedule: str | Schedule = PipelineConfig.schedule
     schedule_options: Mapping[str, Any] | None = None
     """Options of the schedule by name (pipeline.options on the command line)."""
     recompute: str = PipelineConfig.recompute
     memory_bytes: float | str | Sequence[float | str] | None = PipelineConfig.memory_bytes
     optimizer_states: int | OptimizerMemory = 2
-    """Numbers that the optimizer keeps per parameter, for forecasts of memory."""
+    """Number of values the optimizer keeps per parameter, for memory forecasts."""
     offload: bool = PipelineConfig.offload
     partition: str | Sequence[int] | Partition = "parameters"
     pins: Mapping[int | str, int] | None = None
@@ -48,38 +48,38 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Settings):
-    """What is asked for on ranks whose number is known, and so that of the replicas."""
+    """Settings for a known number of ranks, and so of replicas."""
 
     replicas: int = 1
 
     @property
     def kept_states(self) -> OptimizerMemory:
-        """Return what is kept for each trained parameter beside it and its gradient."""
+        """Return the memory model of the optimizer, with gradient copies and replicas filled in."""
         states = OptimizerMemory.of(self.optimizer_states)
         num_gradients = int(self.noise_over == "microbatches")
         return states._replace(gradient_copies=num_gradients, replicas=self.replicas)
 
     @property
     def combining(self) -> Outer:
-        """Return how replicas combine their gradients, once the settings are made of it."""
+        """Return how replicas combine their gradients; requires normalised settings."""
         assert isinstance(self.outer, Outer), f"settings not made yet: {self.outer}"
         return self.outer
 
     @property
     def portions(self) -> MicrobatchSplit:
-        """Return how the micro-batches are divided over replicas; ConfigError if they do not."""
+        """Return the split of micro-batches over replicas; raise ConfigError for an invalid one."""
         return MicrobatchSplit.divide(self.microbatches, self.replicas, self.combining.weights)
 
     def of_one(self, microbatches: int) -> "Request":
-        """Return the same request for replicas that all have so many micro-batches."""
+        """Return the request with equal replicas of `microbatches` micro-batches."""
         alike = replace(self.combining, weights=None)
         return replace(self, microbatches=microbatches, outer=alike)
 
     def on(self, num_ranks: int) -> "Request":
-        """Return what is asked for on so many ranks: with holes, one pipeline of all of them.
+        """Return the request for a number of ranks; with partial replicas, one pipeline of all.
 
-        The same request where stages x replicas are the ranks, or cannot be made so. Raises
-        ConfigError for what pipelines with holes cannot do.
+        Returns the same request if the ranks are stages x replicas, or cannot be divided. Raises
+        ConfigError for settings that do not support partial replicas.
         """
         assert not isinstance(self.stages, str), "the stages are known by now"
         rows = num_rows(num_ranks, self.stages, self.replicas)
@@ -88,9 +88,9 @@ class Request(Settings):
         return self.in_rows(num_ranks, self.stages, rows * self.microbatches)
 
     def in_rows(self, num_ranks: int, stages: int, microbatches: int) -> "Request":
-        """Return the request for one pipeline of all ranks, in rows of so many stages.
+        """Return the request for one pipeline of all ranks, in rows of `stages` ranks.
 
-        Raises ConfigError for what that cannot do.
+        Raises ConfigError for settings that do not support it.
         """
         rows = one_table(num_ranks, stages, microbatches, self.schedule, self.options)
         asked = {
@@ -111,13 +111,13 @@ class Request(Settings):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the schedule's own keywords."""
+        """Return the options of the schedule."""
         return dict(self.schedule_options or {})
 
     def facts(self) -> dict[str, object]:
-        """Return what must be the same on every rank, by name.
+        """Return the values that must be equal on every rank, by name.
 
-        A cut that was made before, and paces that were measured, are for rank 0 alone to know.
+        An existing Partition and measured slowdowns are left out, as only rank 0 knows them.
         """
         found = {each.name: getattr(self, each.name) for each in fields(Request)}
         if isinstance(self.schedule, Schedule):

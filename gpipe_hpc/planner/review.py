@@ -1,4 +1,4 @@
-"""Another look at the cut, once some steps have run: is there a better one for what layers took?"""
+"""Review the cut after some steps: is there a better one for the measured times?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,17 +18,20 @@ from gpipe_hpc.planner.request import Request
 from gpipe_hpc.planner.stages import count_stages
 from gpipe_hpc.schedule import simulate
 
-LEAST_GAIN: Final = 0.1  # of the simulated step; less is within what steps differ by
-MOST_OFF: Final = 0.2  # of what was planned for a stage; more is told
-MOST_ACTIONS: Final = 5_000  # of a table: all ranks wait while it is looked at
+LEAST_GAIN: Final = 0.1  # of the simulated step; smaller gains are within step-to-step noise
+MOST_OFF: Final = 0.2  # of a stage's planned time; larger deviations are reported
+MOST_ACTIONS: Final = 5_000  # larger tables are not reviewed, because all ranks wait meanwhile
 
 
 class Review(NamedTuple):
-    """A better cut, and what speaks for it.
+    """A better cut, and the reason for it.
 
-    `gain`: the share of the simulated step that it saves; `counted_gain`: what the cut by counted
-    FLOPs would, less than 0 if it is slower, None if it does not fit. `layer`: the one whose share
-    of the measured time is furthest above its share of the FLOPs, `times_counted` that many times.
+    Attributes:
+      gain: share of the simulated step time that it saves.
+      counted_gain: the same for the cut by counted FLOPs; negative if slower, None if it does not
+        fit.
+      layer: the layer whose share of measured time exceeds its share of FLOPs most.
+      times_counted: ratio of the two shares.
     """
 
     counts: tuple[int, ...]
@@ -38,16 +41,17 @@ class Review(NamedTuple):
     times_counted: float
 
     def text(self) -> str:
-        """Return it as a warning: what was seen, the gain, and the settings to paste."""
+        """Format as a warning: observation, gain, and the settings to copy."""
         cut = ",".join(map(str, self.counts))
         by_flops = "does not fit"
         if self.counted_gain is not None:
             by_flops = f"{100 * abs(self.counted_gain):.0f} % {_than(self.counted_gain)}"
         return (
-            f"partition: layers take other times than the cut was made for: layers.{self.layer} "
-            f"{self.times_counted:.1f} times its share of the counted FLOPs. Expected of a better "
-            f"cut, simulated for the measured times: a step {100 * self.gain:.0f} % shorter (the "
-            f"cut by counted FLOPs: {by_flops}); start the next run with pipeline.partition=[{cut}]"
+            f"partition: layer times differ from those the cut was made for: layers.{self.layer} "
+            f"takes {self.times_counted:.1f} times its share of the counted FLOPs. In simulation "
+            f"with the measured times, a better cut makes a step {100 * self.gain:.0f} % shorter "
+            f"(the cut by counted FLOPs: {by_flops}); start the next run with "
+            f"pipeline.partition=[{cut}]"
         )
 
 
@@ -58,11 +62,11 @@ def _than(gain: float) -> str:
 def review(
     request: Request, layout: Layout, gauge: Known, counted: Sequence[LayerTimes]
 ) -> Review | None:
-    """Return a cut that is better for the gauge's times than the layout's; None if none is much.
+    """Return a cut that is much better for the gauge's times than the layout's, or None.
 
-    `counted` are the same layers by FLOPs. Both cuts are laid out as asked, within the memory where
-    that is given, and simulated with free transfers. Nothing is said of a cut that does not fit,
-    of one rank alone, nor of tables that would take long.
+    Both cuts are laid out as requested, within the memory limits, and simulated with free
+    transfers. `counted` are the FLOPs of the same layers. Returns None for a single rank, for large
+    tables, and for cuts that do not fit.
     """
     kept, schedule = layout.partition, layout.schedule
     if schedule.num_ranks == 1 or schedule.num_actions > MOST_ACTIONS:
@@ -97,7 +101,7 @@ def _cut(costs: Sequence[float], kept: Partition, request: Request) -> tuple[int
 
 
 class _Tried(NamedTuple):
-    """A cut as it was laid out, and its simulated step."""
+    """A cut as it was laid out, and its simulated step time."""
 
     counts: tuple[int, ...]
     step_s: float
@@ -112,9 +116,9 @@ class _Tried(NamedTuple):
         *,
         is_open: bool = False,
     ) -> "_Tried | None":
-        """Lay out a cut, or where some rank lacks memory for it a roomier one; None: none fits.
+        """Lay out a cut, or one that fits in memory if it does not; None if none fits.
 
-        `is_open`: or a faster one that is found by simulating.
+        `is_open`: also allow a faster cut found by simulation.
         """
         costs = tuple(each.forward + each.backward for each in gauge.times)
         asked = kept._replace(
@@ -146,10 +150,10 @@ class _Tried(NamedTuple):
 def slow_stages_text(
     kept: Partition, took: Sequence[LayerTimes], counted: Sequence[LayerTimes]
 ) -> str:
-    """Say in one line which stages took other times than planned; nothing where none did by much.
+    """Describe in one line the stages whose time deviates from the plan; empty if none does much.
 
-    Held against the seconds that the cut was made for; where it was made for none, against each
-    stage's share of the FLOPs. Slow ranks take as long as the cut says they do.
+    Stages are compared with the seconds that the cut was made for, or else with their share of
+    FLOPs. Known slowdowns of ranks are taken into account.
     """
     planned = kept.times if kept.is_measured else counted
     pairs = [
@@ -167,29 +171,28 @@ def slow_stages_text(
     ]
     if not off:
         return ""
-    by = "as timed for the cut" if kept.is_measured else "by shares of the counted FLOPs"
+    by = "timed for the cut" if kept.is_measured else "by shares of the counted FLOPs"
     return (
-        f"stages: a micro-batch took other times than planned ({by}; forward and backward): "
+        f"stages: times of a micro-batch differ from the plan ({by}; forward and backward): "
         f"{'; '.join(off)}"
     )
 
 
 def _most_above(took: Sequence[float], flops: Sequence[float]) -> tuple[int, float]:
-    """Return the layer that takes most time beyond its share of the FLOPs, and how many times."""
+    """Return the layer with most time beyond its share of FLOPs, and the ratio of the shares."""
     shares = [(own / sum(took), due / sum(flops)) for own, due in zip(took, flops, strict=True)]
     layer = max(range(len(shares)), key=lambda index: shares[index][0] - shares[index][1])
     own, due = shares[layer]
-    return layer, own / max(due, 1 / (1000 * len(shares)))  # of a layer without FLOPs: a floor
+    return layer, own / max(due, 1 / (1000 * len(shares)))  # a lower limit for layers without FLOPs
 
 
 def by_forwards(
     basis: Sequence[LayerTimes], forwards_s: Mapping[int, float], counts: Sequence[int]
 ) -> tuple[LayerTimes, ...]:
-    """Return how the time of each stage is shared by its layers, as their forwards were seen.
+    """Return layer times with a stage's time divided by the observed forwards of its layers.
 
-    Within a stage, forwards are as long as was seen, and backwards go with them as `basis` has it.
-    A stage of which some layer was not seen stays as in the basis. Only what layers of one stage
-    are to one another counts.
+    Backwards scale with forwards as in `basis`. A stage with an unobserved layer keeps the times of
+    the basis. Only the ratios within a stage are meaningful.
     """
     found = list(basis)
     ends = [0, *accumulate(counts)]
@@ -200,7 +203,7 @@ def by_forwards(
             each, seen = basis[layer], forwards_s[layer]
             factor = seen / each.forward if each.forward else 0.0
             parts = [seen, *(factor * part for part in each[1:])]
-            if not each.forward:  # no FLOPs: a backward is taken to be twice its forward
+            if not each.forward:  # no FLOPs: assume that a backward takes twice its forward
                 parts = [seen, 2 * seen, seen, seen, seen]
             found[layer] = LayerTimes(*parts)
     return tuple(found)

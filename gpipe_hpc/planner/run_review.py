@@ -1,4 +1,4 @@
-"""The cut of a run looked at again, once some of its steps are measured."""
+"""Review the cut of a run with its measured steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +13,10 @@ from gpipe_hpc.trainer.calibrating import measured_times
 def review_run(
     pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> Review | None:
-    """Return a better cut for a measured step of the fullest replica; None if none is much.
+    """Return a much better cut for a measured step of the replica with most micro-batches, or None.
 
-    `forwards_s`: what the forwards of layers took, where they were watched. They say which layer of
-    a stage is slow; the step says how long the stage takes.
+    `forwards_s`: observed seconds of layer forwards, which tell which layer of a stage is slow; the
+    step gives the time of the stage.
     """
     known = foreseen.known
     times = measured_times(pipe, foreseen, measured, forwards_s)
@@ -26,6 +26,6 @@ def review_run(
 def slow_stages(
     pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> str:
-    """Say which stages of a measured step took other times than planned; nothing where none did."""
+    """Describe the stages of a measured step whose time deviates from the plan; empty if none."""
     times = measured_times(pipe, foreseen, measured, forwards_s)
     return slow_stages_text(pipe.partition, times, foreseen.known.times)

@@ -1,14 +1,16 @@
-"""How large each micro-batch of a step is: a batch is cut once, into nearly equal pieces."""
+"""Relative sizes of the micro-batches of a step: a batch is cut into nearly equal pieces."""
 
 from gpipe_hpc.batches import share_of
 
 
 def microbatch_shares(num_samples: int, num_global: int, own: range) -> tuple[float, ...]:
-    """Return what share of the largest micro-batch each one of a replica is, 0 for an empty one.
+    """Return the sizes of a replica's micro-batches relative to the largest, 0 for empty ones.
 
-    `num_samples` and `num_global`: samples and micro-batches of the global batch; `own`: those
-    micro-batches that are the replica's. Where all of them are as large as the largest the result
-    is empty. The first replica has the largest.
+    The result is empty if all are as large as the largest. The first replica has the largest.
+
+    Args:
+      num_samples, num_global: samples and micro-batches of the global batch.
+      own: indices of the replica's micro-batches.
     """
     largest = -(-num_samples // num_global)
     parts = [share_of(num_samples, num_global, each, 1) for each in own]

@@ -1,4 +1,4 @@
-"""What split backwards would bring to pipelines with holes whose schedule does not split them."""
+"""Estimate the gain of split backwards for partial replicas whose schedule does not split them."""
 
 from dataclasses import replace
 from typing import Final
@@ -15,15 +15,15 @@ from gpipe_hpc.schedule import simulate
 
 _SPLITTING: Final = "zb_h1"
 _LEAST_GAIN: Final = 0.03  # of the simulated step
-_MOST_ACTIONS: Final = 50_000  # of a table: all ranks wait while another is made
+_MOST_ACTIONS: Final = 50_000  # larger tables are not tried, because all ranks wait meanwhile
 
 
 def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
-    """Say how much shorter a step of pipelines with holes is as zb_h1; empty where it is not much.
+    """Describe how much shorter a step would be with zb_h1; empty if it is not much.
 
-    Both tables are simulated on the layout's cut, without transfers and sums of gradients. Nothing
-    is said where compiled layers cannot be split, where some rank would hold more than it may, nor
-    of tables that would take long.
+    Applies to pipelines with partial replicas. Both tables are simulated on the layout's cut with
+    free communication. Empty also if layers are compiled (and cannot be split), if some rank would
+    exceed its memory, and for large tables.
     """
     unsplit = request.schedule == "rerouted" and request.options.get("order") in (
         "gpipe",
@@ -40,7 +40,7 @@ def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
         found = lay_out_compute(asked, gauge)
         if not _fits(asked, found, gauge):
             return ""
-    except GpipeError:  # no recomputation that a budget may choose, or layers cannot be counted
+    except GpipeError:  # no recomputation fits, or layers cannot be counted
         return ""
     again = found.budget.recomputed if found.budget else None
     before = simulate(layout.schedule, layout.partition.likely_costs(layout.recomputed)).makespan
@@ -50,7 +50,7 @@ def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
         return ""
     return (
         f"with pipeline.schedule={_SPLITTING} a step would be {100 * gain:.0f} % shorter "
-        f"(simulated, without transfers and sums of gradients)"
+        f"(simulated, with free communication)"
     )
 
 

@@ -1,4 +1,4 @@
-"""From counted layers and a cut to what each stage costs, keeps and exchanges."""
+"""Compute cost, memory and exchanged values of each stage from counted layers and a cut."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,20 @@ from typing import Final
 from gpipe_hpc.models import Skip, skip_routes
 from gpipe_hpc.planner.costs.counted import ModelCount
 from gpipe_hpc.planner.costs.trial import Crossing
-from gpipe_hpc.planner.memory.storages import Follower, Lives, StageStorages
+from gpipe_hpc.planner.memory.storages import Lives, StageStorages, StorageTracker
 from gpipe_hpc.planner.memory.transient import stage_workspace
 
 
 @dataclass(frozen=True)
 class StageCount:
-    """What one stage costs for one micro-batch.
+    """Counted cost of one stage for one micro-batch.
 
-    `forward_costs` are the FLOPs of each layer's forward; the loss belongs to the last layer.
-    `input` and `output` cross the boundaries to the neighbours, what they stashed for each other
-    included; `received` comes straight from stages further ahead, `sent` goes to those further on.
-    `workspace_bytes` is what the stage takes while it runs beside what it keeps, libraries too.
+    Attributes:
+      forward_costs: FLOPs of each layer's forward; the loss belongs to the last layer.
+      input, output: values that cross the boundaries to neighbouring stages, including skips
+        between them.
+      received, sent: skip connections from and to stages that are not neighbours.
+      workspace_bytes: temporary memory while the stage runs, including libraries.
     """
 
     layers: range
@@ -39,18 +41,18 @@ class StageCount:
 
     @property
     def activation_bytes(self) -> int:
-        """Return what lives from a forward that keeps everything to its backward.
+        """Return the live bytes from forward to backward without recomputation.
 
-        What two layers of the stage both keep counts once.
+        Storages that two layers of the stage keep count once.
         """
         return self.storages.all_bytes
 
     def lives(self, recomputed: Collection[int]) -> Lives:
-        """Return what lives of a micro-batch if these layers, by their index, are recomputed."""
+        """Return the live bytes of a micro-batch if these layers (by index) are recomputed."""
         return self.storages.lives(self._positions(recomputed))
 
     def recompute_flops(self, recomputed: Collection[int]) -> int:
-        """Return the FLOPs of running these layers, by their index, again."""
+        """Return the FLOPs of recomputing the layers with these indices."""
         return sum(self.forward_costs[i] for i in self._positions(recomputed))
 
     def _positions(self, recomputed: Collection[int]) -> frozenset[int]:
@@ -64,7 +66,7 @@ def count_stages(model: ModelCount, counts: Sequence[int]) -> tuple[StageCount, 
 
 
 def count_span(model: ModelCount, start: int, stop: int) -> StageCount:
-    """Return the costs of the layers from `start` to ahead of `stop` as a stage of its own."""
+    """Return the costs of the layers `start` to `stop` (exclusive) as one stage."""
     counts = [start, stop - start, len(model.layers) - stop]
     if not counts[-1]:
         counts.pop()  # the loss belongs to the stage with the last layer
@@ -106,8 +108,8 @@ def _count_stage(
         workspace_bytes=model.library_bytes
         + stage_workspace(
             parts,
-            came=NOTHING.joined([*[from_before] * (start > 0), *received.values()]),
-            left=NOTHING.joined([*[to_next] * (not is_last), *sent.values()]),
+            incoming=NOTHING.joined([*[from_before] * (start > 0), *received.values()]),
+            outgoing=NOTHING.joined([*[to_next] * (not is_last), *sent.values()]),
         ),
     )
 
@@ -130,12 +132,12 @@ def _storages(
     incoming: Mapping[int, Sequence[Skip]],
     is_last: bool,
 ) -> StageStorages:
-    follower = Follower(boundary)
+    tracker = StorageTracker(boundary)
     for skips in incoming.values():
         for skip in skips:
-            follower.receive(skip.name, model.carried(skip))
+            tracker.receive(skip.name, model.carried(skip))
     for index in span:
-        follower.run(model.layers[index], model.names[index])
+        tracker.run(model.layers[index], model.names[index])
     if model.loss is not None and is_last:
-        follower.run_loss(model.loss)
-    return follower.result()
+        tracker.run_loss(model.loss)
+    return tracker.result()

@@ -1,7 +1,7 @@
-"""The seconds of a step, told from one place: `plan`, a search and `train` all ask here.
+"""Step time of a layout, shared by `plan`, the search and `train`.
 
-A table is simulated with its transfers; behind it come the sums of gradients, the norm for
-clipping, the optimizer, and what a step takes whatever is in it.
+A table is simulated with its transfers; then follow the gradient all-reduces, the norm for
+clipping, the optimizer step, and a constant overhead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,26 +23,26 @@ from gpipe_hpc.settings import Outer
 
 
 class Crowd(NamedTuple):
-    """So many ranks on a host with so many cores."""
+    """Number of ranks and cores of a host."""
 
     ranks: int
     cores: int
 
     @property
     def is_full(self) -> bool:
-        """Say whether there are more ranks than cores."""
+        """Return whether there are more ranks than cores."""
         return self.ranks > self.cores
 
     def __str__(self) -> str:
-        """Say what that does to a forecast."""
+        """Describe the effect on forecasts."""
         return (
             f"{self.ranks} ranks share {self.cores} core{'s' * (self.cores > 1)} of their host: "
-            f"times are rough, and only the order of layouts counts"
+            f"times are rough, and only the order of layouts is meaningful"
         )
 
 
 class Held(NamedTuple):
-    """What a rank clips and updates: how many tensors, and numbers in them."""
+    """Number of tensors and elements that a rank clips and updates."""
 
     num_tensors: int = 0
     num_elements: float = 0
@@ -50,11 +50,15 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of all replicas, in seconds by part; `timeline` is of the slowest, without sums.
+    """Time of a step of all replicas, in seconds by part.
 
-    `pipeline_s`: until the last backward has ended; `reduction_s`: what sums take longer. The other
-    parts are of the rank that takes longest for all of them. `crowd`: None where each rank has a
-    core of its own.
+    Attributes:
+      timeline: the slowest replica, without all-reduces.
+      pipeline_s: until the last backward has ended.
+      reduction_s: by how much all-reduces take longer.
+      norm_s, optimizer_s, beside_s: clipping, optimizer and overhead on the rank for which they
+        take longest.
+      crowd: None if each rank has its own core.
     """
 
     timeline: Timeline
@@ -71,26 +75,26 @@ class StepTime:
         return self.pipeline_s + self.reduction_s + self.norm_s + self.optimizer_s + self.beside_s
 
     def text(self) -> str:
-        """Return it in one line, with its parts if there are several; then what is rough."""
+        """Format as one line with the parts if there are several, followed by warnings."""
         parts = {
             "pipeline": self.pipeline_s,
             "reduction": self.reduction_s,
             "norm": self.norm_s,
             "optimizer": self.optimizer_s,
-            "beside": self.beside_s,
+            "overhead": self.beside_s,
         }
-        told = [f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds]
+        shown = [f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds]
         line = f"expected step time {self.total_s:.4g} s"
-        if len(told) > 1:
-            line += f" ({' + '.join(told)})"
+        if len(shown) > 1:
+            line += f" ({' + '.join(shown)})"
         return line if self.crowd is None else f"{line}\n{self.crowd}"
 
 
 class Piped:
-    """A table that was simulated for each kind of replica, its gradients not summed yet."""
+    """A table simulated for each kind of replica, before gradients are all-reduced."""
 
     def __init__(self, table: Schedule, each: Sequence[Costs], prices: Prices = FREE) -> None:
-        """Simulate it; `each`: what actions cost in replicas that differ."""
+        """Simulate the table; `each` has the costs of actions for each kind of replica."""
         self.table, self._prices = table, prices
         self._costs = [prices.of_actions(costs) for costs in each]
         self.timelines = [simulate(table, costs) for costs in self._costs]
@@ -100,16 +104,16 @@ class Piped:
 
     @property
     def slowest(self) -> Timeline:
-        """Return the step of the slowest replica."""
+        """Return the timeline of the slowest replica."""
         return self.timelines[self._slowest]
 
     @property
     def endings(self) -> list[set[Ending]]:
-        """Return when each stage has its last gradients."""
+        """Return the last backwards of each stage."""
         return endings(self.timelines)
 
     def undelayed_s(self) -> float:
-        """Return when the slowest replica ends if transfers take no time."""
+        """Return the end of the slowest replica with free transfers."""
         free = self._costs[self._slowest].without_transfers()
         return simulate(self.table, free).end_of_compute
 
@@ -121,10 +125,10 @@ class Piped:
         clips: bool = False,
         crowd: Crowd | None = None,
     ) -> StepTime:
-        """Return the whole step, whose gradients are summed at `over_s`.
+        """Return the complete step whose gradients are reduced at `over_s`.
 
-        `held`: by rank. Ranks that outnumber the cores of their host take at least what all of them
-        compute over so many cores.
+        `held` has one entry per rank. If ranks outnumber the cores of their host, the time is at
+        least their total compute divided by the cores.
         """
         timeline, prices = self.slowest, self._prices
         behind = [
@@ -156,9 +160,9 @@ def action_costs(
     recomputed: Recomputed | None = None,
     shares: Sequence[float] = (),
 ) -> Costs:
-    """Return what actions and transfers cost, by a cut whose layers' times are known."""
+    """Return the costs of actions and transfers for a cut with known layer times."""
     costs = partition.stage_costs(recomputed)
-    assert costs is not None, "a step is told of layers whose times are known"
+    assert costs is not None, "the times are known"
     sent = flop_costs(stages)
     return replace(
         costs, boundary_bytes=sent.boundary_bytes, skip_bytes=sent.skip_bytes, shares=shares
@@ -172,9 +176,9 @@ def with_copies(
     recomputed: Recomputed | None,
     bytes_per_s: float | None,
 ) -> Costs:
-    """Add what copies to the host and back take, at such a speed; nothing where that is None.
+    """Add the time of offload copies at a bandwidth; unchanged if that is None.
 
-    Of a stage of which some micro-batches are recomputed and others are not, the mean.
+    If only some micro-batches of a stage are recomputed, their mean size counts.
     """
     if bytes_per_s is None:
         return costs
@@ -191,14 +195,14 @@ def with_copies(
 
 
 def of_replicas(cluster: Cluster, table: Schedule, costs: Costs, num_replicas: int) -> list[Costs]:
-    """Return what actions cost on a cluster, once for all replicas that are alike."""
+    """Return the costs of actions on a cluster, once for all replicas with equal costs."""
     found = cluster.replicas(table, costs, num_replicas)
     each = {id(own): own for own in found}.values()
     return [replace(own, paces=_both(costs.paces, own.paces)) for own in each]
 
 
 def _both(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
-    """Return how slow ranks are of which two tell."""
+    """Multiply two sets of slowdowns of ranks."""
     return {rank: first.get(rank, 1.0) * second.get(rank, 1.0) for rank in {*first, *second}}
 
 
@@ -210,10 +214,10 @@ def reduced_s(
     counts: Sequence[int],
     times: Sequence[LayerTimes],
 ) -> float:
-    """Return when a step is over whose gradients are summed so, the pipeline's end included.
+    """Return when a step with given gradient all-reduces ends.
 
-    Of a flat shard half the sum comes behind the backwards. The other half, which gathers the
-    parameters, runs beside the next step's first forwards: those that it delays delay all.
+    With flat sharding, half of each all-reduce follows the backwards. The other half gathers
+    parameters during the next step's first forwards; the longest delay of a forward is added.
     """
     if outer.uses_local_sgd:
         return piped.end_s + max(each.time.total_s for each in sums) / outer.every
@@ -231,7 +235,7 @@ def _late_s(
     counts: Sequence[int],
     times: Sequence[LayerTimes],
 ) -> float:
-    """Return by how much gathering parameters delays the first forward of some stage."""
+    """Return the largest delay of a stage's first forward by gathering parameters."""
     free_at = [0.0] * placement.num_ranks
     begins, late = 0.0, 0.0
     for stage, span in enumerate(stage_layers(counts)):
@@ -245,7 +249,7 @@ def _late_s(
 def held_by_ranks(
     model: ModelCount, counts: Sequence[int], placement: Placement, copies: int = 1
 ) -> list[Held]:
-    """Return what each rank of a replica clips and updates; `copies` divide the numbers."""
+    """Return what each rank of a replica clips and updates; `copies` ranks share the elements."""
     spans = stage_layers(counts)
     found = []
     for rank in range(placement.num_ranks):

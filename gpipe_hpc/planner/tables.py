@@ -1,4 +1,4 @@
-"""From what a user asked for to the tables that are run."""
+"""Build, lower and check the schedule tables for a request."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -27,15 +27,16 @@ from gpipe_hpc.schedule.passes.gathers import add_gathers
 def table_asked_for(
     schedule: str | Schedule, *, ranks: int, microbatches: int, options: Mapping[str, Any]
 ) -> Schedule:
-    """Return a bare table for `ranks` ranks and one replica's micro-batches, or the one given.
+    """Build the named schedule for `ranks` ranks and one replica's micro-batches.
 
-    A Schedule that is given may be bare or lowered. Raises ScheduleError or ConfigError.
+    A Schedule object is checked and returned; it may be lowered or not. Raises ScheduleError or
+    ConfigError.
     """
     if isinstance(schedule, str):
         return build(schedule, ranks=ranks, microbatches=microbatches, **options)
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"schedule: expected a name ({', '.join(schedule_names())}) or a Schedule, got "
+            f"schedule: expected a name ({', '.join(schedule_names())}) or a Schedule object, got "
             f"{type(schedule).__name__}"
         )
     if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):
@@ -57,17 +58,23 @@ def make_tables(
     shard: str = "none",
     is_apart: bool = False,
 ) -> Tables:
-    """Lower and check the tables that a bare or lowered one asks for.
+    """Lower and check the tables for training and evaluation.
 
-    `recompute` applies to a bare one without R, `offload` to a bare one without OFFLOAD. `skips`:
-    the pairs of stages between which the model's skips go. `buckets`: those of each stage, empty if
-    none has another copy. `shard`: as in `Outer`; with ``flat`` parameters are gathered ahead of
-    a stage's first forward. `is_apart`: replicas train by themselves. Raises ScheduleError.
+    Args:
+      recompute: applies to a table without R that is not lowered.
+      skips: pairs of stages that exchange skip connections.
+      offload: applies to a table without OFFLOAD.
+      buckets: gradient buckets of each stage, empty without replicas.
+      shard: as in `Outer`; with ``flat``, parameters are gathered before a stage's first forward.
+      is_apart: whether replicas train separately between synchronisations.
+
+    Raises ScheduleError.
     """
     if table.is_lowered and table.skips != skips:
         raise ScheduleError(
-            f"schedule {table.name!r}: a lowered table has its transfers, expected those of the "
-            f"skips between stages {_pairs(skips)}, got {_pairs(table.skips)}; give the bare table"
+            f"schedule {table.name!r}: a lowered table must have the transfers of the model's "
+            f"skips: expected stages {_pairs(skips)}, got {_pairs(table.skips)}; pass the table "
+            f"without communication"
         )
     table = dressed(replace(table, skips=skips), recompute, offload)
     counts = {stage: len(each) for stage, each in enumerate(buckets) if each}
@@ -87,7 +94,7 @@ def make_tables(
 
 
 def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
-    """Refuse a lowered table that has other buckets than the model's stages."""
+    """Raise ScheduleError if a lowered table has other buckets than the model's stages."""
     found = Counter(
         action.stage
         for rank, row in enumerate(table.ranks)
@@ -99,16 +106,16 @@ def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
     for stage, count in sorted(found.items()):
         if count != counts.get(stage, 0):
             raise ScheduleError(
-                f"schedule {table.name!r}: has {op} of stage {stage} for {count} buckets, expected "
-                f"the {counts.get(stage, 0)} that outer.bucket_bytes and outer.shard ask for; give "
-                f"the bare table, or write {stage}{op} once, without a number"
+                f"schedule {table.name!r}: has {op} of stage {stage} for {count} buckets, but "
+                f"outer.bucket_bytes and outer.shard make {counts.get(stage, 0)}; pass the table "
+                f"without communication, or write {stage}{op} once, without a number"
             )
 
 
 def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:
-    """Return a table with the recomputation and the copies to the host that it lacks.
+    """Add the requested recomputation and offloading to a table that lacks them.
 
-    What a rank of it holds is what a rank of the lowered table holds.
+    A rank then holds the same memory as with the lowered table.
     """
     if not (table.is_lowered or recomputes(table)):
         table = add_recompute(table, recompute)
@@ -118,7 +125,7 @@ def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:
 
 
 def recomputes(table: Schedule) -> bool:
-    """Say whether a table places recomputation."""
+    """Return whether a table contains recompute actions."""
     return any(action.op is Op.R for row in table.ranks for action in row)
 
 

@@ -1,4 +1,4 @@
-"""Whether the model has a row for each token that the data may hold."""
+"""Check that the model has an embedding for each token that the data may contain."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from gpipe_hpc.planner.costs.meta import meta_layer
 def check_vocabulary(
     layers: Sequence[Layer], vocab_size: int, *, holds_bytes: bool = False
 ) -> None:
-    """Raise ConfigError if the data's vocabulary is larger than the model's, or another.
+    """Raise ConfigError if the data's vocabulary does not fit the model's.
 
-    The model's is the largest table of `nn.Embedding` in the first layer, which is built without
-    values; where there is none, nothing is said. `holds_bytes`: the data's tokens are bytes. A
-    model with a vocabulary of its own says so by a `check_bytes` of what its first layer is made
-    with.
+    The model's vocabulary is the largest `nn.Embedding` of the first layer, built without values;
+    nothing is checked if there is none. `holds_bytes`: the tokens of the data are bytes. A model
+    with its own vocabulary can define `check_bytes` on the argument from which its first layer is
+    built.
     """
     made_with = layers[0].args if isinstance(layers[0], LayerSpec) else ()
     for check in (getattr(each, "check_bytes", None) for each in made_with):
@@ -26,11 +26,11 @@ def check_vocabulary(
     try:
         first = meta_layer(layers[0], 0)
     except ModelError:
-        return  # who builds the layer in earnest tells of it
+        return  # building the layer for the run raises the error
     rows = [part.num_embeddings for part in first.modules() if isinstance(part, nn.Embedding)]
     if rows and vocab_size > max(rows):
         raise ConfigError(
-            f"config: bad data.vocab_size, expected at most {max(rows)}, the tokens that the "
-            f"model's first layer has embeddings for, got {vocab_size}; lower data.vocab_size, or "
-            f"take a model with a larger vocabulary"
+            f"config: data.vocab_size={vocab_size} is too large: the model's first layer has "
+            f"embeddings for {max(rows)} tokens; lower data.vocab_size, or use a model with a "
+            f"larger vocabulary"
         )

@@ -1,4 +1,4 @@
-"""The entry point of `python -m gpipe_hpc.preflight`."""
+"""Entry point of `python -m gpipe_hpc.preflight`."""
 
 import sys
 from dataclasses import replace
@@ -21,10 +21,10 @@ UNFIT_EXIT_CODE: Final = 3
 
 
 def main() -> None:
-    """Compose the settings from the command line, look at all ranks, and exit.
+    """Compose the settings from the command line, check all ranks, and exit.
 
-    Exit codes: 0 fit, maybe with warnings, 1 ranks that cannot work together, 2 settings that
-    cannot work, 3 something is lacking that the run will need.
+    Exit codes: 0 fit (possibly with warnings), 1 ranks cannot work together, 2 invalid settings, 3
+    a requirement of the run is not met.
     """
     code = run_jobs(_task, "preflight")
     if code in (ExitCode.FAILED, ExitCode.BAD_CONFIG) and dist.is_initialized():
@@ -33,12 +33,12 @@ def main() -> None:
 
 
 def _task(job: Job) -> int:
-    """Look at all ranks; return 0 on ranks that have nothing to tell."""
+    """Check all ranks; return the exit code (0 on ranks that print no report)."""
     world: World | None = None
     try:
         launch = detect_launch()
         doubts = check_config(job.config, launch.world_size)
-        config = _soon(job.config)
+        config = _with_short_timeout(job.config)
         with meeting_within(launch, config.comm.timeout_s):
             world = join_world(config)
         report = preflight(config, world)
@@ -56,15 +56,15 @@ def _task(job: Job) -> int:
     return UNFIT_EXIT_CODE
 
 
-def _soon(config: Config) -> Config:
-    """Return settings with which nobody waits for a rank as long as a run would."""
+def _with_short_timeout(config: Config) -> Config:
+    """Return the config with a short timeout, so that no rank waits as long as in a run."""
     comm, limit_s = config.comm, config.comm.reach_s
     comm = replace(comm, timeout_s=min(comm.timeout_s, limit_s))
     return replace(config, comm=comm)
 
 
 def _name_own_limit(error: GpipeError, config: Config) -> None:
-    """Let a message name the setting that ended a wait: that of a run is not in force here."""
+    """Replace comm.timeout_s in an error message by comm.reach_s, which applies here."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         text = error.args[0]
         if config.comm.timeout_s >= config.comm.reach_s:

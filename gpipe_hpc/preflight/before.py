@@ -1,6 +1,7 @@
-"""The look at all ranks just before the first step of a run: what it costs is two small meetings.
+"""Check of all ranks just before the first step of a run, which costs two small collectives.
 
-What would surely end a run is refused elsewhere; this warns, since a plan may ask for too much.
+Conditions that would certainly end a run are errors elsewhere; this only warns, since plans may
+overestimate.
 """
 
 import logging
@@ -18,13 +19,13 @@ from gpipe_hpc.settings import Config
 log = logging.getLogger("gpipe_hpc.train")
 
 SPARE_FILES: Final = 256
-"""What a run opens beside its connections: shards of data, checkpoints, logs."""
+"""Number of files that a run opens besides its connections: data shards, checkpoints, logs."""
 MOST_SKEW_S: Final = 1.0
-"""Clocks further apart mislead: logs, times of files, who held a lock last."""
+"""Larger clock differences make logs, file times and lock ages misleading."""
 
 
 class Files(NamedTuple):
-    """How many files and connections a process has open and will need, and how many it may have."""
+    """Open files and connections of a process: how many it will need, and its limit."""
 
     lack: int
     rank: int
@@ -34,29 +35,29 @@ class Files(NamedTuple):
 
     @classmethod
     def of(cls, rank: int) -> "Files":
-        """Return this process's, its limit raised as far as it may be."""
+        """Raise the limit of this process as far as needed and allowed, and return the counts."""
         needed = num_open() + SPARE_FILES
         allowed = allow_files(needed)
         return cls(needed - allowed, rank, socket.gethostname(), needed, allowed)
 
     def __str__(self) -> str:
-        """Return what is lacking, with what can be done."""
+        """Describe the shortage and its remedy."""
         return (
-            f"open files: rank {self.rank} on {self.host} expected to open up to {self.needed} "
-            f"files and connections, got a limit of {self.allowed}; raise it where the ranks are "
-            f"started (ulimit -Hn, LimitNOFILE)"
+            f"open files: rank {self.rank} on {self.host} needs up to {self.needed} files and "
+            f"connections, but its limit is {self.allowed}; raise the limit in the environment "
+            f"that starts the ranks (ulimit -Hn, LimitNOFILE)"
         )
 
 
 class Found(NamedTuple):
-    """What is known of some ranks: the worst of each kind alone, so that little travels."""
+    """Findings about some ranks, reduced to the worst of each kind to keep messages small."""
 
     attendance: Attendance
     files: Files
     rooms: dict[str, Rooms]
 
     def then(self, behind: "Found") -> "Found":
-        """Return what is known of these ranks and of those behind them."""
+        """Merge the findings with those of other ranks."""
         kinds = [*self.rooms, *(kind for kind in behind.rooms if kind not in self.rooms)]
         none = Rooms()
         return Found(
@@ -66,29 +67,29 @@ class Found(NamedTuple):
         )
 
     def lacking(self) -> list[str]:
-        """Return what is too little, each in a sentence."""
+        """Return one sentence for each shortage."""
         rooms = [str(room) for each in self.rooms.values() for room in each.lacking()]
         return [*rooms, *([str(self.files)] if self.files.lack > 0 else [])]
 
 
 def skew_text(attendance: Attendance) -> str | None:
-    """Return whose clocks are too far apart, in a sentence; None if no ones are."""
+    """Describe whose clocks differ too much, or return None."""
     if attendance.skew_s <= MOST_SKEW_S:
         return None
     came, left = attendance
     return (
-        f"clocks: expected those of all hosts within {MOST_SKEW_S:g} s, got that of {came} "
-        f"{attendance.skew_s:.1f} s ahead of that of {left}; let one service set all (chrony, ntpd)"
+        f"clocks: that of {came} is {attendance.skew_s:.1f} s ahead of that of {left}, at most "
+        f"{MOST_SKEW_S:g} s are allowed; synchronize all hosts with one service (chrony, ntpd)"
     )
 
 
 def kinds_of(rooms: tuple[Room, ...]) -> dict[str, Rooms]:
-    """Return each kind of memory by itself."""
+    """Group rooms by kind of memory."""
     return {room.what: Rooms((room,)) for room in rooms}
 
 
 def look_at(config: Config, world: World, planned: RankForecast | None, kept: Kept) -> Found:
-    """Return what all ranks have found, their pipelines built; every rank calls it."""
+    """Return the merged findings of all ranks, after their pipelines are built; collective."""
     rooms = own_rooms(config, world.device, world.rank, planned, is_built=True, kept=kept)
     files = Files.of(world.rank)
     attendance = attend(world.everybody, world.rank, socket.gethostname())
@@ -99,15 +100,17 @@ def look_at(config: Config, world: World, planned: RankForecast | None, kept: Ke
 def look_before_run(
     config: Config, world: World, planned: RankForecast | None, place: Place | None = None
 ) -> None:
-    """Warn, on rank 0, of what this run may lack; every rank calls it, its pipeline built.
+    """Warn, on rank 0, of shortages that may affect this run; collective, after building.
 
-    `planned`: what this rank is to hold. `place`: where copies of its state go, None without.
+    Args:
+      planned: memory forecast of this rank.
+      place: location of in-memory copies of its state, None without.
     """
     if not config.preflight.before_run:
         return
     with together(world, "looking at all ranks before the first step"):
         found = look_at(config, world, planned, NOTHING_KEPT if place is None else Kept.at(place))
     if world.rank == 0:
-        for told in [*found.lacking(), skew_text(found.attendance)]:
-            if told is not None:
-                log.warning("%s; run python -m gpipe_hpc.preflight for details", told)
+        for text in [*found.lacking(), skew_text(found.attendance)]:
+            if text is not None:
+                log.warning("%s; run python -m gpipe_hpc.preflight for details", text)

@@ -1,7 +1,7 @@
-"""How far apart the clocks of hosts are, by what all ranks can know of one meeting.
+"""Lower bound of the clock differences between hosts, from the times of one barrier.
 
-Nobody leaves a meeting before everybody has come. So where a rank left it, by its own clock,
-before another had come, by that one's, the clocks of both are apart by that much at least.
+No rank leaves a barrier before all ranks have entered. So if a rank left, by its clock, before
+another entered, by that one's clock, the two clocks differ by at least that much.
 """
 
 import time
@@ -12,35 +12,35 @@ from gpipe_hpc.comm.collectives.group import Gathering, meet
 
 
 class Reading(NamedTuple):
-    """The time of day on a rank's host, in seconds since 1970."""
+    """A rank's wall clock time in seconds since 1970."""
 
     wall_s: float
     rank: int
     host: str
 
     def __str__(self) -> str:
-        """Return whose clock it is, for messages."""
+        """Name the rank and host for messages."""
         return f"rank {self.rank} on {self.host}"
 
 
 class Attendance(NamedTuple):
-    """When ranks came to a meeting and left it: the latest that came, the earliest that left."""
+    """The latest entry of any rank into a barrier, and the earliest exit."""
 
     came: Reading
     left: Reading
 
     @property
     def skew_s(self) -> float:
-        """Return by how much the clocks of the two differ at least; 0 where none is known to."""
+        """Return the proven clock difference of the two ranks; 0 if none is proven."""
         return max(0.0, self.came.wall_s - self.left.wall_s)
 
 
 def attend(
     everybody: Gathering, rank: int, host: str, clock: Callable[[], float] = time.time
 ) -> Attendance:
-    """Meet all ranks, and note by this host's clock when this one came and left.
+    """Run a barrier and return this rank's times of entry and exit.
 
-    They meet once before, so that all come at about the same time.
+    A first barrier lets all ranks enter the second at about the same time.
     """
     meet(everybody)
     came_s = clock()
@@ -49,5 +49,5 @@ def attend(
 
 
 def farthest(ahead: Attendance, behind: Attendance) -> Attendance:
-    """Return what tells most of how far clocks are apart, for `Gathering.merge_object`."""
+    """Merge two attendances, for `Gathering.merge_object`."""
     return Attendance(max(ahead.came, behind.came), min(ahead.left, behind.left))

@@ -1,4 +1,4 @@
-"""What each rank says of itself, its host and its device."""
+"""Facts that each rank collects about itself, its host and its device."""
 
 import platform
 import shutil
@@ -18,16 +18,16 @@ from gpipe_hpc.preflight.before import Files
 from gpipe_hpc.preflight.clocks import Reading
 from gpipe_hpc.preflight.room import Room
 
-_SIDE: Final = 256  # so that all sums are whole numbers that float32 has
+_SIDE: Final = 256  # small enough for all sums to be exact in float32
 
 
 class Facts(NamedTuple):
-    """One rank's; bytes, None where the system does not tell."""
+    """Facts about one rank; sizes in bytes, None if the system does not report them."""
 
     rank: int
     host: str
     kernel: str
-    network: str  # the same for ranks that reach one another on 127.0.0.1
+    network: str  # equal for ranks that can connect to each other over 127.0.0.1
     python: str
     device: str
     device_free_bytes: int | None
@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 
     @property
     def machine(self) -> str:
-        """Return what tells hosts apart: two machines may have one name, and containers two."""
+        """Return an identifier of the host, as host names may repeat and containers change them."""
         return f"{self.kernel} {self.network}"
 
     @classmethod
@@ -53,7 +53,7 @@ class Facts(NamedTuple):
         rooms: tuple[Room, ...],
         attended: tuple[Reading, Reading],
     ) -> "Facts":
-        """Return this rank's."""
+        """Collect the facts of this rank."""
         shm = Path(DEFAULT_FOLDER)
         return cls(
             rank,
@@ -73,13 +73,13 @@ class Facts(NamedTuple):
 
 
 def try_device(device: Device, rank: int) -> None:
-    """Let the device compute something that is known; DeviceError if it comes to another result."""
+    """Compute a known result on the device; raise DeviceError if it is wrong."""
     row = torch.arange(_SIDE, dtype=torch.float32)
     square = device.bring(row.repeat(_SIDE, 1))
     found = device.fetch((square @ torch.ones_like(square)).sum()).item()
     expected = _SIDE**2 * row.sum().item()
     if found != expected:
         raise DeviceError(
-            f"device: rank {rank} on {socket.gethostname()} expected {device.name} to compute "
-            f"{expected:g}, got {found:g}; leave the device out, and have it looked at"
+            f"device: rank {rank} on {socket.gethostname()}: {device.name} computed a wrong sum, "
+            f"expected {expected:g}, got {found:g}; do not use this device, and have it repaired"
         )

@@ -1,4 +1,4 @@
-"""Whether all ranks see one run folder, and may write there."""
+"""Check that all ranks see the same run folder and can write to it."""
 
 import contextlib
 import os
@@ -15,26 +15,26 @@ from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.trainer.run.identity import Run, run_id
 
 SEEN_S: Final = 10.0
-"""In which a file that a host has written is seen by others: NFS remembers for a while what was not
-there."""
+"""Time in which other hosts must see a new file: NFS caches that a file does not exist."""
 _PAUSE_S: Final = 0.05
 
 
 def await_run(run: Run, rank: int, limit_s: float = SEEN_S) -> None:
-    """Return once this rank sees the run that rank 0 has begun; ConfigError if it does not."""
+    """Wait until this rank sees the run that rank 0 has created; raise ConfigError otherwise."""
     if not _await(lambda: run_id(run.folder) == run.name, limit_s):
-        raise _not_shared(run.folder, rank, "the run.json that rank 0 has written", limit_s)
+        raise _not_shared(run.folder, rank, "the run.json of rank 0", limit_s)
 
 
 def check_folder(world: World, folder: Path | None, limit_s: float = SEEN_S) -> Path:
-    """Let each rank write a file into the run folder that another one reads; return the folder.
+    """Check that each rank can read a file that another rank writes to the run folder.
 
-    Every rank calls it. `folder`: on rank 0, which makes it; a new one goes again.
-    Raises ConfigError, on all ranks, where one cannot write, or does not see what others wrote.
+    Collective. `folder` is given on rank 0, which creates it and removes it again if it was new.
+    Returns the folder. Raises ConfigError on all ranks if one cannot write, or does not see the
+    file.
     """
     with together(world, "looking at the run folder"):
         is_new = folder is not None and not folder.exists()
-        made: tuple[str, Path] = world.everybody.broadcast_object(_made(folder), root=0)
+        made: tuple[str, Path] = world.everybody.broadcast_object(_create_folder(folder), root=0)
         token, path = made
         own = path / _name(token, world.rank)
         try:
@@ -43,7 +43,7 @@ def check_folder(world: World, folder: Path | None, limit_s: float = SEEN_S) -> 
             other = (world.rank + 1) % world.size
             seen = path / _name(token, other)
             if not _await(lambda: _text(seen) == f"{token} {other}", limit_s):
-                raise _not_shared(path, world.rank, f"the file that rank {other} wrote", limit_s)
+                raise _not_shared(path, world.rank, f"the file of rank {other}", limit_s)
             meet(world.everybody)
         finally:
             with contextlib.suppress(OSError):
@@ -55,8 +55,8 @@ def check_folder(world: World, folder: Path | None, limit_s: float = SEEN_S) -> 
     return path
 
 
-def _made(folder: Path | None) -> tuple[str, Path] | None:
-    """Make the folder, on rank 0; return a word for this look at it, and its path."""
+def _create_folder(folder: Path | None) -> tuple[str, Path] | None:
+    """Create the folder on rank 0; return a token for this check, and the path."""
     if folder is None:
         return None
     path = folder.absolute()
@@ -99,16 +99,16 @@ def _await(holds: Callable[[], bool], limit_s: float) -> bool:
 
 
 def _unwritable(folder: Path, rank: int, error: OSError) -> ConfigError:
-    remedy = os_remedy(error) or "look at the folder"
+    remedy = os_remedy(error) or "check the folder"
     return ConfigError(
         f"run.dir: rank {rank} on {socket.gethostname()} cannot write to {folder} "
-        f"({error.strerror}), and all ranks must be able to; {remedy}; or set run.dir to another"
+        f"({error.strerror}), but all ranks must; {remedy}, or set run.dir to another folder"
     )
 
 
 def _not_shared(folder: Path, rank: int, what: str, limit_s: float) -> ConfigError:
     return ConfigError(
-        f"run.dir: rank {rank} on {socket.gethostname()} does not see {what}, expected {folder} to "
-        f"be one folder to all ranks, got nothing of it there within {limit_s:g} s; set run.dir to "
-        f"one on a file system that all hosts share, mounted at the same path in all containers"
+        f"run.dir: rank {rank} on {socket.gethostname()} does not see {what} in {folder} after "
+        f"{limit_s:g} s, so ranks do not share this folder; set run.dir to a folder on a file "
+        f"system that all hosts share, mounted at the same path in all containers"
     )

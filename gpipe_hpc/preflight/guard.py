@@ -1,7 +1,7 @@
-"""An end for a start that nothing ends: a call over a link that was cut meanwhile may never return.
+"""Time limit for the start of a run, which may otherwise hang on a link that was cut meanwhile.
 
-Until ranks are in touch nobody watches them, and the store's client waits for an answer for as long
-as TCP tries to get one: a quarter of an hour.
+The watchdog starts only after ranks have connected, and the store's client waits for an answer as
+long as TCP retries: a quarter of an hour.
 """
 
 import os
@@ -17,12 +17,12 @@ from gpipe_hpc.comm.world.launcher import Launch
 from gpipe_hpc.config import ExitCode
 
 GRACE_S: Final = 8.0
-"""In which ranks that were told why they do not meet have ended by themselves."""
+"""Time for ranks to exit by themselves after receiving the reason of a failed rendezvous."""
 
 
 @contextmanager
 def meeting_within(launch: Launch, limit_s: float) -> Iterator[None]:
-    """End the process, with a message, if the block takes longer than `limit_s` and a grace."""
+    """End the process with a message if the block takes longer than `limit_s` plus a grace time."""
     timer = threading.Timer(limit_s + GRACE_S, _end, [launch, limit_s])
     timer.daemon = True
     timer.start()
@@ -34,10 +34,10 @@ def meeting_within(launch: Launch, limit_s: float) -> Iterator[None]:
 
 def _end(launch: Launch, limit_s: float) -> None:
     text = (
-        f"gpipe_hpc: launch: rank {launch.rank} on {socket.gethostname()} expected to meet the "
-        f"other {launch.world_size - 1} ranks, by way of {launch.master_addr}:"
-        f"{launch.master_port}, within {limit_s:g} s, got an answer at first and then none; look "
-        f"whether the link to it is cut or a firewall drops packets, or raise comm.reach_s"
+        f"gpipe_hpc: launch: rank {launch.rank} on {socket.gethostname()} did not connect to the "
+        f"other {launch.world_size - 1} ranks within {limit_s:g} s: {launch.master_addr}:"
+        f"{launch.master_port} answered at first and then stopped; check whether the link to it "
+        f"is cut or a firewall drops packets, or raise comm.reach_s"
     )
     say(text)
     tell_torchrun(text, is_cause=True)

@@ -1,4 +1,4 @@
-"""The layout of the run to come: no data are read, no layer is measured."""
+"""Layout of the coming run, computed without reading data or measuring layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from gpipe_hpc.trainer.machines import with_process
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, and what each rank of a pipeline is to hold; None, and why, where nobody knows."""
+    """A layout with the memory forecast of each rank, or the reason why that is unknown."""
 
     layout: Layout
     ranks: tuple[RankForecast, ...] | None = None
@@ -29,16 +29,16 @@ class Planned:
 
     @property
     def mesh(self) -> Mesh:
-        """Return where the ranks stand."""
+        """Return the mesh of replicas and stages."""
         return Mesh(self.layout.replicas, self.layout.schedule.num_ranks)
 
 
 def plan_layout(config: Config, num_ranks: int) -> Planned:
-    """Return the layout of a run on so many ranks, with the memory that it is planned to take.
+    """Return the layout of a run on a number of ranks, with its memory forecast.
 
-    The cut is by counted FLOPs, or, where the shapes of the data are not known, by layers alone:
-    its neighbours are those of the run. An order that would be searched is one without a search.
-    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    The cut is by counted FLOPs, or by number of layers if the data shapes are unknown; neighbouring
+    ranks are those of the run. A schedule to be searched is replaced by one found without a search.
+    Raises ConfigError, ModelError, PartitionError or ScheduleError for impossible settings.
     """
     config = on_ranks(config, num_ranks)
     request = _quick(request_of(config))
@@ -49,7 +49,7 @@ def plan_layout(config: Config, num_ranks: int) -> Planned:
             bind_loss(config.loss) if config.loss else loss_function(sample.loss)
         )
         device = device_to_come(config.train.device)
-        # What processes take beside tensors they have by now.
+        # Processes have already allocated their memory besides tensors.
         request = with_process(request, 0, device)
         example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
         gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
@@ -60,14 +60,14 @@ def plan_layout(config: Config, num_ranks: int) -> Planned:
         return Planned(layout, _forecast(config, request, layout, gauge))
     except GpipeError as error:
         why_not = str(error)
-    # Where it is the layout that cannot be, this says so.
+    # If the layout itself is impossible, this raises the error.
     gauge = Counted(layers, None, request.precision, shares_casts=True)
     layout = lay_out(_on_mesh(_without_example(request), num_ranks), gauge)
     return Planned(layout, why_not=why_not)
 
 
 def _quick(request: Request) -> Request:
-    """Return a request for the same ranks and stages with which nothing is measured or searched."""
+    """Return the request without measurements and searches."""
     options = request.options
     if request.schedule == "auto":
         options["trials"] = 0

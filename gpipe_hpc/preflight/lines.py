@@ -1,4 +1,4 @@
-"""What two ranks time is the run's own way from one to the other: channels, or a group."""
+"""Connections between two ranks as the run uses them: stage channels, or a process group."""
 
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -13,56 +13,59 @@ _LANE: Final = "preflight"
 
 
 class Line(Protocol):
-    """A way from this rank to another and back; both ends expect the same, in one order."""
+    """A bidirectional connection to another rank; both ends must use it in the same order."""
 
     def send(self, message: torch.Tensor) -> None:
         """Send a message, flat and contiguous."""
 
     def expect(self, num_elements: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Let a message come; return what waits for it."""
+        """Post a receive; return a function that waits for the message."""
 
 
 class ChannelLine:
-    """Two channels of a pipeline, as its boundaries take them: in shared memory, say."""
+    """Two channels as used for stage boundaries, for example in shared memory."""
 
     def __init__(self, transport: Transport, out: PlacedChannel, into: PlacedChannel) -> None:
         self._transport, self._out, self._into = transport, out, into
 
     def send(self, message: torch.Tensor) -> None:
-        """Send it as the boundary of a micro-batch."""
+        """Send the message like the boundary tensor of a micro-batch."""
         place = _place(message.numel(), message.dtype)
         self._transport.send(self._out, _LANE, place, message, 1)
 
     def expect(self, num_elements: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Post its buffers."""
+        """Post the receive buffers."""
         place = _place(num_elements, dtype)
         self._transport.post(self._into, _LANE, place)
 
         def wait() -> torch.Tensor:
-            came = self._transport.wait(self._into, _LANE, place).nest
-            assert isinstance(came, torch.Tensor), f"{self._into}: a message is one tensor"
-            return came
+            received = self._transport.wait(self._into, _LANE, place).nest
+            assert isinstance(received, torch.Tensor), f"{self._into}: a message is one tensor"
+            return received
 
         return wait
 
 
 def _place(num_elements: int, dtype: torch.dtype) -> int:
-    """Return a micro-batch for each size: what is expected of one comes without a header."""
+    """Return a micro-batch index for each size, so that repeated messages need no header."""
     return 0 if dtype == torch.int64 else num_elements.bit_length()
 
 
 class GroupLine:
-    """The connection of two ranks in a group over which gradients are summed."""
+    """The connection of two ranks in a process group for gradient all-reduces."""
 
     def __init__(self, group: Group, peer: int, device: Device) -> None:
         self._group, self._peer, self._device = group, peer, device
 
     def send(self, message: torch.Tensor) -> None:
-        """Send it over the group's own connection."""
+        """Send the message over the group's connection."""
         self._group.start_exchange([Piece(self._peer, message)], ()).wait()
 
     def expect(self, num_elements: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Post nothing yet: NCCL would keep back behind it what this rank sends first."""
+        """Return a function that receives the message.
+
+        Nothing is posted yet: with NCCL, a posted receive would block what this rank sends first.
+        """
 
         def wait() -> torch.Tensor:
             message = self._device.empty((num_elements,), dtype)

@@ -1,4 +1,4 @@
-"""All that a run sends by is opened as the run opens it, and timed pair by pair."""
+"""Open all connections of a run as the run does, and time them pair by pair."""
 
 import time
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from gpipe_hpc.preflight.timing import SUMS, Way, time_line
 
 
 class Sum(NamedTuple):
-    """A group of ranks that summed a message, and what that took."""
+    """An all-reduce of a message over a group of ranks, and its duration."""
 
     ranks: tuple[int, ...]
     num_bytes: int
@@ -27,16 +27,16 @@ class Sum(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one rank has timed."""
+    """Measurements of one rank."""
 
     ways: tuple[Way, ...]
     sums: tuple[Sum, ...]
 
 
 def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -> Measured:
-    """Connect the ranks as the layout does that rank 0 has `decided` on, and time all links.
+    """Connect the ranks as in the layout of rank 0, and time all links; collective.
 
-    Every rank calls it. Each pair is timed by its lower rank.
+    Each pair is timed by its lower rank.
     """
     with together(world, "connecting the ranks of the layout"):
         site = MeshGroups.of(world, mesh)
@@ -49,7 +49,7 @@ def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -
     sums: list[Sum] = []
     timed: set[tuple[int, ...]] = set()
     for group in groups:
-        if group.ranks not in timed:  # mirrored stages may have groups of the same ranks
+        if group.ranks not in timed:  # mirrored stages may have groups with equal ranks
             ways += _time_group(world, group, most_bytes)
         timed.add(group.ranks)
         sums.append(_time_sum(world, group, most_bytes))
@@ -64,7 +64,7 @@ def _different(wiring: Wiring) -> list[Group]:
 def _time_channels(
     world: World, mesh: Mesh, layout: Layout, wiring: Wiring, most_bytes: int
 ) -> list[Way]:
-    """Time the pairs of this rank's pipeline that send each other boundaries."""
+    """Time the pairs of ranks of this pipeline that exchange boundary tensors."""
     placed: dict[Pair, PlacedChannel] = {}
     for channel in wiring.channels.values():
         placed.setdefault((channel.source_rank, channel.destination_rank), channel)
@@ -82,7 +82,7 @@ def _time_channels(
 
 
 def _time_group(world: World, group: Group, most_bytes: int) -> list[Way]:
-    """Time the neighbours of a group in the order of its ranks, as rings send."""
+    """Time the neighbours of a group in rank order, as in a ring."""
     ways: list[Way] = []
     for pairs in in_rounds(ring(group.ranks)):
         for pair in pairs:
@@ -97,13 +97,13 @@ def _time_group(world: World, group: Group, most_bytes: int) -> list[Way]:
 
 
 def _time_sum(world: World, group: Group, most_bytes: int) -> Sum:
-    """Sum a message over a group; DeviceError where the sum is another."""
+    """Time an all-reduce over a group; raise DeviceError if its result is wrong."""
     device, ranks = world.device, group.ranks
     what = f"summing over ranks {', '.join(map(str, ranks))}"
     with together(world, what):
         one = torch.full((max(1, most_bytes // 4),), float(group.position + 1))
         expected = group.size * (group.size + 1) / 2
-        for _ in range(2):  # the first makes what it needs
+        for _ in range(2):  # the first call allocates buffers
             tensor = device.bring(one.clone())
             device.synchronize()
             began_s = time.perf_counter()
@@ -114,9 +114,9 @@ def _time_sum(world: World, group: Group, most_bytes: int) -> Sum:
         wrong = wrong[wrong != expected]
         if len(wrong):
             raise DeviceError(
-                f"{what}: rank {world.rank} expected {expected:g} in each place, got "
+                f"{what}: rank {world.rank} expected {expected:g} in each element, got "
                 f"{wrong[0].item():g} in {len(wrong)} of {one.numel()}; its device or network "
-                f"changes what it carries: leave the host out, and have it looked at"
+                f"corrupts data: do not use the host, and have it repaired"
             )
     return Sum(ranks, one.nbytes, took_s)
 

@@ -1,4 +1,4 @@
-"""Which pairs of ranks exchange something at the same time."""
+"""Schedule pairwise exchanges so that no rank is in two at the same time."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -7,10 +7,10 @@ Pair = tuple[int, int]
 
 
 def in_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Divide pairs of ranks into rounds; within a round no rank is in two of them.
+    """Divide pairs of ranks into rounds in which each rank occurs at most once.
 
-    The same rounds on every rank. Each pair is there once, its lower rank first. Those of a chain
-    take two rounds: every second pair, then the others.
+    Deterministic, so that all ranks get the same rounds. Each pair occurs once, its lower rank
+    first. The pairs of a chain take two rounds.
     """
     each = {(min(pair), max(pair)) for pair in pairs}
     rounds: list[list[Pair]] = []
@@ -26,7 +26,7 @@ def in_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def ring(ranks: Sequence[int]) -> list[Pair]:
-    """Return the neighbours of some ranks in their order, the last one followed by the first."""
+    """Return the neighbouring pairs of a ring over some ranks."""
     if len(ranks) < 2:
         return []
     return sorted({(min(p), max(p)) for p in pairwise([*ranks, ranks[0]])})

@@ -1,4 +1,4 @@
-"""What was found, as a table and sentences."""
+"""Format the findings of a preflight as tables and sentences."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +15,18 @@ from gpipe_hpc.units import bytes_text, ranges_text
 
 _MOST_NAMED: Final = 16
 _REMEDIES: Final = {
-    WITHIN: "look what else runs on the host, and on which cores",
-    BETWEEN: "have cables, ports and what else goes there looked at, or leave the host out",
+    WITHIN: "check what else runs on the host, and on which cores",
+    BETWEEN: "check cables, ports and other traffic, or do not use the host",
 }
 
 
 @dataclass
 class Report:
-    """What rank 0 tells at the end.
+    """The report printed by rank 0.
 
-    `lacking`: what a run would stumble over, `doubts`: what it may go on with; both in sentences.
+    Attributes:
+      lacking: requirements of the run that are not met, one sentence each.
+      doubts: warnings, one sentence each.
     """
 
     heading: str
@@ -41,16 +43,16 @@ class Report:
 
     @property
     def is_fit(self) -> bool:
-        """Say whether nothing is lacking."""
+        """Return whether all requirements are met."""
         return not self.lacking
 
     def __str__(self) -> str:
-        """Return the tables, then what is wrong."""
+        """Return the tables, followed by problems and a verdict."""
         parts = [self.heading, hosts_text(self.facts), links_text(self.links, self.sums)]
         parts += [] if self.prices is None else [prices_text(self.prices)]
         lines = [
             *self.cores,
-            f"run folder {self.folder}: every rank writes there and sees what others write",
+            f"run folder {self.folder}: every rank can write and sees the files of others",
         ]
         lines += [self.written] if self.written else []
         lines += [f"not fit: {each}" for each in self.lacking]
@@ -61,16 +63,16 @@ class Report:
         return "\n\n".join([*filter(None, parts), "\n".join([*lines, self._end(verdict)])])
 
     def _end(self, verdict: str) -> str:
-        return f"{verdict}; looked at in {self.took_s:.1f} s"
+        return f"{verdict}; checked in {self.took_s:.1f} s"
 
 
 def host_number(facts: Sequence[Facts]) -> dict[str, int]:
-    """Return a number for each machine, in the order of its first rank."""
+    """Number the hosts in the order of their first rank."""
     return {machine: i for i, machine in enumerate(dict.fromkeys(f.machine for f in facts))}
 
 
 def hosts_text(facts: Sequence[Facts]) -> str:
-    """Return a line for each host; where ranks do not follow one another, one for each row."""
+    """Format a table with one row per run of consecutive ranks on a host."""
     numbers = host_number(facts)
     firsts: dict[str, Facts] = {}
     rows = [["host", "ranks", "device", "free", "planned", "free memory", "/dev/shm", "files", ""]]
@@ -106,14 +108,14 @@ def _most(amounts: Iterable[int | None]) -> str:
 
 
 def _clock_text(first: Facts, other: Facts) -> str:
-    """Return how far a clock is ahead of rank 0's, by when both came to a meeting and left it."""
+    """Return the offset of a clock from rank 0's with its uncertainty, from their barrier times."""
     least = other.came.wall_s - first.left.wall_s
     most = other.left.wall_s - first.came.wall_s
     return f"{(least + most) / 2:+.3f} s ±{(most - least) / 2:.3f}"
 
 
 def links_text(links: Links, sums: Sequence[Sum]) -> str:
-    """Return a line for each kind of link, then one for each group of ranks."""
+    """Format a table with one row per kind of link, then one line per group of ranks."""
     kinds = links.kinds()
     if not kinds:
         return ""
@@ -133,7 +135,7 @@ def links_text(links: Links, sums: Sequence[Sum]) -> str:
     lines = [aligned(rows, left=[0])]
     for each in sums[:_MOST_NAMED]:
         lines.append(
-            f"ranks {ranges_text(each.ranks)} sum {bytes_text(each.num_bytes)} in "
+            f"ranks {ranges_text(each.ranks)} all-reduce {bytes_text(each.num_bytes)} in "
             f"{time_text(each.took_s)}"
         )
     if len(sums) > _MOST_NAMED:
@@ -142,20 +144,20 @@ def links_text(links: Links, sums: Sequence[Sum]) -> str:
 
 
 def prices_text(prices: Prices) -> str:
-    """Return what a step takes beside its layers, a line each."""
+    """Format a table of the overheads of a step besides its layers."""
     rows = [
-        ["a step beside its layers", "takes"],
-        ["an action", time_text(prices.action_s)],
-        ["a step, whatever is in it", time_text(prices.step_s)],
-        ["the optimizer, for a million numbers", time_text(prices.update.seconds(1, 1e6))],
-        ["the optimizer, for a tensor", time_text(prices.update.tensor_s)],
-        ["the norm, for a million numbers", time_text(prices.norm.seconds(1, 1e6))],
+        ["overhead besides layers", "time"],
+        ["each action", time_text(prices.action_s)],
+        ["each step", time_text(prices.step_s)],
+        ["optimizer, per million parameters", time_text(prices.update.seconds(1, 1e6))],
+        ["optimizer, per tensor", time_text(prices.update.tensor_s)],
+        ["gradient norm, per million parameters", time_text(prices.norm.seconds(1, 1e6))],
     ]
     if prices.summing != Link():
         link = prices.summing
         rows.append(
             [
-                "a message of a sum",
+                "each message of an all-reduce",
                 f"{time_text(link.latency)} and {bytes_text(link.bandwidth)}/s",
             ]
         )
@@ -163,7 +165,7 @@ def prices_text(prices: Prices) -> str:
 
 
 def slow_texts(links: Links, facts: Sequence[Facts]) -> list[str]:
-    """Return a sentence for each way that is far slower than most of its kind."""
+    """Return a sentence for each link that is much slower than most of its kind."""
     kinds, slow = links.kinds(), links.slow()
     texts = []
     for way in slow[:_MOST_NAMED]:
@@ -172,18 +174,18 @@ def slow_texts(links: Links, facts: Sequence[Facts]) -> list[str]:
             f"rank {rank} on {facts[rank].host}" for rank in (way.source, way.destination)
         )
         texts.append(
-            f"slow link: {source} to {destination}, expected about the median of {kind.name}, "
-            f"{time_text(kind.latency_s)} and {bytes_text(kind.bytes_per_s)}/s, got "
-            f"{time_text(way.latency_s)} and {bytes_text(way.bytes_per_s)}/s; "
+            f"slow link: {source} to {destination} has {time_text(way.latency_s)} and "
+            f"{bytes_text(way.bytes_per_s)}/s, the median of {kind.name} is "
+            f"{time_text(kind.latency_s)} and {bytes_text(kind.bytes_per_s)}/s; "
             f"{_REMEDIES[links.kind_of(way)[0]]}"
         )
     if len(slow) > _MOST_NAMED:
-        texts.append(f"slow link: {len(slow) - _MOST_NAMED} more ways")
+        texts.append(f"slow link: {len(slow) - _MOST_NAMED} more links")
     return texts
 
 
 def time_text(seconds: float) -> str:
-    """Return a time in a unit that fits."""
+    """Format a time in a suitable unit."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

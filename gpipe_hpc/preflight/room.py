@@ -1,4 +1,4 @@
-"""Whether the memory of each host, or device, has room for what its ranks are planned to hold."""
+"""Check that the memory of each host and device suffices for the planned use of its ranks."""
 
 import os
 import secrets
@@ -20,13 +20,17 @@ from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.settings import Config
 from gpipe_hpc.units import bytes_text, ranges_text
 
-_NUM_GENERATIONS: Final = 2  # of copies, with checkpoint.neighbour_every
+_NUM_GENERATIONS: Final = 2  # in-memory checkpoints kept, with checkpoint.neighbour_every
 
 
 class Room(NamedTuple):
-    """Some ranks in a row, and the memory that they share; bytes, None where nobody tells.
+    """The planned and free bytes of a memory that consecutive ranks share.
 
-    `place` tells one memory from others, `what` says in words which it is.
+    Attributes:
+      place: identifier of the memory.
+      what: name of the memory for messages.
+      ranks: first and last rank.
+      free_bytes: None if the system does not report it.
     """
 
     place: str
@@ -38,32 +42,35 @@ class Room(NamedTuple):
 
     @property
     def lack_bytes(self) -> int:
-        """Return how much is lacking; below 0 where there is room."""
+        """Return the missing bytes; negative if the memory suffices."""
         return -1 if self.free_bytes is None else self.needed_bytes - self.free_bytes
 
     def __str__(self) -> str:
-        """Return what is lacking, with what can be done."""
+        """Describe the shortage and its remedies."""
         first, last = self.ranks
         own = f"rank {first}" if first == last else f"ranks {ranges_text(range(first, last + 1))}"
         free = 0 if self.free_bytes is None else self.free_bytes
         return (
-            f"{self.what} of {self.host}: expected room for the {bytes_text(self.needed_bytes)} "
-            f"more that {own} are planned to hold, got {bytes_text(free)} free; end what else uses "
-            f"it, use more hosts or stages, or less memory (python -m gpipe_hpc.plan says for what)"
+            f"{self.what} of {self.host}: {own} will need {bytes_text(self.needed_bytes)} more, "
+            f"but only {bytes_text(free)} are free; end other processes that use it, use more "
+            f"hosts or stages, or reduce the memory (python -m gpipe_hpc.plan shows its use)"
         )
 
 
 class Kept(NamedTuple):
-    """How many states a host keeps for each rank on it, and whether in a folder of all machines."""
+    """Number of in-memory checkpoints that a host keeps per rank.
+
+    `is_shared`: whether their folder is on storage shared by all hosts.
+    """
 
     num_states: int = 0
     is_shared: bool = False
 
     @classmethod
     def at(cls, place: Place) -> "Kept":
-        """Return what a rank has whose place among the hosts is known.
+        """Return the number for a rank whose placement among the hosts is known.
 
-        The states of the rank itself and, where there are several hosts, those of one elsewhere.
+        It keeps its own states and, if there are several hosts, those of a rank on another host.
         """
         return cls(_NUM_GENERATIONS * (1 if place.num_hosts == 1 else 2), place.is_shared)
 
@@ -72,10 +79,9 @@ NOTHING_KEPT: Final = Kept()
 
 
 def probe_copies(config: Config, world: World) -> Kept:
-    """Return what this rank's host is to keep; every rank calls it.
+    """Find out how many in-memory checkpoints this rank's host will keep; collective.
 
-    Rank 0 writes a file for a moment, and others look for it. Who cannot see it is on another host,
-    as far as copies go.
+    Rank 0 creates a file for a moment; a rank that cannot see it counts as on another host.
     """
     if not config.checkpoint.neighbour_every:
         return NOTHING_KEPT
@@ -84,7 +90,7 @@ def probe_copies(config: Config, world: World) -> Kept:
     probe = folder / f".gpipe_hpc_{token}"
     try:
         if world.rank == 0:
-            with suppress(OSError):  # the run itself says so
+            with suppress(OSError):  # the run itself reports the error
                 probe.touch(exist_ok=False)
         meet(world.everybody)
         own = probe.exists(), kernel_identity()
@@ -101,7 +107,7 @@ def _seen_by_both(ahead: tuple[bool, str], behind: tuple[bool, str]) -> tuple[bo
 
 
 def folder_of_copies(config: Config) -> Path:
-    """Return where copies of states are kept."""
+    """Return the folder of in-memory checkpoints."""
     return Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
 
 
@@ -114,9 +120,9 @@ def own_rooms(
     is_built: bool,
     kept: Kept = NOTHING_KEPT,
 ) -> tuple[Room, ...]:
-    """Return what this rank needs of which memory; nothing where nothing is planned.
+    """Return the memory that this rank needs, by kind; empty without a forecast.
 
-    `is_built`: its weights are there already. `kept`: what its host keeps for it.
+    `is_built`: its weights are already allocated. `kept`: in-memory checkpoints on its host.
     """
     if planned is None:
         return ()
@@ -132,7 +138,7 @@ def own_rooms(
     else:
         rooms, host_bytes = [], needed_bytes + in_memory_bytes
     if host_bytes:
-        # Containers of one kernel may have limits of their own, which control groups keep.
+        # Containers of one kernel may have separate limits, set by control groups.
         place = f"{kernel_identity()} {shared_identity('cgroup')}"
         rooms.append(Room(place, "memory", host, ranks, host_bytes, free_bytes()))
     if copies_bytes:
@@ -144,26 +150,26 @@ def own_rooms(
 
 
 def _free_in(folder: Path) -> int:
-    """Return how much can be written into a folder, or into the nearest above it that is there."""
+    """Return the free bytes of a folder, or of its nearest existing parent."""
     return shutil.disk_usage(_existing(folder)).free
 
 
 def _existing(folder: Path) -> Path:
-    """Return a folder, or the nearest above it that is there."""
+    """Return a folder, or its nearest existing parent."""
     return next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
 
 
 class Rooms(NamedTuple):
-    """The memory of some ranks in a row, of one kind: no more than three are kept.
+    """Memory findings of consecutive ranks, of one kind, reduced to at most three entries.
 
-    Ranks of a host follow one another as a rule. So those in the midst are whole, and of them that
-    which lacks most is enough; the first and the last may go on with the ranks beside.
+    Ranks of a host are normally consecutive. So entries in the middle are complete, and only the
+    one with the largest shortage matters; the first and last may continue with neighbouring ranks.
     """
 
     kept: tuple[Room, ...] = ()
 
     def then(self, behind: "Rooms") -> "Rooms":
-        """Return what is known of these ranks and of those behind them."""
+        """Merge with the findings of the following ranks."""
         if not self.kept or not behind.kept:
             return self if self.kept else behind
         (*ahead, last), (first, *others) = self.kept, behind.kept
@@ -180,7 +186,7 @@ class Rooms(NamedTuple):
         return Rooms(_few([*ahead, *middle, *others]))
 
     def lacking(self) -> list[Room]:
-        """Return the memory, of that which is kept, that has too little."""
+        """Return the entries with a shortage."""
         return [room for room in self.kept if room.lack_bytes > 0]
 
 

@@ -1,4 +1,4 @@
-"""From the settings to a report: the ranks meet, say what they are, connect, and time the links."""
+"""Run a preflight: connect all ranks, collect facts, time links, and report."""
 
 import secrets
 import socket
@@ -34,11 +34,11 @@ from gpipe_hpc.trainer.measuring.pricing import measure_prices
 from gpipe_hpc.trainer.run.folder import default_run_folder
 from gpipe_hpc.units import bytes_text, ranges_text
 
-_SLOW_PACE: Final = 1.5  # from which a rank is named; less is told to the planner alone
+_SLOW_PACE: Final = 1.5  # minimum slowdown that is reported; smaller ones only affect the planner
 
 
-class _Told(NamedTuple):
-    """What a rank tells rank 0."""
+class _RankFindings(NamedTuple):
+    """Findings that each rank sends to rank 0."""
 
     facts: Facts
     measured: Measured
@@ -46,32 +46,32 @@ class _Told(NamedTuple):
 
 
 def preflight(config: Config, world: World) -> Report | None:
-    """Look whether the ranks are fit for a run; return the report on rank 0.
+    """Check whether the ranks are fit for a run; return the report on rank 0. Collective.
 
-    Every rank calls it. Raises GpipeError, on all ranks, where some cannot work together at all:
-    ConfigError for unequal settings or a run folder that is not shared, PeerError or LaunchError
-    for ranks that do not reach one another, DeviceError for one that computes wrong.
+    Raises GpipeError on all ranks if some cannot work together: ConfigError for unequal settings or
+    a run folder that is not shared, PeerError or LaunchError for ranks that cannot connect,
+    DeviceError for wrong results of a device.
     """
     began_s, train = time.monotonic(), config.train
     with together(world, "comparing the settings"):
         check_settings(world, config)
         try_device(world.device, world.rank)
     with bound(world, train.bind, train.num_threads) as cores:  # as the run will compute
-        report = _look(config, world)
+        report = _run_checks(config, world)
     if report is not None:
         report.cores = cores
         report.took_s = time.monotonic() - began_s
     return report
 
 
-def _look(config: Config, world: World) -> Report | None:
-    """Look at folder, layout, links and memory; return the report on rank 0."""
+def _run_checks(config: Config, world: World) -> Report | None:
+    """Check folder, layout, links and memory; return the report on rank 0."""
     folder = check_folder(world, _run_folder(config) if world.rank == 0 else None)
     plan = partial(plan_layout, config, world.size) if world.rank == 0 else None
     planned = patiently(world, "planning the layout", plan)
-    with together(world, "telling the layout"):
-        told = None if planned is None else _plain(planned)
-        (replicas, stages), forecasts = world.everybody.broadcast_object(told, root=0)
+    with together(world, "broadcasting the layout"):
+        received = None if planned is None else _plain(planned)
+        (replicas, stages), forecasts = world.everybody.broadcast_object(received, root=0)
         mesh = Mesh(replicas, stages)
         own = None if forecasts is None else forecasts[mesh.stage_rank_of(world.rank)]
         forecast = None if own is None else RankForecast(**own)
@@ -81,11 +81,11 @@ def _look(config: Config, world: World) -> Report | None:
     layout = None if planned is None else planned.layout
     measured = measure(world, mesh, layout, int(config.preflight.bytes))
     prices = _prices(config, world, mesh, measured, folder) if config.preflight.steps else None
-    with together(world, "gathering what was found"):
+    with together(world, "gathering the findings"):
         work_s = seconds_of_work(world.device, config.train.precision)
         attended = attend(world.everybody, world.rank, socket.gethostname())
         facts = Facts.of(world.rank, world.device, forecast, rooms, attended)
-        gathered = world.everybody.gather_object(_Told(facts, measured, work_s), root=0)
+        gathered = world.everybody.gather_object(_RankFindings(facts, measured, work_s), root=0)
         report = None
         if gathered is not None and planned is not None:
             report = _report(config, planned, gathered, folder)
@@ -98,29 +98,30 @@ def _look(config: Config, world: World) -> Report | None:
 def _prices(
     config: Config, world: World, mesh: Mesh, measured: Measured, folder: Path
 ) -> Prices | None:
-    """Return, on rank 0, what a step takes beside its layers, and what a send takes.
+    """Measure the overheads of a step; return them on rank 0.
 
-    `folder`: of the run to come; one within it is taken, which goes again, and both if it was new.
+    A temporary folder within the run folder `folder` is used and removed; `folder` too if it was
+    new.
     """
     with together(world, "gathering links"):
-        told = world.everybody.gather_object((kernel_identity(), measured.ways), root=0)
-        word: str = world.everybody.broadcast_object(secrets.token_hex(4), root=0)
+        received = world.everybody.gather_object((kernel_identity(), measured.ways), root=0)
+        token: str = world.everybody.broadcast_object(secrets.token_hex(4), root=0)
     send = Link()
-    if told is not None:
-        links = Links([host for host, _ in told], [way for _, ways in told for way in ways])
+    if received is not None:
+        links = Links([host for host, _ in received], [way for _, ways in received for way in ways])
         kinds = [kind for key, kind in links.kinds().items() if key[0] == WITHIN]
         send = kinds[0].link if kinds else send
     is_new = world.rank == 0 and not folder.exists()
     try:
-        return measure_prices(config, world, mesh, send, folder / f"prices_{word}")
+        return measure_prices(config, world, mesh, send, folder / f"prices_{token}")
     finally:
         if is_new:
-            with suppress(OSError):  # others have put something there, or it was not made
+            with suppress(OSError):  # not empty, or never created
                 folder.rmdir()
 
 
 def _plain(planned: Planned) -> tuple[tuple[int, int], list[dict[str, Any]] | None]:
-    """Return what all ranks need of it, as it travels."""
+    """Return the mesh and memory forecasts as plain data, to broadcast to all ranks."""
     rows = None if planned.ranks is None else [dict(vars(rank)) for rank in planned.ranks]
     return (planned.mesh.replicas, planned.mesh.stages), rows
 
@@ -129,25 +130,27 @@ def _run_folder(config: Config) -> Path:
     return Path(config.run.dir or default_run_folder())
 
 
-def _report(config: Config, planned: Planned, told: Sequence[_Told], folder: Path) -> Report:
-    facts = [each.facts for each in told]
-    ways = [way for each in told for way in each.measured.ways]
+def _report(
+    config: Config, planned: Planned, received: Sequence[_RankFindings], folder: Path
+) -> Report:
+    facts = [each.facts for each in received]
+    ways = [way for each in received for way in each.measured.ways]
     links = Links([each.machine for each in facts], ways)
-    report = Report(_heading(planned, facts), facts, links, _sums(told), str(folder))
+    report = Report(_heading(planned, facts), facts, links, _sums(received), str(folder))
     report.lacking += _lacking(facts)
     report.doubts += _doubts(planned, facts)
     if config.pipeline.is_searched:
         report.doubts.append(
-            f"pipeline.layout=auto: expected to know the layout, got one that train will search; "
-            f"what was looked at is {_ranks_text(planned.mesh)}: search first (python -m "
-            f"gpipe_hpc.plan plan.search=true plan.links={config.preflight.out}), and look again"
+            f"pipeline.layout=auto: train will search for the layout, so this check used another "
+            f"one, {_ranks_text(planned.mesh)}; search first (python -m gpipe_hpc.plan "
+            f"plan.search=true plan.links={config.preflight.out}) and repeat the preflight"
         )
     report.doubts += slow_texts(links, facts)
-    paces = _paces([each.work_s for each in told])
+    paces = _paces([each.work_s for each in received])
     report.doubts += [
-        f"slow rank: rank {rank} on {facts[rank].host}, expected about the work of the others, got "
-        f"{pace:.2f} times their time for the same; look what else runs there, and how it is "
-        f"cooled, or let the cut heed it by pipeline.paces=measured"
+        f"slow rank: rank {rank} on {facts[rank].host} takes {pace:.2f} times as long as the "
+        f"fastest for the same work; check what else runs there and how it is cooled, or adapt "
+        f"the cut with pipeline.paces=measured"
         for rank, pace in paces.items()
         if pace >= _SLOW_PACE
     ]
@@ -169,10 +172,10 @@ def _ranks_text(mesh: Mesh) -> str:
     return f"{mesh.replicas} x {mesh.stages} ranks"
 
 
-def _sums(told: Sequence[_Told]) -> list[Sum]:
-    """Return each group once, with the longest that a rank of it took."""
+def _sums(received: Sequence[_RankFindings]) -> list[Sum]:
+    """Return the all-reduce of each group once, with the longest duration of any rank."""
     found: dict[tuple[int, ...], Sum] = {}
-    for each in (each for one in told for each in one.measured.sums):
+    for each in (each for one in received for each in one.measured.sums):
         known = found.get(each.ranks)
         found[each.ranks] = each if known is None or known.took_s < each.took_s else known
     return [found[ranks] for ranks in sorted(found)]
@@ -189,7 +192,7 @@ def _lacking(facts: Sequence[Facts]) -> list[str]:
 
 
 def _joined(one: Room, other: Room) -> Room:
-    """Return the room of ranks that share memory, whatever numbers they have."""
+    """Merge the findings of ranks that share a memory, whether or not they are consecutive."""
     frees = [free for free in (one.free_bytes, other.free_bytes) if free is not None]
     return one._replace(
         ranks=(min(one.ranks[0], other.ranks[0]), max(one.ranks[1], other.ranks[1])),
@@ -202,7 +205,8 @@ def _doubts(planned: Planned, facts: Sequence[Facts]) -> list[str]:
     doubts = []
     if planned.ranks is None:
         doubts.append(
-            f"memory was not planned, so not compared with what is free: {planned.why_not}"
+            f"memory could not be planned, so it was not compared with the free memory: "
+            f"{planned.why_not}"
         )
     attended = (Attendance(each.came, each.left) for each in facts)
     skew = skew_text(reduce(farthest, attended))
@@ -213,16 +217,15 @@ def _doubts(planned: Planned, facts: Sequence[Facts]) -> list[str]:
         if others:
             ranks = ranges_text(each.rank for each in others)
             doubts.append(
-                f"{what}: expected that of rank 0 on all ranks, {first}, got "
-                f"{getattr(others[0], of)} on ranks {ranks} ({others[0].host}); use one kind where "
-                f"you can"
+                f"{what}: rank 0 has {first}, but ranks {ranks} ({others[0].host}) have "
+                f"{getattr(others[0], of)}; use the same on all ranks if possible"
             )
     machines: dict[str, set[str]] = {}
     for each in facts:
         machines.setdefault(each.host, set()).add(each.machine)
     doubts += [
-        f"host name: expected one for each host, got {name} for {len(each)}; messages cannot tell "
-        f"them apart: give each its own"
+        f"host name: {len(each)} hosts are called {name}, so messages cannot distinguish them; set "
+        f"unique host names"
         for name, each in machines.items()
         if len(each) > 1
     ]
@@ -230,25 +233,25 @@ def _doubts(planned: Planned, facts: Sequence[Facts]) -> list[str]:
 
 
 def _paces(work_s: Sequence[float]) -> dict[int, float]:
-    """Return how many times as long slow ranks take."""
+    """Return the slowdowns of slow ranks."""
     if len(work_s) < 2:
         return {}
     return {rank: pace for rank, pace in enumerate(paces_of_times(work_s)) if pace != 1}
 
 
 def _write(config: Config, links: Links, facts: Sequence[Facts], paces: dict[int, float]) -> str:
-    """Write what the planner takes; return what to say of it."""
+    """Write the cluster file for the planner; return a line about it."""
     cluster, out = links.cluster(paces), config.preflight.out
     if out is None:
         return ""
     if cluster is None:
-        return f"{out} is not written, as no two ranks send each other anything"
+        return f"{out} was not written, because no two ranks communicate"
     names = [facts[block[0]].host for block in links.blocks()]
     day, most = time.strftime("%Y-%m-%d %H:%M:%S"), bytes_text(config.preflight.bytes)
     about = (
-        f"Measured by python -m gpipe_hpc.preflight, {day}, with up to {most} a message.\n"
-        f"Each way while other pairs of ranks use theirs; medians, and ways far from them."
+        f"Measured by python -m gpipe_hpc.preflight, {day}, with messages of up to {most}.\n"
+        f"Other pairs of ranks were active; medians, and links that differ much from them."
     )
     path = Path(out).absolute()
     write_cluster(path, cluster, names, about)
-    return f"what links the ranks, for the planner: {path}"
+    return f"cluster file for the planner: {path}"

@@ -1,7 +1,7 @@
-"""Whether all ranks were started with one configuration.
+"""Check that all ranks were started with the same configuration.
 
-A rank with another learning rate, or another number of steps, trains another model than the rest
-or waits for them without an end. Each host composes its own settings, of its own files.
+A rank with another learning rate or number of steps would train another model, or wait forever.
+Each host composes its own settings from its own files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,13 +12,13 @@ from gpipe_hpc.comm.world.groups import check_agreement
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.settings import Config
 
-# All that says what is trained and when all ranks do something together; the rest is about other
-# commands, about rank 0 alone, or about how a host reaches the others.
+# Sections that affect the training or collective operations; the others concern other commands,
+# only rank 0, or how a host connects to the others.
 _SECTIONS: Final = (
     *("model", "loss", "data", "optimizer", "lr", "train", "pipeline", "outer", "checkpoint"),
     *("trace", "preflight"),
 )
-# Ranks may be on unequal hosts.
+# Settings that may differ, because hosts may differ.
 _OF_A_HOST: Final = frozenset(
     {
         "train.device",
@@ -28,20 +28,19 @@ _OF_A_HOST: Final = frozenset(
         "preflight.out",
     }
 )
-_OWN: Final = ("model.", "loss.", "data.")  # which may hold paths under any name
+_OWN: Final = ("model.", "loss.", "data.")  # may contain paths under any name
 
 
 def check_settings(world: World, config: Config) -> None:
-    """Raise ConfigError, on every rank, if ranks were started with different settings.
+    """Raise ConfigError on every rank if ranks were started with different settings. Collective.
 
-    Every rank calls it. Paths may differ, as hosts may have copies: what is in them is compared
-    where it is read.
+    Paths may differ, as hosts may have copies; the content is compared when it is read.
     """
     check_agreement(world.everybody, shared_settings(config))
 
 
 def shared_settings(config: Config) -> dict[str, object]:
-    """Return what must be the same on every rank, by dotted name."""
+    """Return the settings that must be equal on every rank, by dotted name."""
     kinds = {
         "kind of data": config.data.kind,
         "kind of optimizer": type(config.optimizer).__name__,
@@ -69,6 +68,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(value, bool | int | float | str):
         yield name, value
     else:
-        # What is no setting of a file, as an object of the caller's, has another address each time.
+        # The repr of an object passed by the caller contains its address: compare its type only.
         is_plain = value is None or isinstance(value, list | tuple)
         yield name, repr(value) if is_plain else type(value).__name__

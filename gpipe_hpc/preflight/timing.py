@@ -1,8 +1,8 @@
-"""How long a line between two ranks takes: the latency, and the bandwidth each way.
+"""Measure latency and bandwidth of a connection between two ranks, in both directions.
 
-The lower rank leads and reads its own clock alone, so clocks need not agree: what it times goes
-there and back. A message of n bytes takes a latency and n over the bandwidth; the answer to it, a
-latency. Sizes grow as long as the line is quick, so a slow one is not kept busy for long.
+The lower rank leads and reads only its own clock, timing round trips, so clocks need not agree. A
+message of n bytes takes the latency plus n divided by the bandwidth; its answer takes the latency.
+Sizes grow as long as messages are fast, so slow links are not busy for long.
 """
 
 import math
@@ -20,12 +20,12 @@ from gpipe_hpc.preflight.lines import Line
 _NUM_WARMING: Final = 3
 _LEAST_TIMED, _MOST_TIMED = 3, 25
 _ENOUGH_S: Final = 0.03  # spent on more than the least
-# An answer has to wake several threads at both ends: on a busy host few of them come undisturbed.
+# An answer wakes several threads at both ends, so on a busy host few are undisturbed.
 _MOST_ANSWERS: Final = 400
 _ENOUGH_ANSWERS_S: Final = 0.25
-_LONG_S: Final = 0.1  # a message that takes so long is the greatest
-_TOO_LONG_S: Final = 2.0  # one that takes so long is not sent again
-_STEP: Final = 8  # from one size to the next
+_LONG_S: Final = 0.1  # no larger messages are sent after one that takes longer
+_TOO_LONG_S: Final = 2.0  # a message that takes longer is not repeated
+_STEP: Final = 8  # ratio between message sizes
 _NUM_SIZES: Final = 3
 _LEAST_S: Final = 1e-9
 
@@ -35,9 +35,9 @@ SUMS: Final = "sums"
 
 
 class Way(NamedTuple):
-    """What one way from a rank to another takes; `carries`: boundaries or sums.
+    """Timed link from one rank to another; `carries` is ``boundaries`` or ``sums`` (all-reduces).
 
-    Two ranks of a host may share memory for the one and have a connection for the other.
+    Two ranks of a host may use shared memory for one and a connection for the other.
     """
 
     source: int
@@ -48,7 +48,7 @@ class Way(NamedTuple):
 
 
 class _Order(IntEnum):
-    """What the leading rank tells the other to do."""
+    """Commands that the leading rank sends to the other."""
 
     END = 0
     ANSWER = 1
@@ -57,7 +57,7 @@ class _Order(IntEnum):
 
 
 def sizes_up_to(most_bytes: int) -> list[int]:
-    """Return the sizes of messages that are tried, ascending."""
+    """Return the message sizes to try, ascending."""
     found = {max(1, most_bytes // _STEP**step) for step in range(_NUM_SIZES)}
     return sorted(found)
 
@@ -65,7 +65,10 @@ def sizes_up_to(most_bytes: int) -> list[int]:
 def time_line(
     line: Line, device: Device, own: int, peer: int, most_bytes: int
 ) -> tuple[Way, Way] | None:
-    """Time a line at both of its ends; return the ways there and back at the lower rank."""
+    """Time a connection from both of its ends; return both directions at the lower rank.
+
+    Returns None at the other rank.
+    """
     end = _End(line, device)
     if own > peer:
         end.follow()
@@ -77,7 +80,7 @@ def time_line(
 def _quickest(
     timed: Callable[[], float], most: int = _MOST_TIMED, enough_s: float = _ENOUGH_S
 ) -> float:
-    """Return the least of several times: what else a host does makes them longer, never shorter."""
+    """Return the minimum of repeated timings, since other load only makes them longer."""
     began_s, times = time.perf_counter(), [timed()]
     while len(times) < _LEAST_TIMED or (
         len(times) < most and time.perf_counter() - began_s < enough_s
@@ -87,50 +90,50 @@ def _quickest(
 
 
 class _End:
-    """One end of a line."""
+    """One end of a connection."""
 
     def __init__(self, line: Line, device: Device) -> None:
         self._line, self._device = line, device
 
     def lead(self, sizes: list[int]) -> tuple[float, float, float]:
-        """Return the latency, and the bandwidths there and back."""
+        """Return the latency, and the bandwidths to the other rank and back."""
         for _ in range(_NUM_WARMING):
-            self._timed(self._ask)
-        ask = partial(self._timed, self._ask)
+            self._timed(self._round_trip)
+        ask = partial(self._timed, self._round_trip)
         latency_s = _quickest(ask, _MOST_ANSWERS, _ENOUGH_ANSWERS_S) / 2
         forth, back = (self._bandwidth(move, sizes, latency_s) for move in (self._push, self._pull))
-        self._tell(_Order.END, 0)
+        self._send_order(_Order.END, 0)
         return latency_s, forth, back
 
     def follow(self) -> None:
-        """Do as the leading rank tells, until it tells the end."""
+        """Execute the commands of the leading rank until END."""
         while True:
-            order, num_bytes = self._hear(self._expect_word())
+            order, num_bytes = self._receive_order(self._expect_order())
             match _Order(order):
                 case _Order.END:
                     return
                 case _Order.ANSWER:
-                    self._tell(_Order.ANSWER, 0)
+                    self._send_order(_Order.ANSWER, 0)
                 case _Order.TAKE:
                     wait = self._line.expect(num_bytes, torch.uint8)
-                    self._tell(_Order.ANSWER, 0)
+                    self._send_order(_Order.ANSWER, 0)
                     wait()
                     self._device.synchronize()
-                    self._tell(_Order.ANSWER, 0)
+                    self._send_order(_Order.ANSWER, 0)
                 case _Order.GIVE:
                     self._line.send(self._message(num_bytes))
 
     def _bandwidth(self, move: Callable[[int], float], sizes: list[int], latency_s: float) -> float:
-        """Return the bytes a second of messages of the greatest size that is not too long."""
+        """Return the bytes/s of the largest message that is not too slow."""
         best = 0.0
         for size in sizes:
-            # The first of a size says what it is, and makes room.
+            # The first message of a size sends a header and allocates buffers.
             took_s = min(move(size), move(size))
             is_long = took_s - 2 * latency_s > _LONG_S
             is_last = is_long or size == sizes[-1]
             if is_last and took_s < _TOO_LONG_S:
                 took_s = min(took_s, _quickest(partial(move, size)))
-            # Of a message that is hardly more than a latency, little more is known than a bound.
+            # For a message hardly slower than the latency, only a lower bound is known.
             best = size / max(took_s - 2 * latency_s, took_s / 4, _LEAST_S)
             if is_last:
                 break
@@ -142,28 +145,28 @@ class _End:
         work()
         return time.perf_counter() - began_s
 
-    def _ask(self) -> None:
-        answer = self._expect_word()
-        self._tell(_Order.ANSWER, 0)
-        self._hear(answer)
+    def _round_trip(self) -> None:
+        answer = self._expect_order()
+        self._send_order(_Order.ANSWER, 0)
+        self._receive_order(answer)
 
     def _push(self, num_bytes: int) -> float:
-        """Send a message, and wait until the other end says that it is there."""
-        ready = self._expect_word()
-        self._tell(_Order.TAKE, num_bytes)
-        self._hear(ready)
-        answer, message = self._expect_word(), self._message(num_bytes)
+        """Send a message and wait for its acknowledgement; return the seconds."""
+        ready = self._expect_order()
+        self._send_order(_Order.TAKE, num_bytes)
+        self._receive_order(ready)
+        answer, message = self._expect_order(), self._message(num_bytes)
         self._device.synchronize()
         began_s = time.perf_counter()
         self._line.send(message)
-        self._hear(answer)
+        self._receive_order(answer)
         return time.perf_counter() - began_s
 
     def _pull(self, num_bytes: int) -> float:
-        """Let the other end send a message."""
+        """Let the other end send a message; return the seconds."""
         wait = self._line.expect(num_bytes, torch.uint8)
         began_s = time.perf_counter()
-        self._tell(_Order.GIVE, num_bytes)
+        self._send_order(_Order.GIVE, num_bytes)
         wait()
         self._device.synchronize()
         return time.perf_counter() - began_s
@@ -171,12 +174,12 @@ class _End:
     def _message(self, num_bytes: int) -> torch.Tensor:
         return self._device.empty((num_bytes,), torch.uint8).zero_()
 
-    def _tell(self, order: _Order, num_bytes: int) -> None:
+    def _send_order(self, order: _Order, num_bytes: int) -> None:
         self._line.send(self._device.bring(torch.tensor([order, num_bytes])))
 
-    def _expect_word(self) -> Callable[[], torch.Tensor]:
+    def _expect_order(self) -> Callable[[], torch.Tensor]:
         return self._line.expect(2, torch.int64)
 
-    def _hear(self, wait: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    def _receive_order(self, wait: Callable[[], torch.Tensor]) -> tuple[int, int]:
         order, num_bytes = self._device.fetch(wait()).tolist()
         return order, num_bytes

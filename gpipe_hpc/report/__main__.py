@@ -1,4 +1,4 @@
-"""The entry point of `python -m gpipe_hpc.report`."""
+"""Entry point of `python -m gpipe_hpc.report`."""
 
 import sys
 from pathlib import Path
@@ -20,8 +20,7 @@ _ENDINGS: Final = MappingProxyType({".html": "html", ".htm": "html", ".md": "mar
 def main() -> None:
     """Compose the settings from Hydra's command line, write the report, and exit.
 
-    Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
-    not 0.
+    Exit codes: 0 done, 1 failed, 2 invalid settings. For a sweep (-m) the first that is not 0.
     """
     sys.exit(run_jobs(_task, "report", unshared="report.out"))
 
@@ -35,9 +34,9 @@ def _task(job: Job) -> int:
 
 
 def write_report(config: Config) -> Path:
-    """Write the report of `run.dir` or of `report.runs`; return its file.
+    """Write the report of `run.dir` or of `report.runs`; return its path.
 
-    Raises ConfigError where one of them is no run, or the file cannot be written.
+    Raises ConfigError if a folder contains no run, or the file cannot be written.
     """
     config.check_values()
     config.report.check(config.run.dir)
@@ -63,8 +62,8 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, "utf-8")
     except OSError as error:
         raise ConfigError(
-            f"config: bad report.out, expected a file in a folder that can be written, got {path} "
-            f"({error.strerror}); {os_remedy(error) or 'set report.out=FILE'}"
+            f"config: cannot write report.out={path} ({error.strerror}); "
+            f"{os_remedy(error) or 'set report.out=FILE'}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a mean step went: parts that add up to it."""
+"""Divide the time of a mean step into parts that add up to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ from gpipe_hpc.trainer.traces.files import ReadStep
 PARTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "compute": "forwards, backwards, recomputation: mean over ranks",
-        "fill and drain": "ranks wait for one another, as the schedule has it",
-        "imbalance": "a busier rank sets the pace",
-        "transfers": "a rank waits for what another one has made",
-        "other replicas": "another pipeline began earlier or ended later",
-        "reduction": "sums of gradients over replicas that are still under way behind the pipeline",
-        "meeting": "behind the pipeline: what ranks tell one another, and dividing the gradients",
+        "fill and drain": "dependencies of the schedule: ranks wait for other ranks",
+        "imbalance": "waiting for the rank with most work",
+        "transfers": "waiting for a tensor that another rank has already computed",
+        "other replicas": "another replica started earlier or finished later",
+        "reduction": "gradient all-reduces that continue after the pipeline",
+        "synchronization": "after the pipeline: exchange of step results, and gradient scaling",
         "reading data": "waiting for samples",
-        "checkpoint": "all wait for the state to be kept",
-        "optimizer": "clipping, and the optimizer's step, on rank 0",
-        "host": "Python between actions and around the step, waiting for a processor",
+        "checkpoint": "waiting until the state is saved",
+        "optimizer": "gradient clipping and optimizer step, on rank 0",
+        "host": "Python between actions and around the step, waiting for a CPU",
     }
 )
 IDLE: Final = ("fill and drain", "imbalance", "transfers", "other replicas")
-"""The parts that are idle time within the pipeline, beside what is read or waits there."""
+"""The parts that are idle time within the pipeline, besides reading and host time."""
 
 
 END_STALL: Final = "checkpoint_end_stall_s"
-"""Of a checkpoint that was written in the background: what its end holds up."""
+"""Metric of the delay at the end of a checkpoint written in the background."""
 _STALLS: Final = ("checkpoint_stall_s", END_STALL, "neighbour_stall_s")
 
 
 class Share(NamedTuple):
-    """What a rank did in the pipeline of the traced step, in seconds, by part; they sum to it."""
+    """Seconds of a rank in the pipeline of the traced step, by part, including idle time."""
 
     rank: int
     seconds: Mapping[str, float]
@@ -46,11 +46,15 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """The mean of counted steps, checkpoints shared out among them.
+    """The mean step, with checkpoint time divided over all steps.
 
-    `parts`: seconds by name in PARTS, in sum `step_s`. `ranks`: the traced step; `pipeline_s` is
-    the mean time in the pipeline of all counted steps, `traced_s` that of the traced one. Without
-    a trace the pipeline is not divided: it is all "compute", and `ranks` is empty.
+    Without a trace the pipeline is not divided: it counts as "compute", and `ranks` is empty.
+
+    Attributes:
+      parts: seconds by name in PARTS, which add up to `step_s`.
+      ranks: parts of each rank in the traced step.
+      pipeline_s: mean time in the pipeline over all counted steps.
+      traced_s: time in the pipeline of the traced step.
     """
 
     step_s: float
@@ -62,12 +66,12 @@ class Account:
 
     @property
     def scale(self) -> float:
-        """Return what a second of the traced pipeline is in the mean one."""
+        """Return the ratio of the mean pipeline time to the traced one."""
         return self.pipeline_s / self.traced_s if self.traced_s else 1.0
 
 
 def account_of(record: Record) -> Account | None:
-    """Return where the time went; None where no step has been timed."""
+    """Divide the time of a run's mean step into parts; return None if no step was timed."""
     rows = record.counted_steps
     if not rows:
         return None
@@ -90,8 +94,8 @@ def account_of(record: Record) -> Account | None:
     edge_s = mean("edge_s")
     tail_s = 0.0 if record.traced is None else _reduction_tail_s(record.traced.replicas)
     parts["reduction"] += min(edge_s, tail_s)
-    parts["meeting"] += edge_s - min(edge_s, tail_s)
-    # What rank 0 read while others had begun is in the pipeline.
+    parts["synchronization"] += edge_s - min(edge_s, tail_s)
+    # Time in which rank 0 read after others had begun is part of the pipeline.
     parts["reading data"] += fmean(
         row.get("reading_ahead_s", row.get("reading_s")) or 0.0 for row in rows
     )
@@ -102,12 +106,11 @@ def account_of(record: Record) -> Account | None:
 
 
 def shares(traced: ReadStep) -> tuple[Share, ...]:
-    """Divide the pipeline of a step for each world rank; all have the same sum.
+    """Divide the pipeline time of a step for each world rank; all ranks have the same sum.
 
-    Found by running the measured order again on paper, each time with one cause more: the busiest
-    rank alone, then what ranks need of one another, that some began late or still read, that a
-    rank went on late with all it needed at hand. What is then left of the measured time is
-    transfers.
+    The measured order is replayed with one more cause of delay each time: first the busiest rank
+    alone, then dependencies between ranks, late starts, reading, and late continuation of ranks
+    that had all inputs. The remaining measured time is attributed to transfers.
     """
     running = [each for each in traced.replicas if _computes(each)]
     if not running:
@@ -133,7 +136,7 @@ def shares(traced: ReadStep) -> tuple[Share, ...]:
 def _common(
     timeline: Timeline, begin_s: float, end_s: float, around: Sequence[Sequence[Any]]
 ) -> dict[str, float]:
-    """Return the parts that all ranks of a replica have alike; with the busiest they sum up."""
+    """Return the parts that all ranks of a replica share; the busiest rank has no others."""
     began, read = _begins(timeline, begin_s, around)
     hosts = _host_gaps(timeline, read, begin_s)
     ends = [
@@ -160,13 +163,13 @@ def _common(
 def _begins(
     timeline: Timeline, begin_s: float, around: Sequence[Sequence[Any]]
 ) -> tuple[list[float], list[float]]:
-    """Return when each rank came to its samples, and when it had read them; 0 where not known."""
+    """Return when each rank started to read samples and when it had finished; 0 if unknown."""
     began, read = [0.0] * timeline.num_ranks, [0.0] * timeline.num_ranks
     for rank, row in enumerate(around):
         first = next((e.start_s for e in timeline.events[rank] if e.action.op in COMPUTE), None)
         for each in row:
             if each.name == "reading" and first is not None:
-                # Never later than it went on: marks of two kinds may differ by a little.
+                # Not later than the first action: the two kinds of timestamps differ slightly.
                 began[rank] = max(0.0, min(first, each.start_s) - begin_s)
                 read[rank] = max(0.0, min(first, each.end_s) - begin_s)
     return began, read
@@ -175,7 +178,7 @@ def _begins(
 def _host_gaps(
     timeline: Timeline, begins: Sequence[float], begin_s: float
 ) -> Mapping[Event, float]:
-    """Return how much later an action started than it could, where it needed nothing from afar."""
+    """Return the delay of each action that needed nothing from other ranks."""
     flow = DataFlow(timeline)
     gaps: dict[Event, float] = {}
     for rank, row in enumerate(timeline.events):
@@ -199,7 +202,7 @@ def _first_s(timeline: Timeline) -> float:
 
 
 def _reduction_tail_s(replicas: Sequence[Timeline]) -> float:
-    """Return how long reductions went on behind all compute, of all replicas."""
+    """Return how long reductions continued after all compute of all replicas."""
     computed_s = max((each.end_of_compute for each in replicas), default=0.0)
     ended_s = max((each.start_s + each.makespan for each in replicas), default=0.0)
     return max(0.0, ended_s - computed_s)

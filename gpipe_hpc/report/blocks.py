@@ -1,4 +1,4 @@
-"""What a report consists of, whatever it is written as."""
+"""Building blocks of a report, independent of the output format."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Words(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Some figures that stand out: what each is of, and its value."""
+    """Highlighted figures as pairs of label and value."""
 
     rows: Sequence[tuple[str, str]]
 
@@ -27,34 +27,34 @@ class Grid(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Values over steps; `points`: by series, (step, value) ascending."""
+    """Values over steps; `points` maps each series to its ascending (step, value) pairs."""
 
     title: str
     points: Mapping[str, Sequence[tuple[float, float]]]
 
 
 class Bar(NamedTuple):
-    """One whole and its parts in seconds, by name; the same name has the same colour everywhere."""
+    """A total divided into named parts in seconds; equal names have equal colours everywhere."""
 
     name: str
     parts: Mapping[str, float]
 
 
 class Bars(NamedTuple):
-    """Bars on one scale."""
+    """Bars drawn on one scale."""
 
     bars: Sequence[Bar]
 
 
 class Advised(NamedTuple):
-    """What to change, the most useful first; `step_s`: what a mean step takes now."""
+    """Suggested changes, the most useful first; `step_s` is the current mean step time."""
 
     findings: Sequence[Finding]
     step_s: float
 
 
 class Picture(NamedTuple):
-    """The timeline of a step, of all replicas on one clock."""
+    """The timeline of a step, with all replicas on one clock."""
 
     step: ReadStep
 
@@ -63,7 +63,7 @@ Block = Words | Figures | Grid | Curve | Bars | Advised | Picture
 
 
 class Section(NamedTuple):
-    """A heading and what stands below it. `is_open`: whether it is seen without asking."""
+    """A heading with blocks below it; `is_open`: expanded initially."""
 
     title: str
     blocks: Sequence[Block]
@@ -71,7 +71,7 @@ class Section(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A whole report."""
+    """A complete report."""
 
     title: str
     sections: Sequence[Section]

@@ -1,4 +1,4 @@
-"""What would make a run faster, by what it gains: causes that were measured, settings to change."""
+"""Find changes that would make a run faster, from measured causes, ordered by gain."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +13,15 @@ from gpipe_hpc.schedule.waits import DataFlow
 from gpipe_hpc.trainer.traces.files import ReadStep
 from gpipe_hpc.units import bytes_text
 
-_LEAST_GAIN: Final = 0.02  # of a step; less is within what runs differ by
+_LEAST_GAIN: Final = 0.02  # of a step; smaller gains are within run-to-run noise
 _BRACKETS: Final = re.compile(r" \(without [^)]*\)")
-_AS_TOLD: Final = 1.15  # times the pace that the cut was made for: nothing new
+_KNOWN_RATIO: Final = 1.15  # smaller ratios to the slowdown used for the cut are not new
 
 
 class Finding(NamedTuple):
-    """One thing to change: what it is, why, and how much of a mean step it saves, in seconds.
+    """A suggested change: what, why, and the seconds of a mean step that it saves.
 
-    `settings`: as on the command line, to paste; empty where no setting helps.
+    `settings`: command-line settings to copy; empty if no setting helps.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 
 
 def findings_of(record: Record, account: Account) -> list[Finding]:
-    """Return what would save more than 2 % of a mean step, the most first."""
+    """Return the changes that would save more than 2 % of a mean step, the largest gain first."""
     found = [
         *_reading(record, account),
         *_checkpoint(record, account),
@@ -53,15 +53,15 @@ def _reading(record: Record, account: Account) -> Iterator[Finding]:
     )
     where = ""
     if longest is not None:
-        where = f" Rank {longest['rank']} waits longest: {time_text(longest['reading_s'])} a step."
+        where = f" Rank {longest['rank']} waits longest, {time_text(longest['reading_s'])} a step."
     workers = record.settings.get("data.workers")
     settings = ""
     if isinstance(workers, int):
         settings = f"data.workers={max(2, 2 * workers)}"
     yield Finding(
-        f"Reading data holds each step up for {time_text(gain_s)}",
+        f"Reading data delays each step by {time_text(gain_s)}",
         f"Ranks wait for their samples before they compute.{where} Read with more processes, or "
-        f"keep the data in a form that takes less work to read.",
+        f"store the data in a format that is faster to read.",
         gain_s,
         settings,
     )
@@ -82,9 +82,9 @@ def _checkpoint(record: Record, account: Account) -> Iterator[Finding]:
         number = record.settings.get(every)
         rarer = f"{every}={2 * number}" if isinstance(number, int) and number else ""
         yield Finding(
-            f"Each {what} holds the run up for {time_text(whole_s / len(stalls))}",
+            f"Each {what} delays the run by {time_text(whole_s / len(stalls))}",
             f"{len(stalls)} of them in {account.num_steps} steps: {time_text(gain_s)} a step. "
-            f"Write to a faster folder, more seldom, or in the background.",
+            f"Write to faster storage, less often, or in the background.",
             gain_s,
             rarer if is_behind else "checkpoint.in_background=true",
         )
@@ -105,7 +105,7 @@ def _slow(record: Record, account: Account) -> Iterator[Finding]:
 
 
 def _paces_words(record: Record, found: Sequence[Slow]) -> str:
-    """Return the setting by which slow ranks get less; empty where the cut knows, or is by hand."""
+    """Return the setting that gives slow ranks less work; empty if the cut has it or is by hand."""
     layout = record.summary["layout"]
     size = layout["ranks"] // layout["replicas"]
     places = {each["rank"]: each["stage_rank"] for each in record.summary["ranks"]}
@@ -116,7 +116,7 @@ def _paces_words(record: Record, found: Sequence[Slow]) -> str:
             paces[place] = max(paces[place], slow.factor)
     known = layout.get("paces") or [1.0] * size
     told = len(known) == size and all(
-        own <= _AS_TOLD * its / min(known) for own, its in zip(paces, known, strict=True)
+        own <= _KNOWN_RATIO * its / min(known) for own, its in zip(paces, known, strict=True)
     )
     by_hand = not isinstance(record.settings.get("pipeline.partition", "time"), str)
     if size == 1 or told or by_hand:
@@ -126,12 +126,12 @@ def _paces_words(record: Record, found: Sequence[Slow]) -> str:
 
 def _slow_rank(record: Record, slow: Slow, gain_s: float, settings: str) -> Finding:
     rank = next(e for e in record.summary["ranks"] if e["rank"] == slow.ranks[0])
-    more = " Where it stays slow, give it less, which saves less." if settings else ""
+    more = " If it remains slow, give it less work, which saves less." if settings else ""
     return Finding(
         f"Rank {rank['rank']} on {rank['host']} is slow: {slow.factor:.2f} times its share",
-        "All its layers take longer than layers of the same kind elsewhere. The gain is what a "
-        "step saves when the rank is as fast as the others: look at what else runs on the host, "
-        f"its threads, its clock.{more}",
+        "All its layers take longer than layers of the same kind elsewhere. The gain is the time "
+        "saved if the rank were as fast as the others. Check what else runs on the host, its "
+        f"number of threads, and its clock frequency.{more}",
         gain_s,
         settings,
     )
@@ -146,17 +146,17 @@ def _slow_layer(record: Record, slow: Slow, gain_s: float) -> Finding:
     kind = f" ({told[0]})" if told else ""
     ranks = ", ".join(map(str, slow.ranks))
     return Finding(
-        f"Layer {slow.layer}{kind} is slow: {slow.factor:.2f} times as long as its likes",
+        f"Layer {slow.layer}{kind} is slow: {slow.factor:.2f} times the time of similar layers",
         f"On rank {ranks} its forward takes {time_text(slow.forward_s)} a micro-batch longer than "
-        f"layers with as many FLOPs and parameters. The gain is what a step saves when it takes "
-        f"as long as they do: look at what its forward does.",
+        f"layers with as many FLOPs and parameters. The gain is the time saved if it were as fast "
+        f"as they are. Profile its forward.",
         gain_s,
     )
 
 
 def _links(record: Record, account: Account) -> Iterator[Finding]:
-    in_pipeline_s, meeting_s = account.parts["transfers"], account.parts["meeting"]
-    gain_s = in_pipeline_s + meeting_s
+    in_pipeline_s, sync_s = account.parts["transfers"], account.parts["synchronization"]
+    gain_s = in_pipeline_s + sync_s
     if record.traced is None:
         return
     waits = link_waits(record.traced)
@@ -170,19 +170,19 @@ def _links(record: Record, account: Account) -> Iterator[Finding]:
     often = "Once" if number == 1 else f"{number} times"
     yield Finding(
         f"Waiting for transfers takes {time_text(in_pipeline_s)} of each step, most from rank "
-        f"{ends}, and meeting behind the pipeline {time_text(meeting_s)}",
-        f"{often} in the traced step rank {destination} had nothing to do and what it "
-        f"needed was made: {time_text(seconds / number)} each until it went on. Behind the "
-        f"pipeline all meet, and divide the gradients. The gain is that of both, at most. A slow "
-        f"link, or more processes than processors.",
+        f"{ends}, and synchronization after the pipeline {time_text(sync_s)}",
+        f"{often} in the traced step rank {destination} was idle although its input had been "
+        f"computed, {time_text(seconds / number)} each. The gain is at most the sum of both "
+        f"times. Causes are a slow link, or more processes than CPU cores.",
         gain_s,
     )
 
 
 def link_waits(traced: ReadStep) -> Mapping[tuple[int, int], tuple[float, int]]:
-    """Return by (source, destination) for how long, and how often, a rank waited for a transfer.
+    """Return the waiting time and number of waits for transfers, by (source, destination).
 
-    From the moment at which it was idle and the value was made, to that at which it went on.
+    A wait lasts from the moment at which the receiver is idle and the value is computed, until the
+    receiver continues.
     """
     found: dict[tuple[int, int], tuple[float, int]] = {}
     first = 0
@@ -210,8 +210,8 @@ def _weights(record: Record, account: Account) -> Iterator[Finding]:
     if better and not record.is_overtaken:
         weights = ",".join(map(str, better["weights"]))
         yield Finding(
-            "Replicas are unequally fast",
-            "With these weights they would end together, if each micro-batch takes a replica as "
+            "Replicas differ in speed",
+            "With these weights they would finish at the same time, if each micro-batch takes as "
             "long as in this run.",
             better["gain"] * account.pipeline_s,
             _pasteable(f"outer.weights=[{weights}]"),
@@ -222,30 +222,30 @@ def _settings(record: Record, account: Account) -> Iterator[Finding]:
     for each in record.summary.get("advice") or () if not record.is_overtaken else ():
         yield Finding(
             f"Another layout: {each['settings']}",
-            _of_advice(each),
+            _advice_text(each),
             each["gain"] * account.pipeline_s,
             _pasteable(each["settings"]),
         )
 
 
 def _pasteable(settings: str) -> str:
-    """Return settings that any shell passes on as they are; older runs named others in brackets."""
+    """Quote settings for any shell; older runs have remarks in brackets, which are removed."""
     words = _BRACKETS.sub("", settings).split()
     return " ".join(f"'{word}'" if "[" in word else word for word in words)
 
 
-def _of_advice(each: Mapping[str, Any]) -> str:
+def _advice_text(each: Mapping[str, Any]) -> str:
     text = (
-        f"Simulated with what this run's actions took: {percent(each['gain'])} less time in the "
+        f"Simulated with the measured times of this run: {percent(each['gain'])} less time in the "
         f"pipeline"
     )
     if each.get("without"):
-        text += f"; leave out {', '.join(each['without'])}"
+        text += f"; remove {', '.join(each['without'])}"
     if each["assumes"]:
         return f"{text}, assuming {each['assumes']}."
     more = each["more_bytes"]
     if not more:
-        return f"{text}; the fullest rank needs as much memory."
+        return f"{text}; the fullest rank needs the same memory."
     return (
         f"{text}; the fullest rank needs {bytes_text(abs(more))} {'more' if more > 0 else 'less'} "
         f"memory."

@@ -1,4 +1,4 @@
-"""A report as one page that needs no other file and no network."""
+"""Write a report as a self-contained HTML page that needs no network."""
 
 import math
 import re
@@ -33,7 +33,7 @@ from gpipe_hpc.visualize.scene import round_step
 _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560.0, 220.0, 58.0, 24.0, 8.0
 _OF_TRANSFERS: Final = (
-    "A pink bar is a transfer that its rank waited for with nothing else to do; others are not "
+    "A pink bar is a transfer for which its rank waited while idle; other transfers are not "
     "recorded."
 )
 _NUM_COLOURS: Final = 5
@@ -41,7 +41,7 @@ _HEADER: Final = 60  # pixels of the buttons above a timeline
 
 
 def render_page(report: Report) -> str:
-    """Return a report as a page: figures, tables, curves, and timelines that zoom."""
+    """Return a report as an HTML page: figures, tables, curves, and timelines that zoom."""
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     parts = {"title": escape(report.title), "body": "\n".join(map(_section, report.sections))}
     return _MARK.sub(lambda mark: parts[mark[1]], page)
@@ -128,7 +128,7 @@ def _key(colours: Mapping[str, str]) -> str:
 
 
 def _curve(title: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[str]:
-    """Yield a picture of values over steps; the last value of each series stands in its key."""
+    """Yield an SVG chart of values over steps; the legend shows the last value of each series."""
     every = [point for points in series.values() for point in points]
     if not every:
         return
@@ -161,7 +161,7 @@ def _curve(title: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> I
     keys: dict[str, str] = {}
     for place, (name, points) in enumerate(series.items()):
         colour = f"var(--s{place % _NUM_COLOURS})"
-        keys[f"{name}: {number(points[-1][1])} at last"] = colour
+        keys[f"{name}: last {number(points[-1][1])}"] = colour
         line = " ".join(at(*point) for point in points)
         if len(points) > 1:
             yield (f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
@@ -175,7 +175,7 @@ def _curve(title: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> I
 
 
 def _timeline(step: ReadStep) -> str:
-    """Return the page of a timeline within this one: it has its own script, and no way out."""
+    """Return a timeline as an embedded page with its own script, sandboxed."""
     several = len(step.replicas) > 1
     shown = [
         replace(

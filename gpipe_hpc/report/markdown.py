@@ -1,4 +1,4 @@
-"""A report as Markdown."""
+"""Write a report as Markdown."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ _POINTS = 60
 
 
 def render_markdown(report: Report) -> str:
-    """Return a report as text with tables; curves as a line of blocks, timelines as letters."""
+    """Return a report as Markdown, with block characters for curves and letters for timelines."""
     lines = [f"# {report.title}"]
     for section in report.sections:
         lines += ["", f"## {section.title}"]
@@ -63,12 +63,12 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _timelines(replicas: Sequence[Timeline]) -> Iterator[str]:
-    """Draw each replica on one scale of time, and say when it begins."""
+    """Draw each replica on a common time scale, with its start."""
     begin_s = min(each.start_s for each in replicas)
     longest = max(each.makespan for each in replicas)
     for place, timeline in enumerate(replicas):
         if len(replicas) > 1:
-            yield f"replica {place}, from {time_text(timeline.start_s - begin_s)} on:"
+            yield f"replica {place}, starting at {time_text(timeline.start_s - begin_s)}:"
         share = timeline.makespan / longest if longest > 0 else 1.0
         yield draw_text(timeline, max(1, round(_WIDTH * share)), "s", None)
 
@@ -84,7 +84,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a cell: a bar would begin a new one, a line's end would end the table."""
+    """Escape a table cell: a bar or a line break would end it."""
     return text.replace("|", r"\|").replace("\n", " ")
 
 

@@ -1,4 +1,4 @@
-"""Layers and ranks that take longer than their likes, and what a step would take without that."""
+"""Find layers and ranks that are slower than similar ones, and the step time without that."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.report.record import Record
 from gpipe_hpc.schedule import Costs, Op, Timeline, mean_costs, schedule_of, simulate
 
-_SLOW: Final = 1.3  # times as long as its likes, to be called slow
-_MOST_SLOW: Final = 0.75  # of a rank's layers, for the rank to be what is slow
+_SLOW: Final = 1.3  # minimum ratio to similar layers for a layer to count as slow
+_MOST_SLOW: Final = 0.75  # minimum share of slow layers for the rank itself to count as slow
 
 
 class Timed(NamedTuple):
-    """A layer on a rank: what its forward took, and what it takes its likes; None without any."""
+    """Measured forward time of a layer on a rank, and that of similar layers (None without any)."""
 
     rank: int
     layer: int
@@ -23,16 +23,17 @@ class Timed(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Say whether it takes clearly longer than its likes."""
+        """Return whether it is clearly slower than similar layers."""
         return self.usual_s is not None and self.took_s > _SLOW * self.usual_s
 
 
 @dataclass(frozen=True)
 class Slow:
-    """What is slow: a rank (`layer` is None), or a layer wherever it runs.
+    """A slow rank (`layer` is None), or a layer that is slow on some ranks.
 
-    `factor`: how many times as long as its likes it takes. `forward_s`: of a micro-batch, what its
-    forwards take more.
+    Attributes:
+      factor: ratio of its time to that of similar layers.
+      forward_s: additional time of its forwards per micro-batch.
     """
 
     ranks: tuple[int, ...]
@@ -42,10 +43,10 @@ class Slow:
 
 
 def timed_layers(record: Record) -> list[Timed]:
-    """Return what each layer took on each rank, beside the low median of its likes.
+    """Return the time of each layer on each rank, with the low median of similar layers.
 
-    Alike are layers of as many parameters and FLOPs, and the same layer of other replicas. A layer
-    of its kind alone has no likes.
+    Layers are similar if they have equal parameters and FLOPs, or are the same layer in another
+    replica.
     """
     kinds = {i: _kind(told) for i, told in enumerate(record.summary.get("layers") or ())}
     rows = [
@@ -64,13 +65,13 @@ def timed_layers(record: Record) -> list[Timed]:
 
 
 def _kind(told: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what layers that cost the same have alike; those that count nothing also by name."""
+    """Return a key that is equal for similar layers; layers without FLOPs also compare by name."""
     size = told["parameters"], told["forward_flops"], told["backward_flops"]
     return size if told["forward_flops"] else (*size, told["kind"])
 
 
 def slow_ones(timed: Sequence[Timed]) -> list[Slow]:
-    """Return slow ranks, and the slow layers of ranks that are not; what costs most first."""
+    """Return slow ranks, and slow layers of other ranks, the most expensive first."""
     found: list[Slow] = []
     slow_ranks: set[int] = set()
     for rank in sorted({each.rank for each in timed}):
@@ -95,11 +96,11 @@ def _slow(ranks: tuple[int, ...], layer: int | None, known: Sequence[Timed]) -> 
 
 
 def without(record: Record, slow: Slow) -> float | None:
-    """Return the share of the traced pipeline that goes when what is slow is as fast as others.
+    """Return the share of the traced pipeline that would be saved if `slow` had normal speed.
 
-    Simulated with what the actions took, transfers free: in the layout that ran, once as it was and
-    once with less on the stages concerned. What backwards take less is told by how backward and
-    forward go together on the other stages. None without a trace.
+    Simulated with measured times and free transfers, once as measured and once with less time on
+    the affected stages. The backward is reduced by the ratio of backward to forward on other
+    stages. None without a trace.
     """
     if record.traced is None:
         return None
@@ -119,7 +120,7 @@ def without(record: Record, slow: Slow) -> float | None:
 def _excess(
     record: Record, slow: Slow, own: set[int], first: int, counts: Sequence[int]
 ) -> Mapping[int, float]:
-    """Return by stage what forwards take too long on the slow ranks of one replica."""
+    """Return, by stage, the extra forward time of slow layers on a replica's slow ranks."""
     ends = list(accumulate(counts))
     excess: dict[int, float] = {}
     for each in timed_layers(record):
@@ -131,7 +132,7 @@ def _excess(
 
 
 def _with_less(timeline: Timeline, costs: Costs, excess: Mapping[int, float]) -> Costs:
-    """Return costs with so much less on some stages, on the way forward and back."""
+    """Return costs with less time on some stages, in forward and backward."""
     num = timeline.num_stages
     ops = (Op.F, Op.B, Op.I, Op.W, Op.R)
     took = {op: list(costs.of_compute(op, num)) for op in ops}

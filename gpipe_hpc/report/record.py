@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read without running anything of it."""
+"""Read the files that a run has written to its folder, without executing anything."""
 
 import io
 import re
@@ -17,21 +17,24 @@ from gpipe_hpc.trainer.traces.files import ReadStep, read_step, typical_trace
 from gpipe_hpc.trainer.writers import METRICS_FILE
 from gpipe_hpc.yaml_files import flat_settings
 
-_MOST_BYTES: Final = 2**31  # of the lines of a long run
+_MOST_BYTES: Final = 2**31  # maximum file size that is read
 _LINE: Final = re.compile(
     r"(?P<moment>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (?P<level>[A-Z]+) rank (?P<rank>\d+) "
     r"stage \S+ \S+: (?P<text>.*)"
 )
 _TOLD: Final = ("run folder ", "resumed from ", "saved ")
-_UNWRITTEN: Final = 2  # steps of a run that fails, whose lines wait for an accelerator
-_MOST_ALIKE: Final = 3  # events that differ in numbers alone, and are shown one by one
+_UNWRITTEN: Final = 2  # steps of a failed run that may be missing in its metrics
+_MOST_ALIKE: Final = 3  # more events that differ only in numbers are folded into one
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
 class Happening(NamedTuple):
-    """Something that a run has logged; `ranks` said the same, `times` counts it and those like it.
+    """An event in the logs of a run.
 
-    `level`: INFO, WARNING, ERROR.
+    Attributes:
+      level: INFO, WARNING or ERROR.
+      ranks: ranks that logged it.
+      times: number of occurrences, including similar ones.
     """
 
     moment: str
@@ -43,11 +46,14 @@ class Happening(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One run. What it has not left is empty, or None.
+    """The files of one run; missing parts are empty or None.
 
-    `steps`: the lines of finished steps; `others`: those of validations and stalls. `settings`: by
-    full name. `num_starts`: how often it was started, as its log tells. `doubts`: what of it could
-    not be read, and why.
+    Attributes:
+      steps: metrics lines of finished steps.
+      others: metrics lines of validations and stalls.
+      settings: by full name.
+      num_starts: number of starts found in the log.
+      doubts: what could not be read, and why.
     """
 
     folder: Path
@@ -62,14 +68,15 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Return how the run is called: as its folder."""
+        """Return the name of the run, that of its folder."""
         return self.folder.resolve().name
 
     @property
     def is_overtaken(self) -> bool:
-        """Say whether a later start has gone on since the one that the summary tells of.
+        """Return whether a later start has continued since the one that the summary describes.
 
-        It is beyond that one's last step, or far behind: it began at a checkpoint.
+        Then the metrics are beyond that one's last step, or far before it, at an earlier
+        checkpoint.
         """
         if not self.summary or not self.steps or self.summary["outcome"] == "running":
             return False
@@ -78,9 +85,9 @@ class Record:
 
     @property
     def counted_steps(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the steps of the newest start whose times are known, without its first one.
+        """Return the timed steps of the newest start, without its first one if there are others.
 
-        That prepares what later ones find ready; it counts where it is the only one.
+        The first step includes one-time preparations.
         """
         first = self.summary.get("first_step") or 0
         if self.is_overtaken and self.steps[-1]["step"] > self.summary["last_step"]:
@@ -90,9 +97,9 @@ class Record:
         return tuple(newest[1:] or newest)
 
     def stall_s(self, name: str) -> list[float]:
-        """Return the stalls of a kind, of the newest start, behind counted steps.
+        """Return the stalls of a kind after counted steps of the newest start.
 
-        Without that behind the last step of a run that has ended: no step waited for it.
+        A stall after the last step of a finished run is left out, because no step waited for it.
         """
         counted = {row["step"] for row in self.counted_steps}
         if self.summary.get("outcome") in ("done", "stopped") and not self.is_overtaken:
@@ -105,15 +112,15 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Read what a run has left; ConfigError where that is no folder of a run.
+    """Read the files of a run; raise ConfigError if the folder contains no run.
 
-    Files that are damaged, or of another version, are left out, and named in `doubts`.
+    Files that are damaged or have another version are skipped and named in `doubts`.
     """
     if not folder.is_dir():
-        what = "no folder" if folder.exists() else "not there"
+        what = "is not a folder" if folder.exists() else "does not exist"
         raise ConfigError(
-            f"config: bad run.dir, expected the folder of a run, got {str(folder)!r}, which is "
-            f"{what}; correct it, or look in runs/"
+            f"config: run.dir={str(folder)!r} {what}; set it to the folder of a run, for example "
+            f"one in runs/"
         )
     doubts: list[str] = []
     lines = _lines(folder / METRICS_FILE, doubts)
@@ -135,10 +142,10 @@ def read_record(folder: Path) -> Record:
 
 
 def _no_run(folder: Path, doubts: Sequence[str], happened: Sequence[Happening]) -> ConfigError:
-    said = next((e.text for e in reversed(happened) if e.level in ("ERROR", "CRITICAL")), "")
+    last_error = next((e.text for e in reversed(happened) if e.level in ("ERROR", "CRITICAL")), "")
     got = "; ".join(doubts) or f"it has no {METRICS_FILE} and no {SUMMARY_FILE}"
-    if said:
-        got += f"; its log says: {said:.300}"
+    if last_error:
+        got += f"; the last error in its log: {last_error:.300}"
     return ConfigError(
         f"report: {folder} is not a run with a finished step: {got}; correct run.dir, or wait for "
         f"the first step"
@@ -146,7 +153,7 @@ def _no_run(folder: Path, doubts: Sequence[str], happened: Sequence[Happening]) 
 
 
 def _text(path: Path, doubts: list[str]) -> str | None:
-    """Return what is in a file; None where there is none, or it cannot be read."""
+    """Return the text of a file, or None if it does not exist or cannot be read."""
     try:
         return read_bytes(path, _MOST_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -158,7 +165,7 @@ def _text(path: Path, doubts: list[str]) -> str | None:
 
 
 def _summary(path: Path, doubts: list[str]) -> Mapping[str, Any]:
-    """Return a summary that is as ours are; nothing where there is none."""
+    """Return a valid summary, or an empty mapping."""
     text = _text(path, doubts)
     if text is None:
         return {}
@@ -176,7 +183,7 @@ def _summary(path: Path, doubts: list[str]) -> Mapping[str, Any]:
 
 
 def _lines(path: Path, doubts: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return the lines that are whole: of a run that goes on the last may be cut short."""
+    """Return the complete metrics lines; the last line of a running job may be incomplete."""
     text = _text(path, doubts) or ""
     kept: list[Mapping[str, Any]] = []
     num_lost = 0
@@ -203,7 +210,7 @@ def _line(text: str) -> Mapping[str, Any] | None:
 
 
 def _settings(path: Path, doubts: list[str]) -> Mapping[str, Any]:
-    """Return the settings by full name, as they stand: nothing they refer to is looked up."""
+    """Return the settings by full name, as written: references are not resolved."""
     text = _text(path, doubts)
     if text is None:
         return {}
@@ -220,7 +227,7 @@ def _traced(
     lines: Sequence[Mapping[str, Any]],
     doubts: list[str],
 ) -> ReadStep | None:
-    """Return the traced step, if it is whole, and of the layout that the summary tells of."""
+    """Return the traced step if it is complete and has the layout of the summary."""
     told = summary.get("traced_step")
     try:
         path = folder / told["file"] if told else typical_trace(folder)
@@ -239,19 +246,17 @@ def _traced(
     own = layout["ranks"], layout["stages"], layout["replicas"]
     names = "%d ranks, %d stages and %d replicas"
     if its != own or len(traced.around) not in (0, num_ranks):
-        doubts.append(
-            f"the traced step is left out: it is of {names % its}, the run of {names % own}"
-        )
+        doubts.append(f"the traced step is left out: it has {names % its}, the run {names % own}")
         return None
     first, last = summary.get("first_step") or 0, max((row["step"] for row in lines), default=0)
     if not told and traced.step is not None and not first < traced.step <= last:
-        doubts.append(f"the traced step is left out: step {traced.step} is of an earlier start")
+        doubts.append(f"the traced step is left out: step {traced.step} is from an earlier start")
         return None
     return traced
 
 
 def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[Happening, ...], int]:
-    """Return what all ranks have logged, by time, and how often the run was started."""
+    """Return the events logged by all ranks, by time, and the number of starts."""
     found: dict[tuple[str, str], Happening] = {}
     num_starts = 0
     for path in sorted(logs.glob("rank*.log")):
@@ -263,7 +268,7 @@ def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[Happening, ...], int
             num_starts += text.startswith(_TOLD[0])
             if level == "INFO" and not text.startswith(_TOLD):
                 continue
-            # Ranks say the same within a moment: one event, in the second it was said first.
+            # Ranks log equal texts at about the same time: one event, at the earliest second.
             key = moment[:16], text
             before = found.get(key)
             ranks = {int(told["rank"]), *(before.ranks if before else ())}
@@ -273,7 +278,7 @@ def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[Happening, ...], int
 
 
 def _log_lines(path: Path, doubts: list[str]) -> Iterator[str]:
-    """Yield the lines of a log, which may be too long to be held."""
+    """Yield the lines of a log, which may be too large for memory."""
     try:
         with open_regular(path) as file:
             yield from io.TextIOWrapper(file, "utf-8", "replace")
@@ -283,7 +288,7 @@ def _log_lines(path: Path, doubts: list[str]) -> Iterator[str]:
 
 
 def _fold(happened: list[Happening]) -> Iterator[Happening]:
-    """Yield events, and of many that differ in numbers alone the first, with their count."""
+    """Yield events; of many that differ only in numbers, the first with their count."""
     kinds: dict[str, list[Happening]] = {}
     for each in happened:
         kinds.setdefault(_NUMBERS.sub("#", each.text), []).append(each)

@@ -1,4 +1,4 @@
-"""The report of a run, section by section."""
+"""Build the report of one or several runs, section by section."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -24,25 +24,25 @@ from gpipe_hpc.report.words import number, percent, time_text
 from gpipe_hpc.units import bytes_text, flops_text
 
 _MOST_EVENTS: Final = 100
-_MOST_POINTS: Final = 400  # of a curve; of more steps the mean of several is shown
+_MOST_POINTS: Final = 400  # maximum points of a curve; longer ones are averaged
 _CURVES: Final = (
     ("loss", "loss of the global batch"),
-    ("samples_per_s", "samples a second"),
-    ("tokens_per_s", "tokens a second"),
-    ("model_flops_per_s", "FLOPs a second of the model, without recomputation"),
+    ("samples_per_s", "samples per second"),
+    ("tokens_per_s", "tokens per second"),
+    ("model_flops_per_s", "FLOP/s of the model, without recomputation"),
     ("share_of_peak", "share of the devices' peak"),
     ("bubble", "bubble: idle time over total"),
 )
 
 
 def report_of(record: Record) -> Report:
-    """Return what is known of one run."""
+    """Return the report of one run."""
     account = account_of(record)
     return Report(f"Run {record.name}", list(_sections(record, account)))
 
 
 def report_of_several(records: Sequence[Record]) -> Report:
-    """Return several runs side by side, and below that each by itself."""
+    """Return a report that compares several runs, followed by the report of each."""
     accounts = [account_of(record) for record in records]
     names = _names(records)
     sections = [
@@ -60,7 +60,7 @@ def report_of_several(records: Sequence[Record]) -> Report:
 
 
 def _names(records: Sequence[Record]) -> list[str]:
-    """Return a name for each run: its folder's, numbered where several are called alike."""
+    """Return a unique name for each run: its folder's, numbered if names repeat."""
     names = [record.name for record in records]
     return [
         f"{name} ({place + 1})" if names.count(name) > 1 else name
@@ -69,7 +69,7 @@ def _names(records: Sequence[Record]) -> list[str]:
 
 
 def _sections(record: Record, account: Account | None) -> Iterator[Section]:
-    doubts = [Words(f"Not read: {doubt}.") for doubt in record.doubts]
+    doubts = [Words(f"Could not be read: {doubt}.") for doubt in record.doubts]
     figures = Figures(list(_figures(record, account)))
     yield Section("The run", [Words(_outcome(record)), *doubts, figures])
     if account is not None:
@@ -78,8 +78,8 @@ def _sections(record: Record, account: Account | None) -> Iterator[Section]:
     if record.traced is not None:
         which = "" if record.traced.step is None else f"Step {record.traced.step}: "
         words = Words(
-            f"{which}that of median time among those held in memory. All ranks of all replicas on "
-            f"one clock."
+            f"{which}the step with median time among those kept in memory. All ranks of all "
+            f"replicas on one clock."
         )
         yield Section("One step of all ranks", [words, Picture(record.traced)])
     yield Section("Over time", list(_curves([record], [""])))
@@ -94,23 +94,23 @@ def _sections(record: Record, account: Account | None) -> Iterator[Section]:
 def _outcome(record: Record) -> str:
     summary = record.summary
     if not summary:
-        return "The run has written no summary yet: it goes on, or was killed."
+        return "The run has written no summary yet: it is running, or was killed."
     text = (
         f"{summary['outcome'].capitalize()} after step {summary['last_step']} of "
-        f"{summary['steps_asked']}; begun {summary['began']}, written {summary['written']}."
+        f"{summary['steps_asked']}; started {summary['began']}, written {summary['written']}."
     )
     if record.is_overtaken:
         text += (
-            f" A newer start has come to step {record.steps[-1]['step']} and has summed up nothing "
-            "yet: ranks, memory and layout are those of the earlier one."
+            f" A newer start has reached step {record.steps[-1]['step']} but has written no "
+            "summary yet: ranks, memory and layout are those of the earlier start."
         )
     elif record.num_starts > 1:
-        text += f" It was started {record.num_starts} times; figures are those of the newest start."
+        text += f" It was started {record.num_starts} times; figures are from the newest start."
     return f"{text} {summary['error']}" if summary.get("error") else text
 
 
 def _figures(record: Record, account: Account | None) -> Iterator[tuple[str, str]]:
-    """Yield what stands out of a run; the same in the same order for each."""
+    """Yield the main figures of a run, in the same order for each run."""
     summary = record.summary
     loss, pace = summary.get("loss") or {}, summary.get("throughput") or {}
     step = summary.get("step") or {}
@@ -121,11 +121,11 @@ def _figures(record: Record, account: Account | None) -> Iterator[tuple[str, str
     ranks = summary.get("ranks") or ()
     yield "loss", number(loss.get("last", last.get("loss")))
     yield "validation loss", number(loss.get("validation"))
-    yield "a step takes", time_text(account.step_s if account else None)
-    yield "samples a second", number(pace.get("samples_per_s", last.get("samples_per_s")))
-    yield "tokens a second", number(pace.get("tokens_per_s", last.get("tokens_per_s")))
+    yield "step time", time_text(account.step_s if account else None)
+    yield "samples per second", number(pace.get("samples_per_s", last.get("samples_per_s")))
+    yield "tokens per second", number(pace.get("tokens_per_s", last.get("tokens_per_s")))
     flops = pace.get("model_flops_per_s")
-    yield "FLOPs a second", "-" if flops is None else flops_text(flops)
+    yield "FLOP/s", "-" if flops is None else flops_text(flops)
     yield "share of the devices' peak", percent(pace.get("share_of_peak"))
     yield "bubble", percent(step.get("bubble", last.get("bubble")))
     peaks = [each["peak_memory_bytes"] for each in ranks] or [last.get("peak_memory_bytes", 0)]
@@ -139,13 +139,13 @@ def _figures(record: Record, account: Account | None) -> Iterator[tuple[str, str
 def _advised(record: Record, account: Account) -> Block:
     findings: list[Finding] = findings_of(record, account)
     if not findings:
-        return Words("Nothing is known that would save more than 2 % of a step.")
+        return Words("No change is known that would save more than 2 % of a step.")
     return Advised(findings, account.step_s)
 
 
 def _time(record: Record, account: Account) -> Iterator[Block]:
     yield Words(
-        f"The mean of {account.num_steps} steps, checkpoints shared out among them: "
+        f"The mean of {account.num_steps} steps, with checkpoint time divided over them: "
         f"{time_text(account.step_s)} a step. The parts add up to it."
     )
     yield from _bars([account], ["a step"])
@@ -154,7 +154,7 @@ def _time(record: Record, account: Account) -> Iterator[Block]:
         for name, seconds in account.parts.items()
     ]
     total = ["all", time_text(account.step_s), percent(1.0), ""]
-    yield Grid(["part", "time", "of a step", "what it is"], [*rows, total])
+    yield Grid(["part", "time", "of a step", "meaning"], [*rows, total])
     if not account.ranks:
         yield Words("No step was traced, so the time in the pipeline is not divided by cause.")
         return
@@ -163,7 +163,7 @@ def _time(record: Record, account: Account) -> Iterator[Block]:
     expected = record.summary.get("expected")
     if expected:
         yield Words(
-            f"Expected before the run from measured layers: {time_text(expected['pipeline_s'])} "
+            f"Forecast before the run from measured layers: {time_text(expected['pipeline_s'])} "
             f"in the pipeline, bubble {percent(expected['bubble'])}; measured: "
             f"{time_text(account.pipeline_s)}."
         )
@@ -199,7 +199,7 @@ def _curves(records: Sequence[Record], names: Sequence[str]) -> Iterator[Block]:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most so many points: the means of as many neighbours as it takes."""
+    """Return at most `_MOST_POINTS` points, averaging neighbours."""
     size = -(-len(points) // _MOST_POINTS)
     if size == 1:
         return list(points)
@@ -235,10 +235,10 @@ def _ranks(record: Record) -> Iterator[Block]:
     yield Grid(head, rows)
     meaning = record.summary.get("peak_memory_meaning")
     yield Words(
-        f"Peak memory: {meaning}. Above start: of it, since the start. Planned: weights, "
-        f"gradients, optimizer, activations and workspace as counted; of plan: what is above the "
-        f"start as a share of that. Workspace: what layers take as they run, gradients on their "
-        f"way, receive buffers. Computed: in the traced step."
+        f"Peak memory: {meaning}. Above start: the part allocated since the start. Planned: "
+        f"weights, gradients, optimizer, activations and workspace, counted; of plan: above start "
+        f"as a share of planned. Workspace: temporary memory of running layers, gradients in "
+        f"transit, receive buffers. Computed: compute time in the traced step."
     )
 
 
@@ -273,8 +273,8 @@ def _layout(record: Record) -> Iterator[Block]:
             ["layer", "kind", "stage", "parameters", "forward, counted", "forward, measured"], rows
         )
         yield Words(
-            "Of one micro-batch; measured in steps 2 to 4 of the start, on the slowest rank that "
-            "holds the layer."
+            "For one micro-batch; measured in steps 2 to 4 after the start, on the slowest rank "
+            "that holds the layer."
         )
 
 
@@ -285,7 +285,7 @@ def _events(record: Record) -> Iterator[Block]:
     )
     yield Words(
         f"Started {_some(max(1, record.num_starts), 'time')}, {_some(skipped or 0, 'step')} "
-        f"skipped, {_some(corrupt or 0, 'corrupt sample')} passed over."
+        f"skipped, {_some(corrupt or 0, 'corrupt sample')} left out."
     )
     yield from map(Words, _stragglers(record))
     shown = record.happened[-_MOST_EVENTS:]
@@ -308,7 +308,7 @@ def _events(record: Record) -> Iterator[Block]:
 
 
 def _stragglers(record: Record) -> Iterator[str]:
-    """Yield which ranks computed longer than before, in which steps, and how much longer."""
+    """Yield a sentence for each rank that became slower: by how much, and in which steps."""
     seen: dict[int, list[tuple[int, float]]] = {}
     for row in record.steps:
         if row.get("straggles") and row.get("straggling_rank") is not None:
@@ -316,8 +316,8 @@ def _stragglers(record: Record) -> Iterator[str]:
     for rank, rows in sorted(seen.items()):
         most = max(factor for _, factor in rows)
         yield (
-            f"Straggler: rank {rank} computed up to {most:.2f} times as long as before, and the "
-            f"others did not; told from step {rows[0][0]} to {rows[-1][0]}."
+            f"Straggler: rank {rank} computed up to {most:.2f} times as long as before, while "
+            f"other ranks did not; reported from step {rows[0][0]} to {rows[-1][0]}."
         )
 
 

@@ -1,4 +1,4 @@
-"""What files of a run must hold for a report to read them, and where they do not."""
+"""Schema of the files of a run that a report reads, and consistency checks."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -93,18 +93,18 @@ SUMMARY: Final[Mapping[str, Any]] = MappingProxyType(
 
 
 def disagreement(summary: Mapping[str, Any]) -> str | None:
-    """Return where parts of a summary, each as its shape says, do not fit one another."""
+    """Return a description of an inconsistency between valid parts of a summary, or None."""
     layout, ranks = summary["layout"], summary.get("ranks") or []
     size, counts = layout["ranks"], layout["layers_of_stages"]
     if size % layout["replicas"]:
         return f"{layout['replicas']} replicas do not divide {size} ranks"
     numbers = [each["rank"] for each in ranks]
-    # Of a run that failed those stand there that could be asked.
+    # The summary of a failed run contains only the ranks that could still report.
     wanted = sorted({number for number in numbers if number < size})
     if summary["outcome"] != "failed" and numbers:
         wanted = list(range(size))
     if numbers != wanted:
-        return f"expected {size} ranks in order under ranks, got {len(ranks)} or another order"
+        return f"expected {size} ranks in order in ranks, got {len(ranks)} or another order"
     per_replica = size // layout["replicas"]
     for each in ranks:
         if each["stage_rank"] >= per_replica:
@@ -118,5 +118,5 @@ def _layers_that_lack(
     indices = {own["layer"] for each in ranks for own in each.get("layers") or ()}
     most = max(indices, default=-1)
     if most >= num_cut or (indices and num_told and most >= num_told):
-        return f"layer {most} was timed, but the cut has {num_cut} layers and {num_told} are told"
+        return f"layer {most} was timed, but the cut has {num_cut} layers and {num_told} are listed"
     return None

@@ -1,4 +1,4 @@
-"""Transfers that ranks waited for, read off a measured step: a run records no others."""
+"""Infer transfers that ranks waited for from a measured step; a run records no others."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from gpipe_hpc.schedule.waits import DataFlow
 
 
 def with_transfers(timeline: Timeline) -> Timeline:
-    """Return a timeline with a ``SEND`` for each wait, in the row of the rank that waited.
+    """Return the timeline with a ``SEND`` event for each wait, in the row of the waiting rank.
 
-    From the moment at which what it needed was made, and it had nothing else to do, to that at
-    which it went on.
+    The event lasts from the moment at which the value is computed and the rank is idle, until the
+    rank continues.
     """
     flow = DataFlow(timeline)
     rows: list[tuple[Event, ...]] = []

@@ -1,16 +1,13 @@
-"""Numbers as a report shows them."""
+"""Format numbers for reports."""
 
 from typing import Final
 
 LEAST_S: Final = 1e-9
-"""Seconds: what is shorter is no time."""
+"""Shorter times are shown as 0 s."""
 
 
 def time_text(seconds: float | None) -> str:
-    """Return seconds in s, ms or us; less than a nanosecond, what rounding leaves, as none.
-
-    A dash where they are not known.
-    """
+    """Format seconds in s, ms or us; a dash for None, 0 s below a nanosecond."""
     if seconds is None:
         return "-"
     size = abs(seconds)
@@ -22,12 +19,12 @@ def time_text(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share in percent; a dash where it is not known."""
+    """Format a share in percent; a dash for None."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many digits; a dash where it is not known."""
+    """Format a number with a number of significant digits; a dash for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"

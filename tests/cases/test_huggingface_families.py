@@ -293,7 +293,7 @@ def planned(
 
 def optimizer_kb(text: str) -> list[float]:
     """Return what each rank of a plan keeps of the optimizer's state, in kB."""
-    table = text.partition("Ranks, at their fullest:\n")[2].split("\n\n")[0].splitlines()
+    table = text.partition("Ranks, at peak memory:\n")[2].split("\n\n")[0].splitlines()
     assert table[0].split()[5] == "optimizer"
     columns = [re.findall(r"([\d.]+) (k?B)", row) for row in table[1:]]
     return [float(row[2][0]) / (1 if row[2][1] == "kB" else 1000) for row in columns]

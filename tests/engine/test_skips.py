@@ -164,7 +164,7 @@ def test_each_skip_goes_once_straight_to_where_it_is_popped(monkeypatch):
 def test_a_lowered_table_without_the_models_skips_is_refused():
     table = lower(build("gpipe", ranks=4, microbatches=2))
     with pytest.raises(
-        ScheduleError, match=r"skips between stages 0 to 2, 0 to 3, got none.*bare table"
+        ScheduleError, match=r"expected stages 0 to 2, 0 to 3, got none.*without communication"
     ):
         run_on_threads(4, partial(trained, schedule=table, microbatches=2, stages=4))
 

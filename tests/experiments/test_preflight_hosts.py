@@ -48,7 +48,7 @@ def test_a_short_run_over_both_hosts_tells_what_a_step_takes_beside_layers(two_h
     found = read_prices(tmp_path / "prices.yaml")
     assert found.step_s > 2 * 0.002, "ranks of both hosts meet at a step's edge"
     assert 0 < found.action_s < found.step_s
-    assert "a step, whatever is in it" in ranks.outputs[0]
+    assert "each step" in ranks.outputs[0]
     assert not (tmp_path / "run").exists()
 
 

@@ -236,7 +236,7 @@ def test_without_masters_a_warning_names_a_weight(caplog):
     weight = nn.Parameter(torch.ones(2).bfloat16())
     with caplog.at_level(logging.WARNING, "gpipe_hpc.train"):
         build_optimizer([("layers.0.weight", weight)], AdamWConfig(masters=False))
-    assert "layers.0.weight has weights in 16 bits" in caplog.text
+    assert "layers.0.weight has 16-bit weights" in caplog.text
     caplog.clear()
     build_optimizer([("layers.0.weight", weight)], AdamWConfig())
     build_optimizer([("a", nn.Parameter(torch.ones(2)))], AdamWConfig(masters=False))

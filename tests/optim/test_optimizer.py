@@ -104,5 +104,7 @@ def test_rank_without_parameters_has_the_same_face(config):
 
 
 def test_unknown_kind_is_refused(model):
-    with pytest.raises(ConfigError, match="expected one of conf/optimizer, got OptimizerConfig"):
+    with pytest.raises(
+        ConfigError, match="unknown kind OptimizerConfig, not one of conf/optimizer"
+    ):
         build_optimizer(model.named_parameters(), OptimizerConfig())

@@ -87,7 +87,7 @@ def test_a_limit_counts_whole_shares_on_any_placement():
 
 
 def test_the_best_placement_needs_measured_layers():
-    with pytest.raises(ConfigError, match=r"placement 'best'.*expected partition 'time'"):
+    with pytest.raises(ConfigError, match=r"placement 'best'.*use partition 'time'"):
         trained("auto", "parameters", ranks=2, num_layers=8, placement="best")
 
 
@@ -105,7 +105,7 @@ def test_memory_is_counted_on_an_example():
     def kept(tables):
         return [peak_activations(row).size for row in tables[0].ranks]
 
-    with pytest.raises(ConfigError, match=r"memory_bytes: .* expected example=\(inputs, targets\)"):
+    with pytest.raises(ConfigError, match=r"memory_bytes: .* pass example=\(inputs, targets\)"):
         run_on_threads(2, lambda world: table(world, memory_bytes=1e9))
     example = (INPUTS[:1], INPUTS[:1])
     ample, tight = (

@@ -105,7 +105,7 @@ def test_who_had_no_memory_and_for_what(where, microbatch, action):
     assert re.search(r"weights +2.00 GB +80 B", rows["weights"])
     assert re.search(r"sum +17.0 GB +70.0 GB", rows["sum"])
     assert re.search(r"activations +8.00 GB +of \d micro-batches", rows["activations"])
-    assert "78.0 GB at the fullest, torch holds 79.0 GB of 80.0 GB" in own
+    assert "78.0 GB at peak, torch has reserved 79.0 GB of 80.0 GB" in own
     for setting in ("microbatches above 4", "recompute=always", "offload=true", "schedule=1f1b"):
         assert setting in own.splitlines()[-1]
     assert isinstance(told[0], PeerError) and own in str(told[0])
@@ -143,8 +143,8 @@ def advice(standing=None, **settings):
 
 def test_what_lies_in_pieces_and_what_others_have_is_told():
     assert "EXPANDABLE" not in advice().upper() and "other processes" not in advice()
-    assert "29.0 GB of what torch holds lie in pieces" in advice({"allocated": 50 * GB})
-    assert "11.0 GB of the device are taken by other processes" in advice(
+    assert "29.0 GB of torch's reserved memory are fragmented" in advice({"allocated": 50 * GB})
+    assert "other processes use 11.0 GB of the device" in advice(
         {"allocated": 60 * GB, "reserved": 61 * GB, "free": 9 * GB}
     )
 

@@ -45,12 +45,15 @@ def test_hosts_that_are_all_alike_are_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "top, expected the keys hosts, links, and maybe names, ranks_per_host, slow_ranks"),
-        ("hosts: 2\n" + LINKS, "ranks_per_host, expected a whole number from 1 up, got None"),
-        ("hosts: [2]\nranks_per_host: 2\n" + LINKS, "expected none beside a list of hosts, got 2"),
-        ("hosts: [2, no]\n" + LINKS, "hosts, expected a whole number from 1 up, got False"),
-        ("hosts: [2]\n", "top, expected the keys hosts, links"),
-        ("hosts: [2]\nlinks: 4\n", "links, expected keys with values, got 4"),
+        (
+            "",
+            "top level, expected the keys hosts, links, optionally names, ranks_per_host, slow",
+        ),
+        ("hosts: 2\n" + LINKS, "ranks_per_host, expected an integer of at least 1, got None"),
+        ("hosts: [2]\nranks_per_host: 2\n" + LINKS, "expected none with a list of hosts, got 2"),
+        ("hosts: [2, no]\n" + LINKS, "hosts, expected an integer of at least 1, got False"),
+        ("hosts: [2]\n", "top level, expected the keys hosts, links"),
+        ("hosts: [2]\nlinks: 4\n", "links, expected a mapping, got 4"),
         ("hosts: [2]\nspeed: 4\n" + LINKS, "got 'hosts, speed, links'"),
         ("hosts: [2]\n" + LINKS.replace("4e9", "fast"), "links.between.bandwidth.*got 'fast'"),
         ("hosts: [2]\n" + LINKS.replace("4e9", "0"), "a link needs a latency of 0 or more"),
@@ -58,16 +61,16 @@ def test_hosts_that_are_all_alike_are_a_number(tmp_path):
             "hosts: [2]\n" + LINKS + "slow_ranks: {2: 2.0}",
             "names rank 2, but there are only 0 to 1",
         ),
-        ("hosts: [2]\n" + LINKS + "slow_ranks: {a: 2.0}", "slow_ranks, expected a whole number"),
+        ("hosts: [2]\n" + LINKS + "slow_ranks: {a: 2.0}", "slow_ranks, expected an integer"),
         ("hosts: [2]\n" + LINKS + "  ranks: 4\n", "links.ranks, expected a list, got 4"),
         ("hosts: [2]\n" + LINKS + "  ranks: [{source: 0}]\n", r"links.ranks\[0\], expected the k"),
-        ("hosts: [2\n" + LINKS, "not readable as YAML"),
+        ("hosts: [2\n" + LINKS, "cannot parse .* as YAML"),
         ("hosts: [2, 2]\nnames: [a]\n" + LINKS, r"names, expected a list of 2, one for each host"),
         (
             "hosts: [2]\nnames: a\n" + LINKS,
             "names, expected a list of 1, one for each host, got 'a'",
         ),
-        ("- 1\n", "top, expected keys with values"),
+        ("- 1\n", "top level, expected a mapping"),
     ],
 )
 def test_what_is_wrong_is_named_by_its_key(tmp_path, text, message):
@@ -77,7 +80,7 @@ def test_what_is_wrong_is_named_by_its_key(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml: not readable, .* preflight.out=links"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot read .* preflight.out=links"):
         read_cluster(tmp_path / "none.yaml")
 
 
@@ -100,5 +103,5 @@ def test_what_is_written_is_read_again(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="not writable"):
+    with pytest.raises(ConfigError, match="cannot write the description"):
         write_cluster(tmp_path / "file" / "links.yaml", Cluster((1,), Link(), Link()))

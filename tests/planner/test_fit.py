@@ -38,7 +38,7 @@ def test_with_room_for_all_the_fastest_is_taken():
     """Alone on each rank nothing waits, as 12 micro-batches divide evenly over three."""
     found = fit(3)
     assert (found.request.stages, found.request.replicas) == (1, 3)
-    assert "1 stage on 3 ranks (3 replicas), the fastest, simulated, of 1, 2, 3" in found.text
+    assert "1 stage on 3 ranks (3 replicas), the fastest of 1, 2, 3 in simulation" in found.text
 
 
 def test_where_one_rank_has_no_room_the_model_is_cut_so_that_it_fits():
@@ -50,7 +50,7 @@ def test_where_one_rank_has_no_room_the_model_is_cut_so_that_it_fits():
     assert found.request.stages == 7 and found.request.schedule == "rerouted"
     assert 1 < found.request.options["stages"] < 7
     least = fit(7, memory_bytes=10)
-    assert "none of 1, 2, 3, 4, 5, 6, 7 fits 10 B; this one needs least" in least.text
+    assert "none of 1, 2, 3, 4, 5, 6, 7 fits in 10 B; this one needs the least memory" in least.text
 
 
 def test_a_schedule_without_holes_takes_whole_replicas():
@@ -67,7 +67,7 @@ def test_what_tells_the_stages_already_is_refused():
         with pytest.raises(ConfigError, match=rf"pipeline\.{name}: .* each of the 3 ranks"):
             fit(3, **{name: [1e9, 1e9]})
     table = lay_out(Request(stages=2, microbatches=4), gauge()).schedule
-    with pytest.raises(ConfigError, match="a table of your own, got fit; give 2"):
+    with pytest.raises(ConfigError, match="a schedule table of your own; set it to 2"):
         fit_stages(replace(Request(stages="fit"), schedule=table), 2, gauge())
 
 

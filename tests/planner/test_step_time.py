@@ -100,7 +100,7 @@ def test_plan_tells_the_parts_of_a_step(tmp_path):
     words = ["model=mlp", "data=synthetic_vectors", "pipeline.stages=2", "plan.flops_per_s=1e9"]
     text = make_plan(compose_config([*words, f"plan.prices={tmp_path}/prices.yaml"])).text
     line = next(each for each in text.splitlines() if "expected step time" in each)
-    assert "pipeline" in line and "optimizer" in line and "beside 0.0005" in line
+    assert "pipeline" in line and "optimizer" in line and "overhead 0.0005" in line
 
 
 def test_plan_measures_layers_where_asked(monkeypatch):

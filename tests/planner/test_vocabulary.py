@@ -19,7 +19,9 @@ class Embedding(nn.Module):
 @pytest.mark.parametrize("first", [LayerSpec(Embedding, 100, 64), Embedding(100, 64)])
 def test_both_numbers_are_named(first):
     check_vocabulary([first, nn.Linear(2, 2)], 100)
-    with pytest.raises(ConfigError, match=r"data\.vocab_size, expected at most 100, .*got 101"):
+    with pytest.raises(
+        ConfigError, match=r"data\.vocab_size=101 is too large: .*embeddings for 100 tokens"
+    ):
         check_vocabulary([first, nn.Linear(2, 2)], 101)
 
 

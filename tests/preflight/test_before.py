@@ -32,7 +32,7 @@ def test_memory_that_ranks_lack_together_is_told_once(caplog):
     """What each is to hold would fit alone."""
     much = replace(LITTLE, activation_bytes=10**18)
     (told,) = said(caplog, [LITTLE, much, much])
-    assert "that ranks 0-2 are planned to hold" in told and "2000 PB more" in told
+    assert "ranks 0-2 will need" in told and "2000 PB more" in told
     assert "python -m gpipe_hpc.preflight" in told
 
 
@@ -58,7 +58,7 @@ def test_the_limit_of_open_files_is_raised_and_what_is_lacking_told(few_files, c
     assert files.needed > 256
     (told,) = said(caplog, [None] * 3)
     # Threads of one process: whoever looks last may see one file more.
-    assert re.match(r"open files: rank [012] on .* got a limit of 128", told)
+    assert re.match(r"open files: rank [012] on .* its limit is 128", told)
 
 
 def test_clocks_far_apart_are_told_with_both_hosts():

@@ -39,8 +39,8 @@ def test_a_rank_that_sees_nothing_of_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(looked_at, "_text", blind)
     with pytest.raises(
         ConfigError,
-        match=r"run\.dir: rank 1 on \S+ does not see the file that rank 2 wrote, expected .* to be "
-        r"one folder to all ranks",
+        match=r"run\.dir: rank 1 on \S+ does not see the file of rank 2 in .* after 0.3 s, so "
+        r"ranks do not share this folder",
     ):
         look(tmp_path, limit_s=0.3)
     assert os.listdir(tmp_path) == []
@@ -61,5 +61,5 @@ def test_a_run_that_is_seen_is_not_waited_for(tmp_path):
 
 def test_a_run_that_is_not_seen_is_told_with_its_folder(tmp_path):
     write_run(tmp_path, {})
-    with pytest.raises(ConfigError, match=r"rank 7 on \S+ does not see the run\.json that rank 0"):
+    with pytest.raises(ConfigError, match=r"rank 7 on \S+ does not see the run\.json of rank 0"):
         await_run(Run(tmp_path, "f" * 32, is_repeated=False), rank=7, limit_s=0.1)

@@ -28,7 +28,7 @@ def test_a_meeting_that_does_not_end_is_ended_with_rank_host_and_address(ended, 
         assert called.wait(30)
     assert codes == [1]
     told = capfd.readouterr().err
-    assert f"rank 3 on {os.uname().nodename} expected to meet the other 3 ranks" in told
+    assert f"rank 3 on {os.uname().nodename} did not connect to the other 3 ranks" in told
     assert "10.0.0.1:29500" in told and "comm.reach_s" in told
 
 

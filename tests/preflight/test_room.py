@@ -36,8 +36,7 @@ def test_ranks_of_one_host_share_its_memory():
     (lacking,) = found
     assert (lacking.ranks, lacking.needed_bytes) == ((0, 2), 18 * GB)
     assert str(lacking).startswith(
-        "memory of a: expected room for the 18.0 GB more that ranks 0-2 are planned to hold, got "
-        "16.0 GB free; "
+        "memory of a: ranks 0-2 will need 18.0 GB more, but only 16.0 GB are free; "
     )
 
 

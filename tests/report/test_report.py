@@ -224,7 +224,7 @@ def test_a_summary_of_an_earlier_start_is_called_so(tmp_path):
     assert record.is_overtaken
     assert [row["step"] for row in record.counted_steps] == [8, 9, 10]
     text = render_markdown(report_of(record))
-    assert "A newer start has come to step 10 and has summed up nothing yet" in text
+    assert "A newer start has reached step 10 but has written no summary yet" in text
     assert "Another layout" not in text  # it was told of the earlier one
     change_summary(folder, outcome="running")
     assert not read_record(folder).is_overtaken
@@ -253,7 +253,7 @@ def test_a_checkpoint_in_the_background_is_one_with_two_stalls(tmp_path):
         for step in (4, 7):
             lines.write(json.dumps({"step": step, "checkpoint_end_stall_s": 0.15}) + "\n")
     found, account = first_finding(folder)
-    assert found.what == "Each checkpoint holds the run up for 1 s"
+    assert found.what == "Each checkpoint delays the run by 1 s"
     assert found.gain_s == pytest.approx(3.0 / 9) == account.parts["checkpoint"]
 
 
@@ -275,14 +275,14 @@ def test_replicas_in_markdown_have_one_scale_of_time(tmp_path):
         (
             {"reading_s": 0.5, "reading_ahead_s": 0.2},
             (),
-            "Reading data holds each step up for 200 ms",
+            "Reading data delays each step by 200 ms",
             "data.workers=2",
             0.2,
         ),
         (
             {},
             ((3, 0.9), (6, 0.9), (9, 0.9), (10, 5.0)),  # no step waits for the last
-            "Each checkpoint holds the run up for 900 ms",
+            "Each checkpoint delays the run by 900 ms",
             "checkpoint.in_background=true",
             0.3,
         ),
@@ -308,7 +308,7 @@ def test_flops_and_the_share_of_peak_are_drawn_over_time(tmp_path):
         ]
         for name, more in (("known", rates), ("unknown", {}))
     )
-    drawn = ["FLOPs a second of the model, without recomputation", "share of the devices' peak"]
+    drawn = ["FLOP/s of the model, without recomputation", "share of the devices' peak"]
     assert set(known) - set(unknown) == set(drawn)
 
 
@@ -321,7 +321,7 @@ def test_stragglers_are_told_with_their_steps(tmp_path):
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = render_markdown(report_of(read_record(tmp_path)))
     assert "rank 3 computed up to 1.60 times as long as before" in text
-    assert "told from step 4 to 6" in text
+    assert "reported from step 4 to 6" in text
 
 
 def test_a_slow_link_is_named_with_its_ranks(tmp_path):
@@ -330,7 +330,7 @@ def test_a_slow_link_is_named_with_its_ranks(tmp_path):
     assert "Waiting for transfers" in found.what
     meeting_s = 0.002
     assert found.gain_s == pytest.approx(slow.makespan - free.makespan + meeting_s)
-    assert account.parts["meeting"] == pytest.approx(meeting_s)
+    assert account.parts["synchronization"] == pytest.approx(meeting_s)
 
 
 def test_transfers_that_were_waited_for_are_drawn_where_they_were():
@@ -395,7 +395,7 @@ def test_the_page_needs_nothing_else_and_its_tags_nest(tmp_path):
     assert "replica 1, gpipe" in parser.inner[0] and "a transfer that" in parser.inner[0]
     assert "&lt;h&amp;&gt;" in page and "skipped <script>" not in page
     assert "Started 2 times" in page and "http" not in page.replace("http-equiv", "")
-    for word in ("FLOPs a second", "40.0 %", "validation", "prefers-color-scheme", "viewport"):
+    for word in ("FLOP/s", "40.0 %", "validation", "prefers-color-scheme", "viewport"):
         assert word in page
 
 
@@ -487,7 +487,7 @@ def test_no_damage_to_a_file_ends_a_report_without_a_word(tmp_path):
                 text_shown = render_markdown(report_of(record))
             except Exception as error:
                 raise AssertionError(f"{name} {where}: {json.dumps(wrong)[:200]}") from error
-            assert all(f"Not read: {doubt}." in text_shown for doubt in record.doubts)
+            assert all(f"Could not be read: {doubt}." in text_shown for doubt in record.doubts)
             num_doubts += bool(record.doubts)
             num_tried += 1
         (folder / name).write_text(text)
@@ -518,7 +518,7 @@ def test_a_summary_of_other_ranks_than_the_trace_is_told(tmp_path):
     write_trace([timeline()], folder, 5)
     (doubt,) = read_record(folder).doubts
     assert doubt == (
-        "the traced step is left out: it is of 4 ranks, 4 stages and 1 replicas, the run of 8 "
+        "the traced step is left out: it has 4 ranks, 4 stages and 1 replicas, the run 8 "
         "ranks, 4 stages and 2 replicas"
     )
     summary = json.loads((folder / "summary.json").read_text())
@@ -532,7 +532,9 @@ def test_a_run_that_ended_before_its_first_step_is_an_error_with_what_its_log_sa
     (tmp_path / "logs" / "rank0.log").write_text(
         "2026-01-01 10:00:00,001 ERROR rank 0 stage 0 gpipe_hpc.train: a disk is full\n"
     )
-    said = "not a run with a finished step: it has no metrics.*its log says: a disk is full"
+    said = (
+        "not a run with a finished step: it has no metrics.*last error in its log: a disk is full"
+    )
     with pytest.raises(ConfigError, match=said):
         read_record(tmp_path)
     (tmp_path / "metrics.jsonl").mkdir()

@@ -20,7 +20,7 @@ BAD_SETTINGS = {
     ),
     "partition adds up": (
         ["pipeline.partition=[3,3]"],
-        ["does not add up", "5 layers", "6 = 3 + 3"],
+        ["wrong sum of layers", "5 layers", "6 = 3 + 3"],
     ),
     "no checkpoint": (["checkpoint.resume=nowhere"], ["checkpoint.resume", "nowhere"]),
     "empty folder": (["checkpoint.resume=."], ["checkpoint", "expected", "."]),
@@ -48,7 +48,7 @@ def test_more_stages_than_layers_are_refused(start_ranks):
         ranks = start_ranks(2, *model, f"pipeline.partition={partition}").wait(20)
         for code, output in zip(ranks.codes, ranks.outputs, strict=True):
             assert code == 2
-            assert "more stages than layers, expected at most 1 stages, got 2" in output
+            assert "more stages than layers: the model has 1 layers, got 2" in output
             assert "Traceback" not in output, output
 
 

@@ -214,5 +214,5 @@ def test_a_folder_that_was_named_goes_where_its_settings_cannot_work(start, tmp_
     """What a refused start had written looked like a run that was to go on."""
     words = (*SETTINGS, "data.width=7", "run.dir=new/one")
     command = start(*words, env=mine).wait()
-    assert command.code == 2 and "model and data do not fit" in command.output
+    assert command.code == 2 and "model and data do not match" in command.output
     assert not (tmp_path / "new").exists()

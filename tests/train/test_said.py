@@ -30,7 +30,7 @@ def test_that_layers_are_timed_is_said_before_and_after(tiny, tmp_path):
 def test_that_an_order_is_searched_is_said(tiny, tmp_path):
     auto = ("pipeline.schedule=auto", "+pipeline.options.trials=2")
     text = said(tmp_path, 2, *tiny, "train.steps=1", *auto)
-    assert text.index("searching an order of the work") < text.index("stages:")
+    assert text.index("searching for a schedule") < text.index("stages:")
 
 
 @pytest.mark.parametrize("kind", ["text", "python_source", "jsonl", "synthetic"])

@@ -26,7 +26,7 @@ def test_the_plan_is_shown_on_the_rank_that_needs_it(tiny, tmp_path, monkeypatch
     rows = {line.split()[0]: line for line in text.splitlines()[1:]}
     names = ("weights", "gradients", "optimizer", "activations", "sum")
     assert all("B" in rows[name] and " - " not in rows[name][:40] for name in names)
-    assert "on the host, of the whole process" in text
+    assert "on the host, for the whole process" in text
 
 
 def test_the_first_step_of_the_optimizer_takes_its_state(tiny, tmp_path, monkeypatch):
@@ -45,4 +45,4 @@ def test_the_first_step_of_the_optimizer_takes_its_state(tiny, tmp_path, monkeyp
         train_here(2, *tiny, "pipeline.stages=2", "train.steps=2", f"run.dir={tmp_path}")
     text = str(told.value)
     assert ", the optimizer's step: MemoryError: Tried to allocate 2 GiB" in text
-    assert "planned" in text and "memory is used up: " in text.splitlines()[-1]
+    assert "planned" in text and "out of memory; remedies: " in text.splitlines()[-1]

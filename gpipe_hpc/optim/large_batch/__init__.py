@@ -1,1 +1,1 @@
-"""What keeps training as good with large batches: AdaScale, LARS, LAMB, a ramp of the batch."""
+"""Methods that preserve accuracy with large batches: AdaScale, LARS, LAMB, batch size ramp."""

@@ -1,7 +1,7 @@
-"""AdaScale: the learning rate of a large batch, from how noisy its gradient is.
+"""AdaScale: learning rates for large batches, from measured gradient noise.
 
-Johnson et al., AdaScale SGD: a user-friendly algorithm for distributed training, 2020
-(arXiv 2007.05105), algorithm 1 and appendix B.3.
+Johnson et al., AdaScale SGD: a user-friendly algorithm for distributed training, 2020 (arXiv
+2007.05105), algorithm 1 and appendix B.3.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.pipeline import Pipeline
 
-_LEAST_VARIANCE: Final = 1e-6  # as in appendix B.3: a gain of 1 where nothing is known
+_LEAST_VARIANCE: Final = 1e-6  # appendix B.3: gives a gain of 1 without measurements
 
 
 class AdaScale:
@@ -53,8 +53,8 @@ class AdaScale:
             smoothing = max(0.0, 1.0 - pipe.num_parts / 1000)
         if not 0 <= smoothing < 1:
             raise ConfigError(
-                f"AdaScale: expected a smoothing of 0 or more, below 1, got {smoothing}; 0.9 looks "
-                f"back about ten steps"
+                f"AdaScale: smoothing must be at least 0 and below 1, got {smoothing}; for example "
+                f"0.9 averages over about ten steps"
             )
         self._pipe, self.smoothing = pipe, smoothing
         self.scale = _checked(scale)
@@ -82,13 +82,13 @@ class AdaScale:
             self.scale = _checked(scale)
         if result.parts is None:
             raise ConfigError(
-                "AdaScale: expected the result of a training step, got that of an evaluation; "
-                "pass what pipe.step returned"
+                "AdaScale: update needs the result of a training step, got that of an evaluation; "
+                "pass the result of pipe.step"
             )
         total = self._pipe.grad_square()
         mean, num_parts = result.parts.mean_square()
         if num_parts > 1 and not result.is_skipped and isfinite(mean) and isfinite(total):
-            # Of the whole batch's gradient; a base batch has `scale` times as much.
+            # Variance of the batch gradient; that of a base batch is `scale` times as large.
             variance = (mean - total) / (num_parts - 1)
             self._average(max(self.scale * variance, _LEAST_VARIANCE), max(total - variance, 0.0))
         self._before = self.progress
@@ -96,14 +96,14 @@ class AdaScale:
         return self.gain
 
     def rate(self, schedule: Callable[[int], float]) -> float:
-        """Return the learning rate of the step that `update` was given.
+        """Return the learning rate for the step passed to `update`.
 
         `schedule` takes the number of finished steps of the base batch.
         """
         return self.gain * schedule(int(self._before))
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint: numbers that JSON keeps exactly."""
+        """Return the state for a checkpoint, as numbers that JSON represents exactly."""
         return {
             "progress": self.progress,
             "variance": self._variance,
@@ -113,12 +113,12 @@ class AdaScale:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore what `state` returned; raises CheckpointError for anything else."""
+        """Restore a state returned by `state`; raise CheckpointError if its keys differ."""
         expected = self.state()
         if state.keys() != expected.keys():
             raise CheckpointError(
-                f"AdaScale: expected a state of {', '.join(expected)}, got {', '.join(state)}; "
-                f"pass what AdaScale.state returned"
+                f"AdaScale: expected a state with keys {', '.join(expected)}, got "
+                f"{', '.join(state)}; pass the result of AdaScale.state"
             )
         self.progress = self._before = float(state["progress"])
         self._variance, self._square = float(state["variance"]), float(state["square"])
@@ -134,7 +134,7 @@ class AdaScale:
 def _checked(scale: float) -> float:
     if not (scale > 0 and isfinite(scale)):
         raise ConfigError(
-            f"AdaScale: expected a scale above 0, got {scale}; it is the samples of a batch over "
-            f"those of the batch that the learning rate is meant for"
+            f"AdaScale: scale must be a finite number above 0, got {scale}; set it to the batch "
+            f"size divided by the batch size for which the learning rate was chosen"
         )
     return float(scale)

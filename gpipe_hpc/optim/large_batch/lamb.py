@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step of each tensor is as long as the rate times the tensor's norm."""
+"""LAMB: Adam with steps scaled to the norm of each tensor."""
 
 from typing import Any
 
@@ -43,10 +43,9 @@ class LAMB(GroupSteps):
             ("weight_decay", weight_decay, weight_decay >= 0),
         ):
             if not is_good:
-                most = ", below 1" if name == "betas" else ""
+                most = " and below 1" if name == "betas" else ""
                 raise ConfigError(
-                    f"LAMB: expected {name} of 0 or more{most}, got {value}; correct "
-                    f"optimizer.{name}"
+                    f"LAMB: {name} must be at least 0{most}, got {value}; correct optimizer.{name}"
                 )
         super().__init__(
             params,
@@ -87,7 +86,7 @@ class LAMB(GroupSteps):
         torch._foreach_add_(parameters, changes, alpha=-group["lr"])
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state, one step further."""
+        """Return a parameter's state with its step counter incremented."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)

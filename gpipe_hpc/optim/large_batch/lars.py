@@ -1,4 +1,4 @@
-"""LARS: each tensor's rate follows its norm over that of its gradient."""
+"""LARS: SGD with a learning rate for each tensor, from the norms of tensor and gradient."""
 
 from typing import Any
 
@@ -43,10 +43,9 @@ class LARS(GroupSteps):
             ("trust", trust, trust >= 0),
         ):
             if not is_good:
-                most = ", below 1" if name == "momentum" else ""
+                most = " and below 1" if name == "momentum" else ""
                 raise ConfigError(
-                    f"LARS: expected {name} of 0 or more{most}, got {value}; correct "
-                    f"optimizer.{name}"
+                    f"LARS: {name} must be at least 0{most}, got {value}; correct optimizer.{name}"
                 )
         super().__init__(
             params,

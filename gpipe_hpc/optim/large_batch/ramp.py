@@ -1,14 +1,14 @@
-"""The size of the global batch as a pure function of the step: nothing to save or restore."""
+"""The global batch size as a pure function of the step, so there is no state to save."""
 
 from gpipe_hpc.settings import TrainConfig
 
 
 def batch_size_at(step: int, train: TrainConfig) -> int:
-    """Return the samples of the global batch of the step that follows `step` finished ones.
+    """Return the global batch size of the step after `step` finished ones.
 
     It grows from ``train.batch_ramp.start`` to ``train.batch_size`` over ``train.batch_ramp.steps``
-    steps, linearly in stairs of ``train.batch_ramp.increment`` samples. An epoch's last batch may
-    have fewer.
+    steps, in equal increments of ``train.batch_ramp.increment`` samples. The last batch of an epoch
+    may be smaller.
     """
     assert step >= 0, f"step {step}"
     ramp, full = train.batch_ramp, train.batch_size
@@ -19,9 +19,9 @@ def batch_size_at(step: int, train: TrainConfig) -> int:
 
 
 def smallest_batch(num_samples: int, num_steps: int, train: TrainConfig) -> int:
-    """Return the samples of the smallest batch among the first steps of a run.
+    """Return the size of the smallest batch in the first `num_steps` steps of a run.
 
-    `num_samples`: of an epoch, whose last batch may be smaller than those before.
+    `num_samples`: samples of an epoch, whose last batch may be smaller than the others.
     """
     smallest, offset, step = num_samples, 0, 0
     while step < num_steps:
@@ -29,7 +29,7 @@ def smallest_batch(num_samples: int, num_steps: int, train: TrainConfig) -> int:
         size = min(wanted, num_samples - offset)
         smallest = min(smallest, size)
         if wanted == train.batch_size and offset == 0:
-            # From here on all epochs are cut alike.
+            # All later epochs are divided the same way.
             tail = num_samples % wanted
             is_reached = num_steps - step >= -(-num_samples // wanted)
             return min(smallest, tail) if tail and is_reached else smallest

@@ -1,4 +1,4 @@
-"""What LARS and LAMB have in common; the host waits for no device."""
+"""Shared functions of LARS and LAMB, without device synchronization."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,20 +10,20 @@ from gpipe_hpc.device.device import on_host
 
 
 def in_packs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parameters that are updated together, so that few copies live at a time.
+    """Yield groups of parameters to update together, which limits temporary memory.
 
-    On the host, where kernels cost nothing to start, one by one; else at most `PACK` elements.
+    On the host one parameter at a time, as kernel launches are cheap; else at most `PACK` elements.
     """
     yield from packs(parameters, 0 if on_host(parameters[0]) else PACK)
 
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of parameters that have one; sparse ones made dense."""
+    """Return the gradients of the parameters that have one, sparse ones as dense tensors."""
     found = [parameter.grad for parameter in parameters]
     return [g.to_dense() if g.is_sparse else g for g in found if g is not None]
 
 
 def ratio_or_one(above: Tensor, below: Tensor) -> Tensor:
-    """Return above / below; 1 where one of them is 0, as of a weight that begins at 0."""
+    """Return above / below, or 1 if one of them is 0, as for a weight initialized with zeros."""
     has_both = (above > 0) & (below > 0)
     return torch.where(has_both, above / below, torch.ones_like(above))

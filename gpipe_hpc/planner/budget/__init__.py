@@ -1,1 +1,1 @@
-"""Which layers to recompute so that every rank stays within its memory."""
+"""Choose the layers to recompute so that every rank stays within its memory."""

@@ -1,8 +1,8 @@
-"""`recompute=budget`: the least recomputation with which every rank stays within its memory.
+"""`recompute=budget`: the cheapest recomputation that keeps every rank within its memory limit.
 
-Each stage has its `Choices`; what a rank holds while it runs an action is a sum over its stages:
-so many micro-batches of which the kept part lives, and so many of which everything does. Ranks
-that hold a stage in common are solved together, all others one by one.
+Each stage has a set of `Choices`. The memory of a rank during an action is a sum over its stages:
+the number of micro-batches for which only the kept part is alive, plus the number for which all
+activations are alive. Ranks that share a stage are solved together, all others separately.
 """
 
 import math
@@ -36,12 +36,12 @@ from gpipe_hpc.schedule.table.lifetimes import away, kept
 from gpipe_hpc.units import bytes_text, flops_text, ranges_text
 
 _TRIES: Final = 5
-_PER_SECOND: Final = 10**12  # measured seconds as integers, so that sums are exact
+_PER_SECOND: Final = 10**12  # seconds are converted to integers, so that sums are exact
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What each stage recomputes: layers by their index; and the bare table with those R."""
+    """The layers that each stage recomputes, by index, and the schedule with recompute actions."""
 
     recomputed: tuple[frozenset[int], ...]
     schedule: Schedule
@@ -58,21 +58,24 @@ def choose_recompute(
     sharing: Sharing | None = None,
     offload: bool = False,
 ) -> Budget:
-    """Choose the layers to recompute, so that no rank's weights and activations exceed a limit.
+    """Choose the layers to recompute so that no rank exceeds its memory limit.
 
-    `limit_bytes`: one for all ranks, or one for each.
-    `schedule` is bare, without R; `optimizer_states` is how many numbers the optimizer keeps for
-    each parameter; `seconds` are those of the forward of each layer, where they were measured;
-    `sharing` says how the optimizer's state is divided over copies. `offload`: the table will get
-    copies to the host; what they take away from the device is no part of what is held.
-    Chosen is the least sum over all R of a step: of the seconds, or of the FLOPs and one more for
-    each byte that a layer gives, so that what has no FLOPs is not for nothing. It is exact for the
-    memory that `forecast` foresees, except for a stage or rank with thousands of choices, and with
-    offload, where a stage that recomputes nothing copies other micro-batches than one that does:
-    what then does not fit is chosen again with as much less room.
+    The choice minimizes the summed cost of all R actions of a step: seconds, or, without `seconds`,
+    FLOPs plus one per output byte, so that layers without FLOPs are not free. It is exact for the
+    memory that `forecast` computes, except for stages or ranks with thousands of choices, and
+    except with offload: there the copied micro-batches depend on the choice, so the choice is
+    repeated with a limit lowered by the excess.
 
-    Raises PartitionError, naming the ranks and what they lack, where nothing fits; ConfigError for
-    a limit that is none.
+    Args:
+      limit_bytes: limit of all ranks, or one limit per rank.
+      schedule: the table without R actions.
+      optimizer_states: number of values the optimizer keeps per parameter, or its memory model.
+      seconds: measured forward seconds of each layer, if known.
+      sharing: how replicas shard the optimizer state.
+      offload: whether activations will be copied to the host, which frees device memory.
+
+    Raises PartitionError, naming the ranks and the missing bytes, if nothing fits, and ConfigError
+    for an invalid limit.
     """
     if isinstance(limit_bytes, int | float):
         each = [float(limit_bytes)] * schedule.num_ranks
@@ -80,8 +83,8 @@ def choose_recompute(
         each = [*map(float, limit_bytes)]
     if not all(math.isfinite(limit) and limit > 0 for limit in each):
         raise ConfigError(
-            f"recompute: memory_bytes is what each rank may fill, expected a finite number above "
-            f"0, got {limit_bytes}; set pipeline.memory_bytes to the bytes of a device, as 16e9"
+            f"recompute: pipeline.memory_bytes must be a finite number above 0, got "
+            f"{limit_bytes}; set it to the bytes that each rank may use, for example 16e9"
         )
     stages = count_stages(model, counts)
     states = [
@@ -92,8 +95,8 @@ def choose_recompute(
     costs = _layer_costs(model, stages, seconds)
     less = [0.0] * schedule.num_ranks
     for _ in range(_TRIES):
-        rooms = [limit - taken for limit, taken in zip(each, less, strict=True)]
-        chosen = _chosen(stages, costs, schedule, rooms, each, states, offload)
+        limits_left = [limit - taken for limit, taken in zip(each, less, strict=True)]
+        chosen = _choose_layers(stages, costs, schedule, limits_left, each, states, offload)
         busy = {stage for stage, own in enumerate(chosen) if own}
         found = add_recompute(schedule, "except_last", busy)
         if not offload:
@@ -107,18 +110,18 @@ def choose_recompute(
     return Budget(tuple(chosen), found, _text(stages, chosen, seconds))
 
 
-def _chosen(
+def _choose_layers(
     stages: Sequence[StageCount],
     costs: Sequence[tuple[int, ...]],
     schedule: Schedule,
-    rooms: Sequence[float],
+    limits_left: Sequence[float],
     limits_bytes: Sequence[float],
     states: Sequence[RankStates],
     offload: bool,
 ) -> list[frozenset[int]]:
-    """Return the layers that each stage recomputes, so that ranks stay within their `rooms`."""
+    """Return the layers that each stage recomputes, so that each rank stays within its limit."""
     table = add_recompute(schedule, "except_last")
-    limits = _limits(stages, add_offload(table) if offload else table, rooms, states)
+    limits = _limits(stages, add_offload(table) if offload else table, limits_left, states)
     choices = _choices_of(stages, costs, limits)
     runs = [0] * len(stages)
     for row in table.ranks:
@@ -147,7 +150,7 @@ def _excess(
     limits_bytes: Sequence[float],
     states: Sequence[RankStates],
 ) -> list[float]:
-    """Return by how much each rank of a whole table exceeds what it may hold."""
+    """Return the bytes by which each rank exceeds its limit with the complete table."""
     peaks = peak_memory(table, activation_memory(stages, chosen))
     pairs = zip(states, peaks, limits_bytes, strict=True)
     return [max(0.0, own.with_activations(round(peak)) - limit) for own, peak, limit in pairs]
@@ -156,7 +159,7 @@ def _excess(
 def _layer_costs(
     model: ModelCount, stages: Sequence[StageCount], seconds: Sequence[float]
 ) -> list[tuple[int, ...]]:
-    """Return what running each layer of each stage again costs, as integers."""
+    """Return the integer cost of recomputing each layer of each stage."""
     if seconds:
         return [tuple(round(_PER_SECOND * seconds[i]) for i in stage.layers) for stage in stages]
     written = [
@@ -179,7 +182,7 @@ def _choices_of(
     known: dict[tuple[StageStorages, tuple[int, ...], frozenset[Weights]], Choices] = {}
     found: list[Choices] = []
     for index, (stage, own) in enumerate(zip(stages, costs, strict=True)):
-        # A stage without layers has nothing to recompute, and holds on to what it is given.
+        # A stage without layers has nothing to recompute and keeps its input.
         storages = stage.storages if stage.layers else _solid(stage)
         key = storages, own, _weights(limits, index)
         if key not in known:
@@ -193,7 +196,7 @@ def _solid(stage: StageCount) -> StageStorages:
 
 
 def _weights(limits: Sequence[Limit], stage: int) -> frozenset[Weights]:
-    """Return in which ratios what a stage keeps, and what lives behind R, ever count."""
+    """Return the ratios of kept to fully alive micro-batches in the limits of a stage."""
     found: set[Weights] = set()
     for limit in limits:
         pair = limit.kept.get(stage, 0), limit.full.get(stage, 0)
@@ -209,7 +212,7 @@ def _limits(
     limits_bytes: Sequence[float],
     states: Sequence[RankStates],
 ) -> list[Limit]:
-    """Return what the stages of each rank may keep, at each time that may be its fullest."""
+    """Return the memory limits of each rank, one for each moment at which its memory may peak."""
     limits: list[Limit] = []
     for rank, row in enumerate(table.ranks):
         for moment in moments_of(row):
@@ -220,14 +223,14 @@ def _limits(
 
 
 class Moment(NamedTuple):
-    """How many micro-batches of each stage live on a rank at some time."""
+    """The number of micro-batches of each stage that are alive on a rank at one time."""
 
-    full: dict[int, int]  # recomputed
-    whole: dict[int, int]  # never to be
-    kept: dict[int, int]  # still to be
+    full: dict[int, int]  # already recomputed: all activations are alive
+    whole: dict[int, int]  # never recomputed
+    kept: dict[int, int]  # to be recomputed later: only the kept part is alive
 
     def covers(self, other: "Moment") -> bool:
-        """Say whether at least as much lives as at another time, whatever is kept."""
+        """Return whether this moment needs at least as much memory as another for every choice."""
         return all(
             more >= 0
             for stage in self.full
@@ -238,11 +241,11 @@ class Moment(NamedTuple):
 
 
 def moments_of(row: Sequence[Action]) -> list[Moment]:
-    """Return the times of a rank's list at which it may hold most."""
+    """Return the moments of a rank's action list at which its memory may peak."""
     lives = kept(row, {Thing.ACTIVATIONS, Thing.RECOMPUTED})
     again = {life.place: life.first for life in lives if life.thing is Thing.RECOMPUTED}
     now = Moment(*(dict.fromkeys(sorted({a.stage for a in row}), 0) for _ in range(3)))
-    # By position: what one more, or less, there is at the start of an action or behind it.
+    # By position: changes of the counts at the start of an action and after it.
     starts: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
     ends: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
     for thing, stage, microbatch, first, last, _ in lives:
@@ -275,7 +278,7 @@ def moments_of(row: Sequence[Action]) -> list[Moment]:
 
 
 def _groups(placement: Placement) -> list[list[int]]:
-    """Return the stages in groups whose ranks hold no stage of another group."""
+    """Partition the stages into groups such that no rank holds stages of two groups."""
     groups: list[set[int]] = []
     for rank in range(placement.num_ranks):
         held = set(placement.stages_of(rank))
@@ -286,7 +289,7 @@ def _groups(placement: Placement) -> list[list[int]]:
 
 
 def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
-    """Return what each rank lacks at one time, even with the least that it can do with then."""
+    """Return the memory that each rank lacks at some moment even with the smallest choices."""
     lacking: dict[int, float] = {}
     for limit in limits:
         least = sum(int(limit.used(stage, choices[stage]).min()) for stage in limit.kept)
@@ -295,7 +298,7 @@ def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
 
 
 def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
-    """Return what ranks lack, by rank: nothing of those that lack nothing, and not of too many."""
+    """Return texts of the missing bytes of up to four ranks, and the number of further ranks."""
     short = [rank for rank in sorted(lacking) if lacking[rank] > 0]
     more = [f"more on {len(short) - 4} further ranks"] if len(short) > 4 else []
     return [f"{bytes_text(math.ceil(lacking[r]))} on rank {r}" for r in short[:4]] + more
@@ -304,7 +307,7 @@ def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
 def _lacking_together(
     choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
 ) -> list[str]:
-    """Return what is lacking where each limit can be met, but not all with the same choice."""
+    """Return the missing bytes if no selection meets all limits, though each can be met alone."""
 
     def fits(extra: int) -> bool:
         wider = [limit._replace(room=limit.room + extra) for limit in limits]
@@ -323,31 +326,34 @@ def _lacking_together(
 
 
 def _check_updates(states: Sequence[RankStates], limits_bytes: Sequence[float]) -> None:
-    """Raise PartitionError where the optimizer's step fills some rank: none recomputes then."""
+    """Raise PartitionError if a rank lacks memory for its optimizer step.
+
+    Recomputation cannot help there: no activations are alive during the optimizer step.
+    """
     pairs = enumerate(zip(states, limits_bytes, strict=True))
     lacking = _lacks_text({r: own.lasting_bytes + own.update_bytes - m for r, (own, m) in pairs})
     if lacking:
         raise PartitionError(
-            f"recompute: nothing fits, expected weights, gradients, optimizer and what its step "
-            f"makes of at most {limits_text(limits_bytes)} a rank, got too much by "
-            f"{', '.join(lacking)}, whatever is recomputed; use more stages, an optimizer that "
-            f"keeps less (sgd, adamw), outer.shard=flat, or raise pipeline.memory_bytes"
+            f"recompute: nothing fits: weights, gradients, optimizer state and temporary tensors "
+            f"of the optimizer step exceed the limit of {limits_text(limits_bytes)} a rank by "
+            f"{', '.join(lacking)}, whatever is recomputed; use more stages, an optimizer with a "
+            f"smaller state (sgd, adamw), outer.shard=flat, or raise pipeline.memory_bytes"
         )
 
 
 def _nothing_fits(lacking: Sequence[str], limits_bytes: Sequence[float]) -> PartitionError:
     return PartitionError(
-        f"recompute: nothing fits, expected weights, gradients, optimizer and activations of at "
-        f"most {limits_text(limits_bytes)} a rank, got too much by {', '.join(lacking)} with "
-        f"all recomputation that helps; use more stages, more micro-batches of fewer samples, a "
-        f"schedule that keeps fewer of them (one_f_one_b), or raise pipeline.memory_bytes"
+        f"recompute: nothing fits: weights, gradients, optimizer state and activations exceed the "
+        f"limit of {limits_text(limits_bytes)} a rank by {', '.join(lacking)}, even with all "
+        f"useful recomputation; use more stages, smaller micro-batches, a schedule that keeps "
+        f"fewer of them alive (one_f_one_b), or raise pipeline.memory_bytes"
     )
 
 
 def _text(
     stages: Sequence[StageCount], chosen: Sequence[frozenset[int]], seconds: Sequence[float]
 ) -> str:
-    """Return a line for each stage: what it recomputes, what that saves and costs."""
+    """Return one line per stage: its recomputed layers, the memory saved and the time it costs."""
     lines: list[str] = []
     for index, (stage, own) in enumerate(zip(stages, chosen, strict=True)):
         if not own:
@@ -360,6 +366,6 @@ def _text(
         kept, whole = stage.lives(own).kept, stage.activation_bytes
         lines.append(
             f"stage {index}: {len(own)} of {len(stage.layers)} layers ({ranges_text(own)}), keeps "
-            f"{bytes_text(kept)} of {bytes_text(whole)} a micro-batch for {cost} again"
+            f"{bytes_text(kept)} of {bytes_text(whole)} a micro-batch, costs {cost}"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""One choice for each of several stages that share the memory of ranks."""
+"""Select one recomputation choice for each of several stages that share the memory of ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -8,15 +8,18 @@ import numpy as np
 from gpipe_hpc.planner.budget.one_stage import Choices, Indices, Integers, thinned, undominated
 
 MAX_SELECTIONS: Final = 2048
-"""Most partial selections that are followed; all of them, where there are no more."""
+"""Maximum number of partial selections that are kept; the result is exact below it."""
 
-_MAX_PICKS: Final = 512  # of a stage among several, of those that fit at all
+_MAX_PICKS: Final = 512  # maximum number of fitting choices per stage, if there are several stages
 
 
 class Limit(NamedTuple):
-    """At one time of a rank: what its stages keep, and leave behind R, within `room` bytes.
+    """A memory limit at one moment of a rank.
 
-    By stage: the micro-batches that are still to be recomputed, and that are already.
+    Attributes:
+      kept: by stage, number of micro-batches that are still to be recomputed.
+      full: by stage, number of micro-batches that have been recomputed.
+      room: bytes that the stages may use.
     """
 
     rank: int
@@ -25,7 +28,7 @@ class Limit(NamedTuple):
     room: float
 
     def used(self, stage: int, choices: Choices) -> Integers:
-        """Return the bytes that each choice of a stage uses of the room."""
+        """Return the bytes that each choice of a stage uses of this limit."""
         kept, full = self.kept.get(stage, 0), self.full.get(stage, 0)
         return choices.kept_bytes * kept + choices.full_bytes * full
 
@@ -33,9 +36,9 @@ class Limit(NamedTuple):
 def select(
     choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
 ) -> dict[int, int] | None:
-    """Return the number of the choice of each stage: the cheapest selection within all limits.
+    """Return the index of each stage's choice in the cheapest selection that meets all limits.
 
-    A stage's cost counts as often as it is run again. None: no selection is within the limits.
+    The cost of a stage counts `runs` times. Returns None if no selection meets all limits.
     """
     stages = list(choices)
     uses = {
@@ -76,13 +79,13 @@ def select(
 
 
 def _best(used: Integers, costs: Integers) -> Indices:
-    """Return the places of the partial selections that no other one beats."""
+    """Return the indices of the partial selections that no other selection dominates."""
     sums = list(used.T)
     if len(sums) == 1:
         return thinned(undominated(sums[0], costs), MAX_SELECTIONS)
     places = np.arange(len(costs))
     if len(costs) > MAX_SELECTIONS:
-        # Too many to compare each with each: those that are best for one limit, or for the sum.
+        # Too many for pairwise comparison: keep the best for each limit and for their sum.
         sums.append(used.sum(axis=1))
         fronts = [thinned(undominated(each, costs), MAX_SELECTIONS // len(sums)) for each in sums]
         places = np.unique(np.concatenate(fronts))
@@ -90,7 +93,7 @@ def _best(used: Integers, costs: Integers) -> Indices:
 
 
 def _undominated_rows(rows: Integers) -> Indices:
-    """Return the places of rows of which no other is as small in all columns."""
+    """Return the indices of the rows for which no other row is as small in all columns."""
     order = np.lexsort(rows.T)
     found = np.empty_like(rows)
     places: list[int] = []

@@ -1,9 +1,9 @@
-"""All that is worth choosing between recomputing and keeping the layers of one stage.
+"""All useful combinations of recomputed and kept layers of one stage, by dynamic programming.
 
-Dynamic programming over the layers of a stage, in order: each is kept or run again. Of a front of
-choices only those stay that no other beats in memory and cost. Two fronts may be compared where
-the rest of the stage cannot tell them apart: the last layer was treated alike, and so was each
-storage that a later layer may keep as well.
+The layers are processed in order; each is kept or recomputed. A front holds the choices that no
+other choice beats in both memory and cost. Two fronts are merged if the remaining layers cannot
+distinguish them: the last layer and each storage that a later layer may also keep have been treated
+alike.
 """
 
 from bisect import bisect_right
@@ -20,16 +20,21 @@ Integers = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.signedinteger[Any]]
 
 Weights = tuple[int, int]
-"""How many micro-batches live that are still to be recomputed, and that are already."""
+"""Numbers of live micro-batches that are still to be recomputed, and that have been recomputed."""
 
 MAX_CHOICES: Final = 4096
-"""Longest front under one weight. Of a longer one some choices are left out, evenly by bytes, its
-ends never."""
+"""Maximum length of a front. Longer ones are thinned out evenly by bytes; both ends are kept."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a stage may keep of a micro-batch, what then lives behind R, and the least cost."""
+    """Memory and cost of the useful ways to recompute a stage, one array element per choice.
+
+    Attributes:
+      kept_bytes: bytes per micro-batch that are kept until recomputation.
+      full_bytes: bytes per micro-batch after recomputation.
+      costs: cost of recomputing once.
+    """
 
     kept_bytes: Integers
     full_bytes: Integers
@@ -52,10 +57,10 @@ class Choices:
 def stage_choices(
     storages: StageStorages, costs: Sequence[int], weights: Collection[Weights]
 ) -> Choices:
-    """Return the choices of a stage; `costs` are those of running each layer again, integers.
+    """Return the useful choices of a stage; `costs` are the integer costs of recomputing a layer.
 
-    A choice is left out if one other costs as little and needs no more under all of the weights.
-    Exact, but where a front outgrows `MAX_CHOICES`.
+    A choice is dropped if a single other one costs no more and needs no more memory under all
+    `weights`. The result is exact unless a front exceeds `MAX_CHOICES`.
     """
     weights = _extremes(weights)
     steps = _Steps(storages)
@@ -82,10 +87,12 @@ def stage_choices(
 
 
 class _State(NamedTuple):
-    """What the rest of a stage needs to know of the layers so far.
+    """The properties of the layers processed so far that affect the remaining layers.
 
-    Whether the last one is recomputed, which storages live that a later layer may keep too, and
-    which were made within the run that is recomputed, but not saved there yet.
+    Attributes:
+      again: whether the last layer is recomputed.
+      counted: live storages that a later layer may also keep.
+      made: storages created within the current recomputed run and not yet saved there.
     """
 
     again: bool | None
@@ -94,7 +101,7 @@ class _State(NamedTuple):
 
 
 class _Origins(NamedTuple):
-    """Where each choice of a front came from: the number of a state, and the place in its front."""
+    """Predecessor of each choice of a front: index of its state, index in that state's front."""
 
     states: Indices
     parents: Indices
@@ -102,7 +109,7 @@ class _Origins(NamedTuple):
 
 
 class _Front(NamedTuple):
-    """Choices for the layers so far, none beating another."""
+    """The undominated choices for the layers processed so far."""
 
     kept_bytes: Integers
     full_bytes: Integers
@@ -110,7 +117,7 @@ class _Front(NamedTuple):
     origins: _Origins
 
     def extended(self, state: int, added: Lives, cost: int) -> "_Front":
-        """Return this front with all amounts raised, and itself, by its number, as the origin."""
+        """Return this front with memory and cost increased and itself as origin of each choice."""
         places = np.arange(len(self.costs), dtype=np.int32)
         origins = _Origins(np.full_like(places, state), places)
         kept, full = self.kept_bytes + added.kept, self.full_bytes + added.full
@@ -118,7 +125,7 @@ class _Front(NamedTuple):
 
 
 class _Steps:
-    """What one layer more adds to what lives, and what is still open behind it."""
+    """The state transition of one more layer, and the memory that it adds."""
 
     def __init__(self, storages: StageStorages) -> None:
         self._storages = storages
@@ -128,7 +135,7 @@ class _Steps:
             self._last_use.update(dict.fromkeys(used, position))
 
     def take(self, state: _State, position: int, again: bool) -> tuple[_State, Lives]:
-        """Return the state behind a layer, and the bytes that it makes live."""
+        """Return the state after a layer, and the bytes that it adds."""
         storages = self._storages
         layer = storages.layers[position]
         needed = frozenset() if again else layer.kept
@@ -136,22 +143,22 @@ class _Steps:
         if again is not state.again:
             needed |= layer.given if again else layer.leaves
             made = frozenset()
-        anew = 0
+        extra = 0
         if again:
             made |= layer.made
-            anew = layer.inside + storages.nbytes(layer.kept & made)
+            extra = layer.inside + storages.nbytes(layer.kept & made)
             made -= layer.kept
         new = needed - state.counted - storages.held
         kept = storages.nbytes(new) + layer.state + (0 if again else layer.inside)
         after = _State(again, self._open(state.counted | new, position), self._open(made, position))
-        return after, Lives(kept, kept + anew)
+        return after, Lives(kept, kept + extra)
 
     def _open(self, storages: frozenset[int], position: int) -> frozenset[int]:
         return frozenset(n for n in storages if self._last_use.get(n, -1) > position)
 
 
 def _extremes(weights: Collection[Weights]) -> tuple[Weights, ...]:
-    """Return the two weights, or the only one, of which each weight is a sum: they decide."""
+    """Return the one or two extreme weights, of which all weights are nonnegative combinations."""
 
     def share(weight: Weights) -> float:
         return weight[1] / sum(weight)
@@ -165,7 +172,7 @@ def _merged(
     longest: int,
     again: bool | None = None,
 ) -> _Front:
-    """Return what no other choice beats, thinned out to `longest` choices for each weight."""
+    """Return the undominated choices of several fronts, thinned out to `longest` per weight."""
     kept = np.concatenate([front.kept_bytes for front in fronts])
     full = np.concatenate([front.full_bytes for front in fronts])
     costs = np.concatenate([front.costs for front in fronts])
@@ -183,19 +190,19 @@ def _best(amounts: Sequence[Integers], costs: Integers, longest: int) -> Indices
     order = undominated_by_one(first, second, costs)
     if len(order) <= longest:
         return order
-    # What is best under either of the weights, or under both together, matters most.
+    # Prefer the choices that are best under either weight or under their sum.
     sums = (first, second, first + second)
     fronts = [thinned(undominated(each, costs), longest) for each in sums]
     return np.unique(np.concatenate(fronts))
 
 
 def undominated_by_one(first: Integers, second: Integers, costs: Integers) -> Indices:
-    """Return the places of the triples that no other single one beats in all, by ascending cost.
+    """Return the indices of the triples that no single other triple dominates, by ascending cost.
 
-    To lose to one triple in `first` and to another in `second` is not to be beaten.
+    A triple beaten in `first` by one triple and in `second` by another is not dominated.
     """
     order = np.lexsort((second, first, costs))
-    # Of the cheaper ones a staircase: the further along in `first`, the less in `second`.
+    # The cheaper triples form a staircase: `second` falls as `first` rises.
     ends: list[int] = []
     steps: list[int] = []
     places: list[int] = []
@@ -205,16 +212,16 @@ def undominated_by_one(first: Integers, second: Integers, costs: Integers) -> In
         if at and steps[at - 1] <= y:
             continue
         at -= bool(at) and ends[at - 1] == x
-        behind = at
-        while behind < len(steps) and steps[behind] >= y:
-            behind += 1
-        ends[at:behind], steps[at:behind] = [x], [y]
+        stop = at
+        while stop < len(steps) and steps[stop] >= y:
+            stop += 1
+        ends[at:stop], steps[at:stop] = [x], [y]
         places.append(place)
     return np.array(places, dtype=np.int64)
 
 
 def undominated(amounts: Integers, costs: Integers) -> Indices:
-    """Return the places of the pairs that no other beats in both, by ascending amounts."""
+    """Return the indices of the pairs that no other pair dominates, by ascending amounts."""
     order = np.lexsort((costs, amounts))
     cheapest = np.minimum.accumulate(costs[order])
     wins = np.ones(len(order), dtype=np.bool_)
@@ -223,7 +230,7 @@ def undominated(amounts: Integers, costs: Integers) -> Indices:
 
 
 def thinned(places: Indices, longest: int) -> Indices:
-    """Return at most `longest` of the places, evenly; the first and the last stay."""
+    """Return at most `longest` evenly spaced elements, including the first and the last."""
     if len(places) <= longest:
         return places
     return places[np.linspace(0, len(places) - 1, longest).round().astype(np.int64)]

@@ -1,1 +1,1 @@
-"""What layers cost: counted on the meta device, measured here, or priced by known rates."""
+"""Costs of layers: counted on the meta device, measured here, or computed from device rates."""

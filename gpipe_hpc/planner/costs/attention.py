@@ -1,4 +1,4 @@
-"""Kernels that keep less than torch's plain ones on the meta device, and what they cost."""
+"""Fused attention and dropout on the meta device, with their memory and FLOPs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,20 +11,21 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe_hpc.torch_compat import operator
 
-# Its shapes and what it keeps are those of the fused kernels of other devices, too.
+# Its shapes and saved tensors equal those of the fused kernels of other devices.
 _FUSED: Final = operator("_scaled_dot_product_flash_attention_for_cpu")
 _FUSED_BACKWARD: Final = operator("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 class FusedKernels(TorchFunctionMode):
-    """Run attention and dropout as the device would: on the meta device torch has plain ones alone.
+    """Replace attention and dropout on the meta device by the device's fused kernels.
 
-    Fused attention keeps no matrix of scores; that of CPUs knows no dropout, where torch falls
-    back. Fused dropout, which CPUs have not, keeps one byte an element instead of a number.
+    On the meta device torch has only the unfused kernels. Fused attention saves no score matrix; on
+    CPUs it does not support dropout, for which torch uses the unfused one. Fused dropout, which
+    CPUs lack, saves one byte per element.
     """
 
     def __init__(self, device_type: str) -> None:
-        """Follow the kernels of a type of device, cpu or cuda."""
+        """Select the kernels of a device type, ``cpu`` or ``cuda``."""
         super().__init__()
         self._fuses_dropout = device_type != "cpu"
 
@@ -35,7 +36,7 @@ class FusedKernels(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one torch function; attention and dropout by a fused kernel where one would."""
+        """Run one torch function; replace attention and dropout if the device would fuse them."""
         keywords = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **keywords)
@@ -58,7 +59,7 @@ class FusedKernels(TorchFunctionMode):
         attn_mask = attn_mask if attn_mask is None else _cast(attn_mask)
         if self._fuses(query, key, value, attn_mask, dropout_p, enable_gqa):
             if attn_mask is not None and attn_mask.dtype == torch.bool:
-                # As torch does: each call makes numbers of it anew, and keeps them.
+                # As torch does: each call converts the mask to floats and saves them.
                 attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
             fused: Tensor = _FUSED(
                 query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
@@ -84,10 +85,10 @@ class FusedKernels(TorchFunctionMode):
         dropout: float,
         enable_gqa: bool,
     ) -> bool:
-        """Say whether the device has a fused kernel for a call, as torch chooses on CPUs.
+        """Return whether the device has a fused kernel for a call, by the rules of torch for CPUs.
 
-        Source: `use_flash_attention_cpp` of torch 2.13 (sdp_utils_cpp.cpp). On GPUs heads in
-        groups are for the flash kernel alone, which takes 16 bits and no mask.
+        Source: `use_flash_attention_cpp` of torch 2.13 (sdp_utils_cpp.cpp). On GPUs only the flash
+        kernel supports grouped heads, with 16-bit types and no mask.
         """
         on_cpu = not self._fuses_dropout
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4 or (dropout > 0 and on_cpu):
@@ -111,7 +112,7 @@ class FusedKernels(TorchFunctionMode):
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts what attention is given; it does not know the kernel itself."""
+    """Cast an argument of attention as autocast would; autocast does not know the fused kernel."""
     kind = tensor.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensor
@@ -126,14 +127,14 @@ def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Return the FLOPs of the scores and of the sums by them; a causal half counts in full."""
+    """Return the FLOPs of both matrix products of attention; a causal mask halves nothing."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
 
 
 def _forward_formula(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Return the FLOPs of a forward by the shapes of its arguments."""
+    """Return the FLOPs of a forward from the shapes of its arguments."""
     return _attention_flops(query, key, value)
 
 
@@ -145,7 +146,7 @@ def _backward_formula(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Return 5 products: the fused kernel computes the scores again, and four gradients."""
+    """Return the FLOPs of a backward: five matrix products, one of which recomputes the scores."""
     scores = 2 * query[0] * query[1] * query[2] * key[2] * query[3]
     return 2 * _attention_flops(query, key, value) + scores
 

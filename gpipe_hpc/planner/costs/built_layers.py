@@ -1,4 +1,4 @@
-"""Layers that are built, run on a micro-batch, and timed: one alone, or several in a row."""
+"""Build consecutive layers, run them on a micro-batch and time their forward and backward."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +28,16 @@ from gpipe_hpc.planner.costs.clock import Clock
 from gpipe_hpc.planner.costs.walk import Visit, described
 from gpipe_hpc.pytree import map_tensors, tensors_of
 
-_DISTURBED: Final = 1.5  # times the least
-_FIT_LAYER: Final = "make the layer take what the layer before it (or the data) gives"
+_DISTURBED: Final = 1.5  # repetitions above this multiple of the fastest are dropped
+_FIT_LAYER: Final = "make the layer accept the output of the layer before it (or the data)"
 _FIT_LOSS: Final = (
-    "correct the loss, or choose model, data and loss that fit each other (as many outputs as the "
-    "targets have classes)"
+    "correct the loss, or choose model, data and loss that match (for example as many outputs as "
+    "the targets have classes)"
 )
 
 
 class Bench(NamedTuple):
-    """How layers are measured."""
+    """Options of a measurement of layers."""
 
     seed: int
     device: Device
@@ -47,10 +47,10 @@ class Bench(NamedTuple):
 
     @contextmanager
     def built(self, visits: Sequence[Visit], loss: "Loss | None") -> Iterator["BuiltLayers"]:
-        """Build layers that follow each other; the last one has the loss, if there is one.
+        """Build consecutive layers, the last with the loss if given, for the duration of the block.
 
-        Within the block they draw random numbers of their own. Behind it nothing of them is left:
-        autocast would hold each weight that it has cast, with its gradient.
+        Within the block the layers use their own random generators. After it the autocast cache is
+        cleared, which would otherwise keep each cast weight and its gradient alive.
         """
         key = init_key(self.seed, visits[0].index)
         with ExitStack() as stack:
@@ -58,7 +58,7 @@ class Bench(NamedTuple):
             stack.enter_context(seeded_generators(key))
             modules = [
                 build_layer(
-                    _private(visit.layer, visit.index),
+                    _copy_for_measurement(visit.layer, visit.index),
                     index=visit.index,
                     seed=self.seed,
                     device=self.device,
@@ -69,9 +69,12 @@ class Bench(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of forward, backward, the two halves of a split backward, and a forward without a graph.
+    """Seconds of the passes of layers.
 
-    `split_forward`: of a forward whose backward will be split.
+    Attributes:
+      of_input, of_weight: the two halves of a split backward.
+      bare_forward: a forward without a graph.
+      split_forward: a forward whose backward will be split.
     """
 
     forward: float
@@ -83,27 +86,27 @@ class Seconds(NamedTuple):
 
 
 def usual(times_s: Sequence[float]) -> float:
-    """Return the mean of times, without those above 1.5 times the least: others had the machine."""
+    """Return the mean of times, without those above 1.5 times the smallest (disturbed) one."""
     least_s = min(times_s)
     return fmean(time_s for time_s in times_s if time_s <= _DISTURBED * abs(least_s))
 
 
 class Took(NamedTuple):
-    """Seconds of a part: of the device, and of the host that ordered it."""
+    """Seconds of one pass on the device, and of the host to launch it."""
 
     device: float
     host: float
 
 
-# Output and stashes of a run, and what its parts took.
+# Output and stashes of a run, and the times of its parts.
 _Run = tuple[list[Any], Sequence[Took]]
 
 
 @dataclass(frozen=True)
 class BuiltLayers:
-    """Built layers that follow each other, and the micro-batch that they are run on.
+    """Built consecutive layers with the micro-batch to run them on.
 
-    `loss`: of the last of them, None if it has none.
+    `loss` belongs to the last layer; None if it has no loss.
     """
 
     visits: Sequence[Visit]
@@ -112,9 +115,9 @@ class BuiltLayers:
     bench: Bench
 
     def measured(self) -> tuple[list[Any], tuple[Seconds, ...], tuple[Seconds, ...]]:
-        """Return output and stashes, detached, and the seconds of each part, of each repetition.
+        """Measure all passes; return results, then device and host seconds of each repetition.
 
-        The device's, then the host's.
+        Results are output and stashes, detached.
         """
         results, whole = self._repeated(self.trained)
         _, halves = self._repeated(partial(self.trained, is_split=True))
@@ -127,25 +130,26 @@ class BuiltLayers:
         return results, of_device, tuple(Seconds(*(took.host for took in row)) for row in rows)
 
     def _repeated(self, run: Callable[[], _Run]) -> tuple[list[Any], list[Sequence[Took]]]:
-        """Run it several times; return output and stashes of the last, and what each took."""
+        """Call `run` repeatedly; return the last results, and all times after the warm-up."""
         warmup, wanted = self.bench.warmup, self.bench.repetitions
         times: list[Sequence[Took]] = []
         for _ in range(warmup + wanted):
-            results: list[Any] = []  # what the last one made is gone before the next begins
+            results: list[Any] = []  # free the last results before the next repetition
             results, seconds = run()
             times.append(seconds)
         return results, times[warmup:]
 
     def trained(self, *, is_split: bool = False) -> _Run:
-        """Run one forward and backward; return output and stashes, and what its parts took.
+        """Run one forward and backward; return output and stashes, and the times of the parts.
 
-        The parts are forward and backward, or, where weight gradients are deferred, three.
+        The parts are forward and backward, or with `is_split` forward, input gradients, weight
+        gradients.
         """
         deferred = Deferred() if is_split else None
-        # Parameter gradients stay, so that repetitions accumulate into them as micro-batches do.
+        # Parameter gradients are kept, so that repetitions accumulate as micro-batches do.
         forward, results = self._forward()
         ordered = partial(self.bench.clock.ordered, device=self.bench.device)
-        with self._failures_told():
+        with self._errors_named():
             with ExitStack() as blocks:
                 if deferred is not None:
                     blocks.enter_context(deferred.in_forward())
@@ -159,17 +163,17 @@ class BuiltLayers:
         return map_tensors(_detached, results), parts
 
     def bare(self) -> _Run:
-        """Run a forward that keeps nothing; return nothing else, and what it took."""
+        """Run one forward without a graph; return no results, and its time."""
         forward, _ = self._forward()
-        with self._failures_told(), torch.no_grad():
+        with self._errors_named(), torch.no_grad():
             _, *took = self.bench.clock.ordered(forward, device=self.bench.device)
         return [], [Took(*took)]
 
     def through(self) -> tuple[float, ...]:
-        """Run one forward and backward from end to end; return the seconds that they take.
+        """Time one forward and backward from an idle device until it is idle again.
 
-        On a CPU these are two numbers.
-        An accelerator has the backward in hand before it is done with the forward: one number.
+        Returns two numbers on a CPU, and one on an accelerator, which starts the backward before
+        the forward has completed.
         """
         forward, _ = self._forward()
         ends: list[Tensor] = []
@@ -184,7 +188,7 @@ class BuiltLayers:
             first()
             second()
 
-        with self._failures_told():
+        with self._errors_named():
             if self.bench.device.is_accelerator:
                 return (self._from_idle(both),)
             return self._from_idle(first), self._from_idle(second)
@@ -193,34 +197,34 @@ class BuiltLayers:
         return self.bench.clock.from_idle(work, self.bench.device)[1]
 
     def bare_through(self) -> float:
-        """Run one forward that keeps nothing, from end to end; return its seconds."""
+        """Time one forward without a graph, from an idle device until it is idle again."""
         forward, _ = self._forward()
-        with self._failures_told(), torch.no_grad():
+        with self._errors_named(), torch.no_grad():
             return self._from_idle(forward)
 
     def kept_bytes(self) -> int:
-        """Return the bytes that a forward keeps for its backward, without parameters.
+        """Return the bytes that a forward saves for its backward, without parameters.
 
-        Of a forward that does not bear to be watched, as `torch.func` does not: 0.
+        Returns 0 if the forward does not support saved-tensor hooks, as with `torch.func`.
         """
         own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters()}
         kept: dict[int, UntypedStorage] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage  # held, so that no other one takes its place
-            return tensor.detach()  # a node that holds its own output would live for ever
+            kept[storage.data_ptr()] = storage  # kept alive, so that its address is not reused
+            return tensor.detach()  # a node that saves its own output would never be freed
 
         forward, _ = self._forward()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             try:
                 forward()
-            except Exception:  # what is wrong with it is told where it is timed
+            except Exception:  # timing the layer reports the error
                 return 0
         return sum(each.nbytes() for place, each in kept.items() if place not in own)
 
     def num_bytes(self, results: list[Any]) -> int:
-        """Return the bytes that a step touches: weights, what is given, and these `results`."""
+        """Return the bytes that a step accesses: weights, inputs, and the given `results`."""
         given = [tuple(visit.given) for visit in self.visits]
         return sum(each.nbytes for each in (*self._parameters(), *tensors_of((given, results))))
 
@@ -228,13 +232,14 @@ class BuiltLayers:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
     def _forward(self) -> tuple[Callable[[], list[Tensor]], list[Any]]:
-        """Return a forward on clones, to be called once, and the list that gets what it makes.
+        """Return a forward function to be called once, and the list that it fills with its results.
 
-        It returns what a backward starts from. A layer may work in place: on a leaf that is
-        forbidden, and the next repetition needs the input unchanged.
+        The function returns the tensors that a backward starts from. It runs on clones, because a
+        layer may work in place, which autograd forbids on a leaf and which would change the next
+        repetition's input.
         """
         given = map_tensors(_cloned, self.visits[0].given.value)
-        popped = map_tensors(_cloned, _from_outside(self.visits))
+        popped = map_tensors(_cloned, _external_pops(self.visits))
         results: list[Any] = []
 
         def forward() -> list[Tensor]:
@@ -250,21 +255,21 @@ class BuiltLayers:
 
     @property
     def _where(self) -> str:
-        """Return the layers' names for messages."""
+        """Return the names of the layers for messages."""
         first, last = self.visits[0], self.visits[-1]
         return first.where if len(self.visits) == 1 else f"{first.where} to {last.where}"
 
     @contextmanager
-    def _failures_told(self) -> Iterator[None]:
-        """Name the layer in what it raises."""
+    def _errors_named(self) -> Iterator[None]:
+        """Convert exceptions in the block to ModelError with the layer's name."""
         try:
             yield
         except LossError:
             raise
         except Exception as error:
             raise ModelError(
-                f"{self._where}: failed on the example micro-batch, expected it to run on "
-                f"{described(self.visits[0].given)}, got {with_remedy(error, _FIT_LAYER)}"
+                f"{self._where}: failed on the example micro-batch "
+                f"({described(self.visits[0].given)}): {with_remedy(error, _FIT_LAYER)}"
             ) from error
 
 
@@ -274,44 +279,43 @@ def _backward(ends: list[Tensor], seeds: list[Tensor]) -> None:
 
 
 class LossError(ModelError):
-    """The loss failed, not the layer before it."""
+    """The loss function failed, not the layer before it."""
 
 
 class Loss(NamedTuple):
-    """The loss, and the targets of the example."""
+    """A loss function with the targets of the example micro-batch."""
 
     function: LossFunction
     targets: Any
 
     def of(self, output: Any, where: str) -> Tensor:
-        """Return the one tensor that the backward starts from; `where` names the last layer."""
+        """Return the scalar loss of an output; `where` names the last layer in error messages."""
         try:
             value = self.function(output, self.targets)
         except Exception as error:
             raise LossError(
-                f"loss: failed on the output of {where} and the example's targets, expected it to "
-                f"take output {described(output)} and targets {described(self.targets)}, got "
-                f"{with_remedy(error, _FIT_LOSS)}"
+                f"loss: failed on the output of {where} ({described(output)}) and the targets of "
+                f"the example ({described(self.targets)}): {with_remedy(error, _FIT_LOSS)}"
             ) from error
         total: Tensor = value[0] if isinstance(value, tuple) else value
         return total
 
 
-def _private(layer: Layer, index: int) -> Layer:
-    """Return a layer that the measurement may change: a copy of a module that comes built."""
+def _copy_for_measurement(layer: Layer, index: int) -> Layer:
+    """Return a layer that the measurement may modify: a spec, or a deep copy of a built module."""
     if isinstance(layer, LayerSpec):
         return layer
     try:
         return copy.deepcopy(layer)
     except Exception as error:
         raise ModelError(
-            f"layers.{index}: cannot be measured, expected a module that copy.deepcopy copies, "
-            f"got {words_of(error)}; give a LayerSpec, or partition by parameters"
+            f"layers.{index}: cannot be measured, because copy.deepcopy of the module failed: "
+            f"{words_of(error)}; pass a LayerSpec, or partition by parameters"
         ) from error
 
 
-def _from_outside(visits: Sequence[Visit]) -> list[dict[str, Any]]:
-    """Return what each layer pops that none of those ahead of it here has stashed."""
+def _external_pops(visits: Sequence[Visit]) -> list[dict[str, Any]]:
+    """Return, for each layer, the popped values that no earlier layer of the group has stashed."""
     stashed: set[str] = set()
     found = []
     for visit in visits:
@@ -326,5 +330,5 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """Cut a tensor from its graph; it remembers whether a gradient will be asked of it."""
+    """Detach a tensor from its graph, keeping its requires_grad flag."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

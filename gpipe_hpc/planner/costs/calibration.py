@@ -1,4 +1,4 @@
-"""What a run measured of its layers under load, and the file that keeps it for the next plan."""
+"""Layer and step times that a run measured, and the calibration file that stores them."""
 
 import math
 import os
@@ -28,10 +28,10 @@ from gpipe_hpc.yaml_files import read_yaml
 
 _FORMAT: Final = "calibration of gpipe_hpc, "
 _VERSION: Final = 4
-_NO_MEMORY_NAMED: Final = 3  # which did not say in what memory process_bytes are
-_LAYERS_ALONE: Final = 2  # which had no transfers, sums or steps
-_FORWARDS_ALIKE: Final = 1  # which did not tell forwards apart, either
-_REMEDY: Final = "give that of a run of these settings, or leave plan.calibration out"
+_NO_MEMORY_NAMED: Final = 3  # files up to this version do not name the memory of process_bytes
+_LAYERS_ALONE: Final = 2  # files up to this version have no transfers, all-reduces or steps
+_FORWARDS_ALIKE: Final = 1  # files of this version have one time for both kinds of forwards
+_REMEDY: Final = "pass the file of a run with these settings, or omit plan.calibration"
 _PARTS: Final = LayerTimes._fields
 _OLDER_PARTS: Final = tuple(name for name in _PARTS if name != "bare_forward")
 _ALWAYS: Final = (
@@ -45,18 +45,20 @@ _ALWAYS: Final = (
     "model",
     "layers",
 )
-_BESIDE: Final = ("optimizer", "cores", "prices", "links", "notes")
+_NEWER_KEYS: Final = ("optimizer", "cores", "prices", "links", "notes")
 _FREE_LINK: Final = Link()
 _LINKS: Final = ("within", "between")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds of each layer for a micro-batch, and on what a run measured them.
+    """Measured seconds of each layer for a micro-batch, and the circumstances of the measurement.
 
-    `model`: parameters and forward FLOPs of each layer, for a micro-batch of `input_bytes`.
-    `prices`: what a step took beside its layers. `within`, `between`: what links two ranks of a
-    host, and of two hosts; free where that was not seen. `notes`: what could not be told, and why.
+    Attributes:
+      model: parameters and forward FLOPs of each layer, for a micro-batch of `input_bytes`.
+      prices: times of the step besides its layers.
+      within, between: links between ranks of one host and of two hosts; free if not measured.
+      notes: quantities that could not be measured, and why.
     """
 
     device: str
@@ -75,7 +77,7 @@ class Calibration:
 
     @property
     def is_crowded(self) -> bool:
-        """Say whether more ranks than cores shared a host; then all times have that in them."""
+        """Return whether a CPU host had more ranks than cores, which slows all measured times."""
         known = self.prices.measured
         if known is None or known.device != "cpu":
             return False
@@ -83,39 +85,39 @@ class Calibration:
 
 
 def shape_of(count: ModelCount) -> tuple[tuple[int, int], ...]:
-    """Return what tells one model from another: parameters and forward FLOPs of each layer."""
+    """Return parameters and forward FLOPs of each layer, which identify a model."""
     return tuple((each.parameters, each.forward_flops) for each in count.layers)
 
 
 def write_calibration(path: Path, found: Calibration) -> None:
-    """Write it in one piece, in the place of what is there."""
+    """Write a calibration file atomically, replacing an existing one."""
     measured = found.prices.measured
     assert measured is not None, "what is written was measured"
-    told: dict[str, Any] = {"format": f"{_FORMAT}{_VERSION}"}
-    told |= {name: getattr(found, name) for name in _ALWAYS}
-    told["model"] = [list(each) for each in found.model]
-    told["layers"] = [dict(each._asdict()) for each in found.layers]
-    told["optimizer"], told["cores"] = measured.optimizer, measured.cores
-    told["prices"] = told_prices(found.prices, found.device)
-    told["links"] = {name: told_link(getattr(found, name)) for name in _LINKS}
-    told["notes"] = list(found.notes)
+    content: dict[str, Any] = {"format": f"{_FORMAT}{_VERSION}"}
+    content |= {name: getattr(found, name) for name in _ALWAYS}
+    content["model"] = [list(each) for each in found.model]
+    content["layers"] = [dict(each._asdict()) for each in found.layers]
+    content["optimizer"], content["cores"] = measured.optimizer, measured.cores
+    content["prices"] = told_prices(found.prices, found.device)
+    content["links"] = {name: told_link(getattr(found, name)) for name in _LINKS}
+    content["notes"] = list(found.notes)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     aside.write_text(
-        "# What layers, transfers, sums and all else of a step took, for plan.calibration\n"
-        + yaml.safe_dump(told, sort_keys=False),
+        "# Times of layers, transfers, all-reduces and the rest of a step, for plan.calibration\n"
+        + yaml.safe_dump(content, sort_keys=False),
         "utf-8",
     )
     os.replace(aside, path)
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Read what `write_calibration` wrote; ConfigError, which names the key, for anything else."""
+    """Read a calibration file; raise ConfigError, naming the key, if it is invalid."""
     try:
         read = read_yaml(path)
     except (OSError, ValueError) as error:
         remedy = os_remedy(error) if isinstance(error, OSError) else None
         raise ConfigError(
-            f"plan.calibration: {path} is not readable, expected what a run wrote, got {error}; "
+            f"plan.calibration: cannot read {path}, the calibration file of a run: {error}; "
             f"{remedy or _REMEDY}"
         ) from None
     file = _Reader(f"plan.calibration: {path}", _REMEDY)
@@ -124,19 +126,19 @@ def read_calibration(path: str | Path) -> Calibration:
     known = {f"{_FORMAT}{number}": number for number in range(1, _VERSION + 1)}
     version = known.get(str(read["format"]))
     if version is None:
-        file.refuse("format", f"version {_VERSION}", f"{read['format']}, of another version")
-    top = file.keys(read, "", "format", *_ALWAYS, *(_BESIDE if version > _LAYERS_ALONE else ()))
+        file.refuse("format", f"version {_VERSION}", f"{read['format']}, another version")
+    top = file.keys(read, "", "format", *_ALWAYS, *(_NEWER_KEYS if version > _LAYERS_ALONE else ()))
     parts = _OLDER_PARTS if version == _FORWARDS_ALIKE else _PARTS
     versions = top["versions"]
     if not isinstance(versions, Mapping):
-        file.refuse("versions", "names with versions", versions)
+        file.refuse("versions", "a mapping from package names to versions", versions)
     model, layers = file.rows(top, "model"), file.rows(top, "layers")
     if len(model) != len(layers) or not layers:
-        file.refuse("layers", f"as many as in model, {len(model)}", len(layers))
+        file.refuse("layers", f"{len(model)} entries, as many as in model", len(layers))
     device, name = file.text(top, "device"), file.text(top, "device_name")
     found = Calibration(
         device=device,
-        device_name="" if name == device else name,  # CPUs had no names once
+        device_name="" if name == device else name,  # older files have no CPU names
         precision=file.text(top, "precision"),
         hosts=file.whole(top["hosts"], "hosts"),
         ranks=file.whole(top["ranks"], "ranks"),
@@ -146,7 +148,8 @@ def read_calibration(path: str | Path) -> Calibration:
         layers=tuple(file.times(each, f"layers[{at}]", parts) for at, each in enumerate(layers)),
     )
     if version <= _LAYERS_ALONE:
-        return replace(found, notes=(f"{read['format']}: of an older version, of layers alone",))
+        note = f"{read['format']}: an older version, with times of layers only"
+        return replace(found, notes=(note,))
     links = file.keys(top["links"], "links", *_LINKS)
     measured = Measured(
         device,
@@ -178,9 +181,10 @@ def check_calibration(
     name: str | None,
     precision: str,
 ) -> list[str]:
-    """Refuse what is of another model, micro-batch, precision or device; return doubts.
+    """Check that a calibration fits this model, micro-batch, precision and device; return warnings.
 
-    `name`: of this machine's device of that kind, None where it has none.
+    `name` is the name of this machine's device of that type, None if it has none. Raises
+    ConfigError.
     """
     own = shape_of(count)
     size = sum(count.inputs.tensors)
@@ -204,7 +208,8 @@ def check_calibration(
 
 def _mismatch(path: str | Path, what: str, expected: str, got: str) -> NoReturn:
     raise ConfigError(
-        f"plan.calibration: {path} is of another {what}, expected {expected}, got {got}; {_REMEDY}"
+        f"plan.calibration: {path} was measured with another {what}: expected {expected}, got "
+        f"{got}; {_REMEDY}"
     )
 
 
@@ -213,18 +218,18 @@ def _shown(read: object) -> object:
 
 
 class _Reader(Reader):
-    """Reads parts of a calibration; refuses what is not as it should be, by its key."""
+    """Validating reader of parts of a calibration file; its errors name the key."""
 
     def text(self, read: Mapping[str, Any], name: str) -> str:
-        """Return a text."""
+        """Return a string."""
         if not isinstance(read[name], str):
             self.refuse(name, "a text", read[name])
         return str(read[name])
 
     def whole(self, value: object, key: str) -> int:
-        """Return a whole number of 0 or more."""
+        """Return a nonnegative integer."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self.refuse(key, "a whole number of 0 or more", value)
+            self.refuse(key, "an integer of at least 0", value)
         return value
 
     def rows(self, read: Mapping[str, Any], name: str) -> Sequence[Any]:
@@ -234,13 +239,13 @@ class _Reader(Reader):
         return list(read[name])
 
     def pair(self, value: object, key: str) -> tuple[int, int]:
-        """Return two whole numbers."""
+        """Return two nonnegative integers."""
         if not isinstance(value, list) or len(value) != 2:
-            self.refuse(key, "parameters and FLOPs", value)
+            self.refuse(key, "a list of parameters and FLOPs", value)
         return self.whole(value[0], key), self.whole(value[1], key)
 
     def times(self, value: object, key: str, parts: Sequence[str]) -> LayerTimes:
-        """Return the seconds of a layer, none of them negative; without bare ones as alike."""
+        """Return the nonnegative seconds of a layer; a missing bare_forward equals forward."""
         if not isinstance(value, Mapping) or set(value) != set(parts):
             self.refuse(key, f"the keys {', '.join(parts)}", value)
         for name, each in value.items():

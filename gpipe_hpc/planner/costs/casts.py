@@ -1,4 +1,4 @@
-"""Which weights autocast casts, and which of the copies it keeps for a whole step."""
+"""Track weights that autocast casts, and the casts that it caches for a whole step."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ _CAST: Final = None if _TO_COPY is None else _TO_COPY.default
 
 
 class WeightCasts(TorchDispatchMode):
-    """Note each copy of a weight that is made for another dtype, and hold on to it."""
+    """Record each cast of a weight to another dtype, and keep the cast alive."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         TorchDispatchMode.__init__(self)
@@ -27,7 +27,7 @@ class WeightCasts(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operation; note its result if that is a cast of a weight."""
+        """Run one operation; record its result if it is a cast of a weight."""
         result = func(*args, **(kwargs or {}))
         if func is _CAST and storage_key(args[0]) in self._weights:
             self._casts.append((storage_key(args[0]), result))
@@ -35,11 +35,11 @@ class WeightCasts(TorchDispatchMode):
 
     @property
     def storages(self) -> frozenset[int]:
-        """Return the storages of all copies."""
+        """Return the keys of the storages of all casts."""
         return frozenset(storage_key(cast) for _, cast in self._casts)
 
     def kept_bytes(self, later: "WeightCasts") -> Counter[int]:
-        """Return, by the weight's storage, what a later run of the same layer did not copy anew."""
+        """Return, by weight storage, the cast bytes that a later run of the layer reused."""
         return self._nbytes() - later._nbytes()
 
     def _nbytes(self) -> Counter[int]:
@@ -50,6 +50,6 @@ class WeightCasts(TorchDispatchMode):
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells a storage from all others that live."""
-    # On the meta device no storage has an address; its object has one.
+    """Return a key that identifies the storage of a tensor while it is alive."""
+    # On the meta device storages have no data address, but their objects have one.
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""The seconds that work takes, without those in which another process had the core."""
+"""Measure the duration of work, without the time in which other processes used the core."""
 
 import time
 from collections.abc import Callable
@@ -11,29 +11,28 @@ from gpipe_hpc.device.device import Device
 
 Result = TypeVar("Result")
 
-# Of Linux, for the thread that reads it: nanoseconds on a core, nanoseconds ready to run but
-# without a core, and how often it got one (Documentation/scheduler/sched-stats.rst).
+# Linux, for the reading thread: nanoseconds on a core, nanoseconds runnable but waiting for a
+# core, and number of time slices (Documentation/scheduler/sched-stats.rst).
 _SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 
 
 class Clock:
-    """What the time is, and how long work takes. Tests have another one."""
+    """Source of the current time and of durations of work. Tests replace it."""
 
     def __init__(self) -> None:
         self._lead: _Lead | None = None
 
     def now(self) -> float:
-        """Return seconds since some time."""
+        """Return the seconds of a monotonic clock."""
         return time.monotonic()
 
     def timed(self, work: Callable[[], Result], device: Device) -> tuple[Result, float]:
-        """Run `work` and return its result and the seconds that it takes.
+        """Run `work`; return its result and the seconds that it takes.
 
-        On CPUs the time in which this thread waited for a core is left out where the system tells
-        it: a long layer never runs undisturbed on a busy machine, however often it is repeated,
-        while a short one does. What other threads of a parallel layer waited is not known.
-
-        On an accelerator: of its own work or of the host in ordering that, what takes longer.
+        On CPUs the time in which this thread waited for a core is subtracted if the system reports
+        it: a long layer never runs undisturbed on a busy machine, however often it is repeated, but
+        a short one does. Waits of other threads of a parallel layer are unknown. On an accelerator
+        the longer of the device time and the host's launch time is returned.
         """
         if not device.is_accelerator:
             return _timed(work)
@@ -41,14 +40,12 @@ class Clock:
         return result, max(device_s, host_s)
 
     def ordered(self, work: Callable[[], Result], device: Device) -> tuple[Result, float, float]:
-        """Run `work` and return its result, the seconds of the device, and those of the host.
+        """Run `work`; return its result, the device seconds, and the host seconds to launch it.
 
-        The host's are those in which it ordered the work; 0 on a CPU, and where it had to wait for
-        the device meanwhile.
-
-        An accelerator is kept busy ahead of `work`, as it is in a step: else it would wait for each
-        of its first kernels. On an H200 a step of GPT-2 medium took 0.357 s. The seconds of its
-        layers, taken so, add up to 0.357 s; without work ahead of them they came to 0.62 s.
+        The host seconds are 0 on a CPU, and if the host had to wait for the device. The device gets
+        filler work first, as it is busy in a step; otherwise it would idle before each of the first
+        kernels. On an H200 a step of GPT-2 medium took 0.357 s; the layer times measured this way
+        add up to 0.357 s, and to 0.62 s without filler work.
         """
         if not device.is_accelerator:
             return *self.timed(work, device), 0.0
@@ -57,9 +54,9 @@ class Clock:
         return self._lead.timed(work)
 
     def from_idle(self, work: Callable[[], Result], device: Device) -> tuple[Result, float]:
-        """Run `work` and return its result, and the seconds until an idle device has done it.
+        """Run `work`; return its result and the seconds from an idle device until completion.
 
-        So host and device work beside each other, as in a step. On a CPU it is as `timed`.
+        Host and device overlap, as in a step. On a CPU this equals `timed`.
         """
         if not device.is_accelerator:
             return self.timed(work, device)
@@ -76,7 +73,7 @@ def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
     result = work()
     end = time.perf_counter()
     waited_s = _waited_s() - waited_before_s
-    # A wait may have come ahead of the work, or behind it: what is left out came surely within.
+    # The wait may lie before or after the work: subtract only the part that must lie within it.
     outside_s = (begin - first) + (time.perf_counter() - end)
     return result, end - begin - max(0.0, waited_s - outside_s)
 
@@ -89,9 +86,9 @@ def _waited_s() -> float:
 
 
 class _Lead:
-    """Work that a device has in hand while the host orders what is timed behind it.
+    """Filler work that keeps a device busy while the host launches the timed work after it.
 
-    It takes 64 MiB of the device while its clock is there.
+    Allocates 64 MiB on the device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -99,28 +96,28 @@ class _Lead:
         self._filler = device.empty([_FILLER], torch.float32).fill_(0)
         self._wanted_s = _FIRST_LEAD_S
         self._each_s = 0.0
-        self._put(2)  # the first takes longer, as its kernel is loaded
-        self._each_s = self._span(lambda: self._put(_PROBED))[1] / _PROBED
+        self._launch_filler(2)  # the first call takes longer, because it loads the kernel
+        self._each_s = self._span(lambda: self._launch_filler(_PROBED))[1] / _PROBED
 
     def timed(self, work: Callable[[], Result]) -> tuple[Result, float, float]:
-        """Run `work`; return its result, the seconds of the device and those of the host.
+        """Run `work`; return its result, the device seconds and the host seconds.
 
-        Where the device came to `work` before all of it was ordered, as the host waited for it or
-        the lead was too short, the device's seconds have that in them, and the host's are 0; the
-        next lead is longer.
+        If the device reached `work` before all of it was launched (the host waited for it, or the
+        filler was too short), the device seconds include that delay, the host seconds are 0, and
+        the next filler is longer.
         """
         self.device.synchronize()
         number = self._wanted_s / self._each_s if self._each_s > 0 else 0
-        self._put(min(_MOST, round(number)))
+        self._launch_filler(min(_MOST, round(number)))
         result, device_s, host_s, is_ahead = self._measured(work)
         if is_ahead:
             return result, device_s, host_s
-        # More of it each time: what is put ahead may take less than the probe, on a cold device.
+        # Longer each time: on a cold device the filler may take less time than the probe did.
         self._wanted_s = _MARGIN * max(self._wanted_s, host_s)
         return result, device_s, 0.0
 
     def _measured(self, work: Callable[[], Result]) -> tuple[Result, float, float, bool]:
-        """Return also whether the device had not begun when the host was done."""
+        """Run `work`; return its result, both durations, and whether the host finished first."""
         begin, end = self.device.event(timing=True), self.device.event(timing=True)
         begin.record()
         began_s = time.perf_counter()
@@ -136,7 +133,7 @@ class _Lead:
         result, device_s, *_ = self._measured(work)
         return result, device_s
 
-    def _put(self, number: int) -> None:
+    def _launch_filler(self, number: int) -> None:
         for _ in range(number):
             self._filler.add_(1.0)
 
@@ -144,6 +141,6 @@ class _Lead:
 _FILLER: Final = 2**24  # float32: some 50 us of a fast device, and 5 us of the host
 _PROBED: Final = 20
 _FIRST_LEAD_S: Final = 2e-3
-_MARGIN: Final = 1.5  # times the lead that was too short, or what the host took
-# So few that their launches do not fill the queue, which would let the host wait: CUDA takes 1,024.
+_MARGIN: Final = 1.5  # multiple of the lead that was too short, or of the host's time
+# Few enough not to fill the launch queue (1,024 in CUDA), which would block the host.
 _MOST: Final = 256

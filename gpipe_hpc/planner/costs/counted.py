@@ -1,4 +1,4 @@
-"""Count what the layers of a model cost without running them: see `LayerCount`."""
+"""Count FLOPs and bytes of the layers of a model on the meta device: see `LayerCount`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,13 +31,16 @@ from gpipe_hpc.planner.costs.walk import Given, Passed, Visit, walk
 
 @dataclass(frozen=True)
 class ModelCount:
-    """The layers of a model, the loss behind them if it was counted, and what they share.
+    """Counts of the layers and the loss of a model, its tied parameters and its skip connections.
 
-    `parameter_names`: of each layer, in the order of its weights. Equal specs share one
-    `LayerCount`, but name their parameters as they like: each block of a Hugging Face model has
-    its number in them. `names` are what each layer stashes and pops, `skips` the same as pairs of
-    layers.
-    `library_bytes`: what the device's libraries keep once layers have run on it.
+    Attributes:
+      loss: None if the loss was not counted.
+      parameter_names: names of each layer's parameters, in the order of its weights. Equal specs
+        share one `LayerCount` but may name parameters differently, as blocks of Hugging Face models
+        do.
+      names: names that each layer stashes and pops.
+      skips: the same as pairs of layers.
+      library_bytes: device memory that libraries keep once layers have run.
     """
 
     inputs: Crossing
@@ -50,11 +53,11 @@ class ModelCount:
     library_bytes: int = 0
 
     def weights(self, layers: Iterable[int]) -> list[Weight]:
-        """Return the parameters of some layers, those tied among them once."""
+        """Return the parameters of some layers; parameters tied among them count once."""
         return list(self.named_weights(layers).values())
 
     def named_weights(self, layers: Iterable[int]) -> dict[str, Weight]:
-        """Return them by global name; a tied one has that of its first place."""
+        """Return the parameters of some layers by global name; a tied one has its first name."""
         tied = {place: tie.name for tie in self.ties for place in tie.places}
         found: dict[str, Weight] = {}
         for index in layers:
@@ -69,11 +72,11 @@ class ModelCount:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model, tied ones once."""
+        """Return the number of parameter elements of the model; tied parameters count once."""
         return sum(weight.num_elements for weight in self.weights(range(len(self.layers))))
 
     def carried(self, skip: Skip) -> Crossing:
-        """Return what a skip carries."""
+        """Return the bytes that a skip connection carries."""
         place = self.names[skip.source].stashes.index(skip.name)
         return self.layers[skip.source].stashed[place]
 
@@ -89,14 +92,20 @@ def count_model(
     shares_casts: bool = True,
     library_bytes: int = 0,
 ) -> ModelCount:
-    """Count every layer, and the loss, for a micro-batch of the structure of `inputs`.
+    """Count every layer and the loss for a micro-batch with the structure of `inputs`.
 
-    `inputs` and `targets` are nests of tensors, best on the meta device: only their shapes count.
-    One layer at a time is built, without allocating; equal specs on inputs of equal structure are
-    counted once. `device_type`, cpu or cuda, says which kernels to expect, `precision` in which
-    one forwards compute, `shares_casts` whether a weight is cast once a step: not where graphs
-    move to the host. `library_bytes`: what the device's libraries keep. Modules that come built
-    stay as they are. Raises `ModelError`, naming the layer, for one that does not run so.
+    One layer at a time is built, without allocating memory; equal specs with inputs of equal
+    structure are counted once. Modules passed as built modules are not changed.
+
+    Args:
+      inputs, targets: nested tensors, best on the meta device: only their shapes count.
+      device_type: ``cpu`` or ``cuda``; selects the kernels that are assumed.
+      precision: precision of the forwards.
+      shares_casts: whether a weight is cast once per step; False if graphs are offloaded to the
+        host.
+      library_bytes: device memory that libraries keep.
+
+    Raises ModelError, naming the layer, if a layer does not run on the meta device.
     """
     how = device_type, precision, shares_casts
 
@@ -125,9 +134,10 @@ def count_model(
 def _parameter_names(
     counts: Sequence[LayerCount], layers: Sequence[Layer]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the names of each layer's parameters.
+    """Yield the parameter names of each layer.
 
-    A layer that shares its count is built again, unless it is of the same call.
+    A layer that shares the count of an equal spec is built again, unless its arguments are
+    identical.
     """
     first: dict[int, Layer] = {}
     for index, (count, layer) in enumerate(zip(counts, layers, strict=True)):
@@ -138,7 +148,7 @@ def _parameter_names(
 
 
 def _is_same_call(one: Layer, other: Layer) -> bool:
-    """Say whether two equal specs have not only equal arguments but the same."""
+    """Return whether two equal specs have identical (not only equal) arguments."""
     if one is other or not (isinstance(one, LayerSpec) and isinstance(other, LayerSpec)):
         return one is other
     pairs = zip(_arguments(one), _arguments(other), strict=True)

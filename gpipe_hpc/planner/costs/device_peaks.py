@@ -1,4 +1,4 @@
-"""What devices could compute a second at best, by name: dense matrix products, from data sheets."""
+"""Peak FLOP/s of GPUs for dense matrix products, by device name, from data sheets."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,13 +6,13 @@ from typing import Final, NamedTuple
 
 
 class Peak(NamedTuple):
-    """FLOPs a second, in 16 bits (bfloat16 or float16) and in float32 without TF32."""
+    """Peak FLOP/s in 16 bits (bfloat16 or float16) and in float32 without TF32."""
 
     bits_16: float
     bits_32: float
 
 
-# A device is the first whose words all stand in its name. NVIDIA's data sheets, without sparsity.
+# The first entry whose words all occur in the device name applies. NVIDIA's data sheets, dense.
 _PEAKS: Final[Mapping[tuple[str, ...], Peak]] = MappingProxyType(
     {
         ("H100", "PCIe"): Peak(756e12, 51e12),
@@ -30,7 +30,7 @@ _PEAKS: Final[Mapping[tuple[str, ...], Peak]] = MappingProxyType(
 
 
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
-    """Return the peak of a device in a precision of `train.precision`; None if it is not known."""
+    """Return the peak FLOP/s of a device in a `train.precision`, or None if it is unknown."""
     named = set(device_name.replace("-", " ").split())
     for words, peak in _PEAKS.items():
         if named.issuperset(words):

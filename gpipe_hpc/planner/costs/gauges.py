@@ -1,4 +1,4 @@
-"""What the layers of a model cost: measured by running them, or counted without running them."""
+"""Sources of the costs of layers: measured by running them, or counted on the meta device."""
 
 import logging
 import time
@@ -24,9 +24,11 @@ MEASURED_HERE: Final = "layers measured here"
 
 
 class LayerTimes(NamedTuple):
-    """Of one layer: its forward, its backward, and the two halves of a split backward.
+    """Times of one layer, in seconds or FLOPs.
 
-    `bare_forward`: a forward that keeps nothing for a backward, as it will be recomputed.
+    Attributes:
+      of_input, of_weight: the two halves of a split backward.
+      bare_forward: a forward that saves nothing for the backward, because it will be recomputed.
     """
 
     forward: float
@@ -39,12 +41,12 @@ class LayerTimes(NamedTuple):
     def alike(
         cls, forward: float, backward: float, of_input: float, of_weight: float
     ) -> "LayerTimes":
-        """Return times of which a forward takes as long whatever it keeps."""
+        """Return times in which a forward takes equally long with and without a graph."""
         return cls(forward, backward, of_input, of_weight, forward)
 
 
 class Example(NamedTuple):
-    """One micro-batch; `loss_fn(output, targets)` ends it. To count, its shapes are enough."""
+    """One micro-batch and its loss function; only its shapes are used for counting."""
 
     inputs: Any
     targets: Any
@@ -54,9 +56,9 @@ class Example(NamedTuple):
 
 
 class Gauge(Protocol):
-    """Knows what the layers of a model cost for one micro-batch; finds out what it is asked for.
+    """Interface to the costs of a model's layers for one micro-batch, computed on first use.
 
-    `measure`: what its times are, seconds (``time``) or ``FLOPs``.
+    `measure` is the unit of its times, seconds (``time``) or ``FLOPs``.
     """
 
     @property
@@ -69,7 +71,7 @@ class Gauge(Protocol):
 
     @property
     def times(self) -> tuple[LayerTimes, ...]:
-        """Return what each layer takes; the loss is part of the last one."""
+        """Return the times of each layer; the loss is part of the last layer."""
 
     @property
     def count(self) -> ModelCount:
@@ -78,9 +80,9 @@ class Gauge(Protocol):
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts on the meta device, where nothing is allocated and nothing runs.
+    """A gauge that counts FLOPs and bytes on the meta device, without running or allocating.
 
-    `shares_casts`: whether a weight is cast to a lower `precision` once a step.
+    `shares_casts`: whether a weight is cast to a lower `precision` once per step.
     """
 
     layers: Sequence[Layer]
@@ -91,11 +93,11 @@ class Counted:
 
     @cached_property
     def count(self) -> ModelCount:
-        """Return the counted FLOPs and bytes; ConfigError without an example, or ModelError."""
+        """Return the counted FLOPs and bytes; raise ConfigError if there is no example."""
         if self.example is None:
             raise ConfigError(
-                "memory_bytes: to keep within it, layers are counted on one micro-batch, expected "
-                "example=(inputs, targets), got none; pass it, or leave out memory_bytes and "
+                "memory_bytes: counting the memory of layers needs one micro-batch, but no example "
+                "was passed; pass example=(inputs, targets), or leave out memory_bytes and "
                 "recompute='budget'"
             )
         return count_model(
@@ -117,7 +119,7 @@ class Counted:
 
 
 def work_of(count: ModelCount) -> tuple[Passes, ...]:
-    """Return the work of each layer; the loss is part of the last one."""
+    """Return the work of each layer; the loss is part of the last layer."""
     works = [each.work for each in count.layers]
     if count.loss is not None:
         works[-1] = Passes.together([works[-1], count.loss.work])
@@ -126,9 +128,10 @@ def work_of(count: ModelCount) -> tuple[Passes, ...]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs the layers of what it counts, here and now, and takes their seconds.
+    """A gauge that runs the layers on this device and measures their seconds.
 
-    `around` is entered while they run. `how`: how they run then, in words.
+    `around` is a context manager factory that is entered while they run; `how` describes the mode
+    of measurement for messages.
     """
 
     counted: Counted
@@ -148,12 +151,12 @@ class Measured:
 
     @cached_property
     def times(self) -> tuple[LayerTimes, ...]:
-        """Return the seconds of each layer; PartitionError without an example, or ModelError."""
+        """Return the seconds of each layer; raise PartitionError without an example."""
         example = self.counted.example
         if example is None:
             raise PartitionError(
-                "partition: 'time' measures layers on one micro-batch, expected example=(inputs, "
-                "targets), got none; pass it, or use partition='parameters'"
+                "partition: 'time' measures layers on one micro-batch, but no example was passed; "
+                "pass example=(inputs, targets), or use partition='parameters'"
             )
         log.info("timing %d layers on one micro-batch ...", len(self.layers))
         began_s = time.perf_counter()

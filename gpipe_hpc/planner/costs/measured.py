@@ -1,4 +1,4 @@
-"""Measure what each layer costs on the device and micro-batch at hand."""
+"""Measure the time of each layer on a device for one micro-batch."""
 
 import logging
 import math
@@ -20,13 +20,13 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one micro-batch; seconds are as in a step, see `measure_layers`.
+    """Measured seconds of one layer for one micro-batch in a step, see `measure_layers`.
 
-    ``forward_s`` and ``backward_s`` are seconds without recomputation, ``input_s`` and ``weight_s``
-    those of a backward that is split in two, ``bare_forward_s`` those of a forward that keeps
-    nothing for a backward. A forward takes longer where its backward will be split, as it puts the
-    gradients of weights off: that counts in ``input_s``. Bytes are counted, not measured: see
-    `LayerCount`.
+    Attributes:
+      forward_s, backward_s: without recomputation.
+      input_s, weight_s: halves of a backward that is split. `input_s` includes the time by which a
+        forward takes longer if its backward will be split.
+      bare_forward_s: a forward that saves nothing for the backward.
     """
 
     forward_s: float
@@ -55,33 +55,30 @@ def measure_layers(
     budget_s: float = 10.0,
     clock: Clock | None = None,
 ) -> list[LayerCost]:
-    """Return the cost of every layer, run on one micro-batch.
+    """Measure the cost of every layer on one micro-batch, without communication.
 
-    How much one layer costs beside another is told by the least of each one's times: other work on
-    the machine moves these least. But a step is a sum of usual times, 12 to 23 % longer than the
-    least ones on two shared cores. So all costs are multiplied by one factor: how much longer than
-    their least times all layers took together, on average. A time above 1.5 times the least is left
-    out of that average, as other work had the machine.
+    Relative costs are the minimum times, which other load on the machine changes least. But a step
+    is a sum of typical times, 12 to 23 % longer than the minimum on two shared cores. So all costs
+    are multiplied by one factor, the mean ratio of typical to minimum times, without times above
+    1.5 times the minimum.
 
-    Then layers that follow each other are run one after the other, as a stage runs them, for up to
-    some 1.5 seconds beyond `budget_s`. What they take less, or more, changes all costs: on a CPU by
-    at most half and by a tenth; on an accelerator, which takes more where it waits for the host.
-    See `in_stage`.
+    Then consecutive layers are run together as a stage runs them, for up to about 1.5 seconds
+    beyond `budget_s`, and all costs are corrected by the difference: on a CPU by at most half down
+    and a tenth up, on an accelerator by more if it waits for the host. See `in_stage`.
 
-    All layers are measured in turn, then all again, so that other work on the machine disturbs
-    none more than another. After `rounds` rounds that agree it is done. Else there are as many
-    more, and at most ten for layers whose best times did not come again in another round, until
-    they do or `budget_s` seconds have passed since the start. What is uncertain even then is told
-    in the log.
+    Layers are measured in rounds over all layers, so that disturbances spread evenly. If the
+    `rounds` rounds agree, measurement ends. Otherwise as many more follow, and up to ten for layers
+    whose best time was not reproduced, until `budget_s` seconds have passed. Remaining uncertainty
+    is logged.
 
-    One layer at a time is built (`build_layer` with ``seed``) and dropped again, but for those that
-    are run one after the other; inputs stay from round to round. Equal specs whose inputs have
-    equal structure are measured once. Without ``loss_fn`` the last layer's backward starts from
-    ones; with it the loss counts for the last layer. ``example_inputs`` is any nest of tensors.
-    Modules that come built are copied, so neither their buffers nor their gradients change, and
-    random states are left as they were. Purely local: no communication.
+    Layers are built one at a time with `seed`; equal specs with inputs of equal structure are
+    measured once. Built modules are copied, and random states are restored.
 
-    Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
+    Args:
+      example_inputs: nested tensors.
+      loss_fn: counts as part of the last layer. Without it the last backward starts from ones.
+
+    Raises ModelError, naming the layer, if a layer fails on the output of the layer before it.
     """
     target = device or HostDevice()
     bench = Bench(seed, target, repetitions, warmup, clock or Clock())
@@ -90,12 +87,12 @@ def measure_layers(
     subjects = _first_round(layers, _to(example_inputs, target), goal, loss_fn, bench)
     distinct = list({id(subject): subject for subject in subjects}.values())
     always = (rounds - 1) * len(distinct)
-    for turn, subject in enumerate(_turns(subjects, distinct, rounds)):
+    for turn, subject in enumerate(_later_rounds(subjects, distinct, rounds)):
         if turn >= always and bench.clock.now() - began >= budget_s:
             break
         subject.run(bench)
-    _tell(subjects, _uncertain(subjects, distinct), bench.clock.now() - began)
-    times = _times_of_least(subjects)
+    _warn_if_uncertain(subjects, _uncertain(subjects, distinct), bench.clock.now() - began)
+    times = _typical_to_minimum(subjects)
     members = [subject.member(times) for subject in subjects]
     stage = in_stage(members, bench)
     return [_cost(stage.seconds(member.own, member.host)) for member in members]
@@ -108,8 +105,8 @@ def _cost(took: Seconds) -> LayerCost:
     )
 
 
-def _times_of_least(subjects: Sequence["_Subject"]) -> float:
-    """Return how many times as long as at the least the layers took on average, at least 1."""
+def _typical_to_minimum(subjects: Sequence["_Subject"]) -> float:
+    """Return the mean ratio of typical to minimum times of the layers, at least 1."""
     least_s = taken_s = 0.0
     for subject in subjects:
         for times_s in zip(*subject.times, strict=True):
@@ -118,15 +115,15 @@ def _times_of_least(subjects: Sequence["_Subject"]) -> float:
     return max(1.0, taken_s / least_s) if least_s else 1.0
 
 
-def _turns(
+def _later_rounds(
     subjects: Sequence["_Subject"], distinct: Sequence["_Subject"], rounds: int
 ) -> Iterator["_Subject"]:
-    """Give what is to be measured next, after the first round; `subjects`: of every layer."""
+    """Yield the subjects to measure after the first round; `subjects` has one entry per layer."""
     for _ in range(rounds - 1):
         yield from distinct
     slack_s = _slack_s(subjects)
     if any(subject.spread(slack_s, last=True) for subject in distinct):
-        # Something disturbs. A layer that it disturbed in all rounds alike does not show it.
+        # Measurements were disturbed, maybe those of other layers equally in all rounds.
         for _ in range(rounds):
             yield from distinct
     for _ in range(_MOST_ROUNDS):
@@ -140,7 +137,7 @@ def _first_round(
     loss_fn: LossFunction | None,
     bench: Bench,
 ) -> list["_Subject"]:
-    """Run every layer on what the one before gives; return for each what was measured for it."""
+    """Run every layer on the output of the one before; return the subject of each layer."""
     last = {len(layers) - 1: Loss(loss_fn, targets)} if loss_fn else {}
 
     def visit(each: Visit) -> Passed[_Subject]:
@@ -153,10 +150,11 @@ def _first_round(
 
 @dataclass(eq=False)
 class _Subject:
-    """A layer, what it is run on, and its times in each round.
+    """A layer with its inputs, and its times in each round.
 
-    `ordered`: how long the host took to order each part for an accelerator. `num_bytes`: of its
-    weights, what it is given and what it gives, as a step touches them.
+    Attributes:
+      ordered: host seconds to launch each part on an accelerator.
+      num_bytes: bytes of weights, inputs and outputs that a step accesses.
     """
 
     visit: Visit
@@ -168,7 +166,7 @@ class _Subject:
 
     def run(self, bench: Bench) -> list[Any]:
         """Measure the layer for a round; return its output and stashes, detached."""
-        # In a function of its own, so that the layer is gone before the next one is built.
+        # In a separate function, so that the layer is freed before the next one is built.
         with bench.built([self.visit], self.loss) as built:
             if self.kept_bytes is None:
                 self.kept_bytes = built.kept_bytes()
@@ -180,25 +178,25 @@ class _Subject:
 
     @property
     def times(self) -> list[Seconds]:
-        """Return what was measured, of all rounds."""
+        """Return the measurements of all rounds."""
         return [times for of_round in self.rounds for times in of_round]
 
     @property
     def best(self) -> Seconds:
-        """Return the least seconds of each part."""
+        """Return the minimum seconds of each part."""
         return _least(self.times)
 
     def member(self, times: float) -> Member:
-        """Return what the layer takes alone, usually: `times` as long as at the least."""
+        """Return the layer for a stretch, with typical times: `times` as long as the minimum."""
         own = Seconds(*(times * least_s for least_s in self.best))
         host = Seconds(*map(median, zip(*self.ordered, strict=True)))
-        # What it touches counts twice, as weights and what is given have gradients.
+        # Accessed bytes count twice, as weights and inputs have gradients.
         return Member(self.visit, self.loss, own, host, 2 * self.num_bytes + (self.kept_bytes or 0))
 
     def spread(self, slack_s: float, last: bool = False) -> float:
-        """Return by how much of a best time the next best round missed it, or the worst one.
+        """Return the relative gap between the best round and the next best (or the `last`) round.
 
-        What lies within the tolerance, or `slack_s`, is 0.
+        Gaps within the tolerance or below `slack_s` count as 0.
         """
         worst = 0.0
         for times in zip(*map(_least, self.rounds), strict=True):
@@ -213,10 +211,10 @@ def _least(times: Sequence[Seconds]) -> Seconds:
     return Seconds(*map(min, zip(*times, strict=True)))
 
 
-_TOLERANCE: Final = 0.05  # of a time: it came again
-_NEGLIGIBLE: Final = 0.005  # of the time of all layers
+_TOLERANCE: Final = 0.05  # times that differ by less count as reproduced
+_NEGLIGIBLE: Final = 0.005  # of the time of all layers: smaller differences do not matter
 _NEGLIGIBLE_S: Final = 20e-6
-_MOST_ROUNDS: Final = 10  # more for layers that stay uncertain
+_MOST_ROUNDS: Final = 10  # additional rounds for layers that remain uncertain
 _SHOWN: Final = 8  # layers in a message
 
 
@@ -226,12 +224,14 @@ def _slack_s(subjects: Sequence[_Subject]) -> float:
 
 
 def _uncertain(subjects: Sequence[_Subject], distinct: Sequence[_Subject]) -> list[_Subject]:
-    """Return those whose best times were not seen in two rounds; `subjects`: of every layer."""
+    """Return the subjects whose best times were not reproduced in a second round."""
     slack_s = _slack_s(subjects)
     return [subject for subject in distinct if subject.spread(slack_s) > 0]
 
 
-def _tell(subjects: Sequence[_Subject], uncertain: Sequence[_Subject], spent_s: float) -> None:
+def _warn_if_uncertain(
+    subjects: Sequence[_Subject], uncertain: Sequence[_Subject], spent_s: float
+) -> None:
     if not uncertain:
         return
     slack_s = _slack_s(subjects)
@@ -239,9 +239,10 @@ def _tell(subjects: Sequence[_Subject], uncertain: Sequence[_Subject], spent_s: 
     indices = [index for index, subject in enumerate(subjects) if id(subject) in ids]
     more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
     log.warning(
-        "partition: the times of layers %s%s were measured for %.0f s, expected the best to come "
-        "again within %.0f %%, got none nearer than %.0f %%; other work keeps this machine busy, "
-        "and the cut may not be the best: measure on a quiet one, or give the cut by hand",
+        "partition: the times of layers %s%s are noisy: after %.0f s of measurement, best times "
+        "differ between rounds by more than %.0f %% (up to %.0f %%), because other work keeps "
+        "this machine busy; the cut may not be the best: measure on a quiet machine, or set the "
+        "cut by hand",
         ", ".join(map(str, indices[:_SHOWN])),
         more,
         spent_s,

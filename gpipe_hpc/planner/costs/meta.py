@@ -1,4 +1,4 @@
-"""Modules on the meta device: shapes without values."""
+"""Modules on the meta device, with shapes but without values."""
 
 import copy
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ META: Final = torch.device("meta")
 
 
 def meta_layer(layer: Layer, index: int) -> nn.Module:
-    """Return a layer on the meta device; one that comes built is copied, without its values."""
+    """Build a layer on the meta device; a built module is copied without its values."""
     if isinstance(layer, LayerSpec):
         try:
             return build_abstract(layer, index=index)
         except ModelError:
-            # Some factories read values of tensors. One real layer is still far from the model,
-            # and a true fault is raised again.
+            # Some factories read tensor values. A single real layer is small enough to build,
+            # and a real error is raised again.
             layer = build_layer(layer, index=index, seed=0)
     return meta_copy(layer, f"layers.{index}")
 
 
 def meta_copies(layers: Sequence[Layer]) -> list[Layer]:
-    """Return layers without the values of those that come built; what these share is shared still.
+    """Copy built modules to the meta device, keeping parameters that they share shared.
 
-    Raises `ModelError` for one that cannot be copied.
+    Raises ModelError for a module that cannot be copied.
     """
     memo: dict[int, Any] = {}
     return [
@@ -38,9 +38,9 @@ def meta_copies(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def meta_copy(module: nn.Module, where: str, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a copy of a module without its values; raise `ModelError` if it cannot be copied.
+    """Copy a module to the meta device; raise ModelError if it cannot be copied.
 
-    `memo`: copies that were made already, as `copy.deepcopy` has it.
+    `memo`: copies made before, as for `copy.deepcopy`.
     """
     memo = {} if memo is None else memo
     for buffer in module.buffers():
@@ -52,6 +52,6 @@ def meta_copy(module: nn.Module, where: str, memo: dict[int, Any] | None = None)
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
-            f"{where}: cannot be counted, expected a module that copy.deepcopy copies, got "
-            f"{words_of(error)}; give a LayerSpec"
+            f"{where}: cannot be counted, because copy.deepcopy of the module failed: "
+            f"{words_of(error)}; pass a LayerSpec"
         ) from error

@@ -1,9 +1,9 @@
-"""What transfers, sums and the gaps between actions took in measured steps of a run.
+"""Transfer times, all-reduce times and gaps between actions in measured steps of a run.
 
-A run records compute and sums, no transfers. A transfer shows where its receiver had nothing else
-to do: it was posted, and the receiver idle, when what it carries was made, so it took from then
-until the receiver went on. Where the receiver came later, nobody knows when the transfer was done;
-it is left out, as its wait would tell of the receiver and not of the link.
+A run records compute and all-reduces, but not transfers. The duration of a transfer is known if its
+receiver was idle, with the receive posted, when the sender finished the value: it is the time until
+the receiver continued. Other transfers are skipped, since the receiver's delay would be measured
+and not the link.
 """
 
 from collections import defaultdict
@@ -19,11 +19,11 @@ from gpipe_hpc.schedule import Event, Link, Timeline
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
 from gpipe_hpc.schedule.waits import DataFlow
 
-_APART: Final = 1.5  # two sizes tell latency from bandwidth if one is so many times the other
+_MIN_SIZE_RATIO: Final = 1.5  # minimum ratio of two sizes to distinguish latency from bandwidth
 
 
 class Took(NamedTuple):
-    """So many bytes took so many seconds from one world rank to another."""
+    """One transfer between world ranks: its bytes and its seconds."""
 
     source: int
     destination: int
@@ -32,10 +32,9 @@ class Took(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """A link that explains some transfers; of how many, and of how many sizes.
+    """A link fitted to transfers, with the numbers of transfers and of distinct sizes.
 
-    Of one size alone all the time counts as that of its bytes: latency and bandwidth cannot be told
-    apart.
+    With a single size all time is attributed to bandwidth, as latency cannot be distinguished.
     """
 
     link: Link
@@ -44,13 +43,13 @@ class Fitted(NamedTuple):
 
 
 Sent = Callable[[Action, Action], float]
-"""The bytes that go from the maker of a value to its user."""
+"""Function that returns the bytes sent from the action producing a value to the one using it."""
 
 
 def gap_s(timelines: Iterable[Timeline]) -> float:
-    """Return the median time between two actions of a rank, the second of which waited for none.
+    """Return the median gap between consecutive actions of a rank that did not wait; 0 without any.
 
-    All that it needs from other ranks was made before the first of the two began. 0 without any.
+    Only gaps count whose second action had all its inputs before the first one began.
     """
     found = []
     for timeline in timelines:
@@ -64,10 +63,11 @@ def gap_s(timelines: Iterable[Timeline]) -> float:
 
 
 def transfers(timeline: Timeline, sent: Sent, first_rank: int, action_s: float) -> Iterator[Took]:
-    """Yield the transfers of a replica whose receiver was waiting when they began.
+    """Yield the transfers of a replica whose receiver was already waiting when they began.
 
-    `first_rank`: the world rank of its first. `action_s`: of the gap between any two actions, which
-    is no part of a transfer.
+    Args:
+      first_rank: world rank of the replica's first rank.
+      action_s: normal gap between two actions, which is subtracted.
     """
     flow = DataFlow(timeline)
     for row in _compute(timeline):
@@ -91,7 +91,10 @@ def _compute(timeline: Timeline) -> list[list[Event]]:
 
 
 class Summed(NamedTuple):
-    """The sum of a bucket over some world ranks: bytes, and seconds from all there to all done."""
+    """One all-reduce of a bucket over world ranks: its bytes and its seconds.
+
+    The time runs from the last rank's arrival to the last rank's completion.
+    """
 
     ranks: tuple[int, ...]
     nbytes: float
@@ -101,10 +104,11 @@ class Summed(NamedTuple):
 def sums(
     replicas: Sequence[Timeline], buckets: Sequence[Sequence[float]], num_stage_ranks: int
 ) -> Iterator[Summed]:
-    """Yield what the reductions of a step took, from the moment all ranks had begun.
+    """Yield the all-reduces of a step, timed from the moment at which all ranks had begun.
 
-    On each rank one follows the other: a bucket that left while an earlier one was under way counts
-    from the end of that. `replicas`: on one clock; `buckets`: the bytes of each stage's.
+    All-reduces of a rank run one after another: one issued during an earlier one is timed from the
+    end of that. `replicas` have a common clock; `buckets` are the bucket sizes of each stage in
+    bytes.
     """
     found: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
     for replica, timeline in enumerate(replicas):
@@ -124,16 +128,16 @@ def sums(
 
 
 def message_of(summed: Summed) -> tuple[float, float]:
-    """Return bytes and seconds of one message of a ring that takes as long; see `Cluster`."""
+    """Return bytes and seconds of one message of the equivalent ring all-reduce; see `Cluster`."""
     size = len(summed.ranks)
     return summed.nbytes / size, summed.seconds / (2 * (size - 1))
 
 
 def both_ways(taken: Iterable[Took]) -> list[tuple[float, float]]:
-    """Return bytes and seconds of transfers between hosts, whose clocks differ by an unknown bit.
+    """Return bytes and seconds of transfers between hosts, corrected for their clock offset.
 
-    What that adds to one way it takes from the other, so it falls out of the mean of both. Pairs of
-    ranks, and sizes, that were seen one way alone are left out.
+    The offset adds to one direction what it subtracts from the other, so the mean of both
+    directions is correct. Pairs of ranks and sizes seen in one direction only are skipped.
     """
     seen: dict[tuple[int, int, float], list[float]] = defaultdict(list)
     for each in taken:
@@ -147,9 +151,9 @@ def both_ways(taken: Iterable[Took]) -> list[tuple[float, float]]:
 
 
 def fitted(samples: Sequence[tuple[float, float]]) -> Fitted | None:
-    """Return the link that explains bytes and seconds by least squares over medians of each size.
+    """Fit a link to (bytes, seconds) samples by least squares over the median of each size.
 
-    None where there are no samples of any bytes. Neither latency nor bandwidth gets below 0.
+    Returns None without samples above 0 bytes. Latency and bandwidth are never negative.
     """
     of_size: dict[float, list[float]] = defaultdict(list)
     for nbytes, seconds in samples:
@@ -161,7 +165,7 @@ def fitted(samples: Sequence[tuple[float, float]]) -> Fitted | None:
     points = [(size, median(of_size[size]), len(of_size[size])) for size in sizes]
     num_samples = sum(weight for *_, weight in points)
     latency, slope = 0.0, None
-    if sizes[-1] >= _APART * sizes[0]:
+    if sizes[-1] >= _MIN_SIZE_RATIO * sizes[0]:
         latency, slope = _line(points)
     if slope is None:
         whole_s = sum(weight * seconds for _, seconds, weight in points)
@@ -171,7 +175,7 @@ def fitted(samples: Sequence[tuple[float, float]]) -> Fitted | None:
 
 
 def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float | None]:
-    """Return what the line through points begins with, and its slope; None: all of it is slope."""
+    """Fit a line; return intercept and slope (None: attribute all time to the slope)."""
     sizes, seconds, weights = (numpy.array(each, dtype=float) for each in zip(*points, strict=True))
     slope, begin = numpy.polyfit(sizes, seconds, 1, w=numpy.sqrt(weights))
     if begin < 0:
@@ -182,9 +186,10 @@ def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float | No
 
 
 def pass_of(ranks: Sequence[tuple[int, float, float]]) -> Pass:
-    """Return what explains tensors, numbers in them, and seconds of some ranks, by least squares.
+    """Fit the seconds of a pass over parameters to (tensors, elements, seconds) of each rank.
 
-    Nothing gets below 0. Where ranks are too much alike to tell the two apart, numbers alone count.
+    Coefficients are never negative. If ranks are too similar to separate the two, only elements
+    count.
     """
     held = [each for each in ranks if each[0] and each[1]]
     if not held:

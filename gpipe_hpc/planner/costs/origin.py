@@ -1,4 +1,4 @@
-"""Whether what a file keeps was measured on a device like the one that is here."""
+"""Check that a file of measured times comes from a device like the one of this machine."""
 
 from pathlib import Path
 
@@ -10,23 +10,26 @@ def doubts_of_device(
 ) -> list[str]:
     """Return warnings about the device on which a file was measured.
 
-    `measured`: what that device is called, empty where the file does not tell. `here`: what this
-    machine's device of the same `kind` is called, None where it has none: planning for other
-    machines is allowed, and only warned of. Raises ConfigError where both are known and differ.
+    Args:
+      measured: name of that device, empty if the file does not contain it.
+      here: name of this machine's device of the same `kind`, None if it has none. Planning for
+        other machines is allowed, with a warning.
+
+    Raises ConfigError if both names are known and differ.
     """
     if not measured:
         return [
-            f"{setting}: {path} does not say on which {kind} it was measured, and another may take "
-            f"other times"
+            f"{setting}: {path} does not contain the name of the {kind} on which it was measured; "
+            f"times may differ on this one"
         ]
     if here is None:
         return [
-            f"{setting}: {path} was measured on {measured}, and this machine has no {kind}: it "
-            f"counts for ranks on {measured} alone"
+            f"{setting}: {path} was measured on {measured}, and this machine has no {kind}: the "
+            f"plan is valid only for ranks on {measured}"
         ]
     if measured != here:
         raise ConfigError(
-            f"{setting}: {path} is of another {kind}, expected one measured on {here}, which this "
-            f"machine has, got one of {measured}; {remedy}"
+            f"{setting}: {path} was measured on another {kind}, {measured}; this machine has "
+            f"{here}; {remedy}"
         )
     return []

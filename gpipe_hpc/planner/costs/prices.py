@@ -1,4 +1,4 @@
-"""What a step takes beside its layers on one kind of machine, and the file that keeps it."""
+"""Overheads of a step besides its layers on one kind of machine, and the file that stores them."""
 
 import math
 import os
@@ -18,25 +18,25 @@ from gpipe_hpc.yaml_files import read_yaml
 _FORMAT: Final = "prices of gpipe_hpc, 3"
 _OLDER: Final = "prices of gpipe_hpc, 2"
 _REMEDY: Final = "measure again: python -m gpipe_hpc.preflight preflight.steps=true"
-_OTHER: Final = f"give another file, leave it out, or {_REMEDY}"
+_OTHER: Final = f"pass another file, omit it, or {_REMEDY}"
 
 
 class Pass(NamedTuple):
-    """A pass over parameters: seconds of a call, of each tensor, and of each number in them."""
+    """Cost of a pass over parameters: seconds per call, per tensor and per element."""
 
     call_s: float = 0.0
     tensor_s: float = 0.0
     element_s: float = 0.0
 
     def seconds(self, num_tensors: float, num_elements: float) -> float:
-        """Return what it takes over so many tensors with so many numbers."""
+        """Return the seconds of a pass over tensors with a total number of elements."""
         if not num_tensors:
             return 0.0
         return self.call_s + num_tensors * self.tensor_s + num_elements * self.element_s
 
 
 class Measured(NamedTuple):
-    """On what prices were measured: the type and name of the device, its host's cores, and how."""
+    """Circumstances of a measurement: device type and name, cores of the host, and settings."""
 
     device: str
     name: str
@@ -47,15 +47,19 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds and bytes beside what layers take; nothing costs anything by default.
+    """Overheads of a step besides its layers, in seconds and bytes; free by default.
 
-    `action_s`: of an action of compute, whatever its layers. `send`: between two ranks of a host.
-    `summing`: of one message of a ring that sums, between two ranks of a host. `update`: of the
-    optimizer; `norm`: of clipping. `step_s`: of a step, whatever is in it. `measured`: None where
-    nobody measured. `process_bytes`: what a rank takes, beside the tensors that a plan counts, of
-    the memory that they lie in: on CPUs the host memory of its process; on an accelerator what is
-    taken of the device beside torch's tensors, and none of the host's memory. Files name the two
-    apart, as `process_key` does.
+    Attributes:
+      action_s: overhead of each compute action.
+      send: link between two ranks of a host.
+      summing: link for one message of a ring all-reduce between two ranks of a host.
+      update: optimizer step.
+      norm: gradient clipping.
+      step_s: constant overhead of a step.
+      measured: circumstances of the measurement, None if nothing was measured.
+      process_bytes: memory of a rank besides the tensors that a plan counts. On CPUs: host memory
+        of the process. On an accelerator: device memory besides torch's tensors. Files use one key
+        for each, see `process_key`.
     """
 
     action_s: float = 0.0
@@ -68,7 +72,7 @@ class Prices:
     process_bytes: int = 0
 
     def of_actions(self, costs: Costs) -> Costs:
-        """Return costs in which each action of compute takes `action_s` more."""
+        """Return the costs with `action_s` added to each compute action."""
         if not self.action_s:
             return costs
         more = {name: _more(getattr(costs, name), self.action_s) for name in _COMPUTE}
@@ -86,7 +90,7 @@ _COMPUTE: Final = (
 )
 _PARTS: Final = ("action_s", "step_s", "send", "sum", "update", "norm")
 OLDER_KEY: Final = "process_bytes"
-"""In place of `process_key` in files that did not say in which memory that is."""
+"""Replaces `process_key` in older files, which do not name the kind of memory."""
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 
 
@@ -99,9 +103,9 @@ def _more(cost: Cost | None, seconds: float) -> Cost | None:
 
 
 def write_prices(path: str | Path, prices: Prices) -> None:
-    """Write prices as `read_prices` reads them, in the place of what is there.
+    """Write prices in the format of `read_prices`, replacing an existing file.
 
-    Raises ConfigError where nothing can be written.
+    Raises ConfigError if the file cannot be written.
     """
     assert prices.measured is not None, "prices that are written were measured"
     own = prices.measured
@@ -111,25 +115,25 @@ def write_prices(path: str | Path, prices: Prices) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_text(
-            "# What a step takes beside its layers, by python -m gpipe_hpc.preflight\n"
+            "# Overheads of a step besides its layers, by python -m gpipe_hpc.preflight\n"
             + yaml.safe_dump(told, sort_keys=False),
             "utf-8",
         )
         os.replace(aside, path)
     except OSError as error:
         raise ConfigError(
-            f"{path}: not writable, expected a file for prices, got {error}; "
-            f"{os_remedy(error) or 'look at its folder'}, or choose another"
+            f"{path}: cannot write the prices: {error}; "
+            f"{os_remedy(error) or 'check its folder'}, or choose another path"
         ) from None
 
 
 def process_key(device: str) -> str:
-    """Return the name in files of what a process takes beside tensors, for a type of device."""
+    """Return the file key of `process_bytes` for a type of device."""
     return "host_process_bytes" if device == "cpu" else "device_process_bytes"
 
 
 def told_prices(prices: Prices, device: str) -> dict[str, Any]:
-    """Return prices as files have them, without what they were measured on but its type."""
+    """Return the content of a prices file, without the circumstances of the measurement."""
     return {
         "action_s": prices.action_s,
         "step_s": prices.step_s,
@@ -142,18 +146,18 @@ def told_prices(prices: Prices, device: str) -> dict[str, Any]:
 
 
 def told_link(link: Link) -> dict[str, float]:
-    """Return a link as files have it."""
+    """Return a link in the form used in files."""
     return dict(zip(_LINK, (link.latency, link.bandwidth), strict=True))
 
 
 def read_prices(path: str | Path) -> Prices:
-    """Read what `write_prices` wrote; ConfigError, which names file and key, for anything else."""
+    """Read a prices file; raise ConfigError, naming file and key, if it is invalid."""
     try:
         read = read_yaml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: not readable, expected prices that a preflight wrote, got {error}; correct "
-            f"the path, or {_REMEDY}"
+            f"{path}: cannot read the prices that a preflight wrote: {error}; correct the path, or "
+            f"{_REMEDY}"
         ) from None
     file = Reader(str(path), _REMEDY)
     told = read if isinstance(read, Mapping) else {}
@@ -161,14 +165,14 @@ def read_prices(path: str | Path) -> Prices:
         file.refuse("format", repr(_FORMAT), told["format"])
     given = told.get("measured")
     device = given.get("device") if isinstance(given, Mapping) else None
-    key = process_key(device if isinstance(device, str) else "cpu")  # no text is refused below
+    key = process_key(device if isinstance(device, str) else "cpu")  # other types are refused below
     process = OLDER_KEY if told.get("format") == _OLDER else key
     top = file.keys(read, "", "format", "measured", process, *_PARTS)
     own = file.keys(top["measured"], "measured", *Measured._fields)
     texts = {name: own[name] for name in own if name != "cores"}
     for name, text in texts.items():
         if not isinstance(text, str):
-            file.refuse(f"measured.{name}", "a text", text)
+            file.refuse(f"measured.{name}", "a string", text)
     measured = Measured(**texts, cores=file.cores(own["cores"], "measured.cores"))
     parts = {name: top[name] for name in (process, *_PARTS)}
     return file.prices(parts, "", measured, process)
@@ -183,9 +187,10 @@ def check_prices(
     precision: str,
     optimizer: str,
 ) -> list[str]:
-    """Refuse prices that were measured on another device or for other settings; return doubts.
+    """Check that prices fit this device and these settings; return warnings.
 
-    `name`: of this machine's device of that kind, None where it has none.
+    `name` is the name of this machine's device of that type, None if it has none. Raises
+    ConfigError.
     """
     known = prices.measured
     assert known is not None, "prices that were read were measured"
@@ -194,29 +199,30 @@ def check_prices(
         got = getattr(known, what)
         if got != expected:
             raise ConfigError(
-                f"plan.prices: {path} does not match these settings, expected prices for {what} "
-                f"{expected}, got those for {got}; {_OTHER}"
+                f"plan.prices: {path} does not match these settings: expected {what} {expected}, "
+                f"got {got}; {_OTHER}"
             )
     return doubts_of_device("plan.prices", path, device, known.name, name, _OTHER)
 
 
 class Reader:
-    """Reads parts of a file; refuses what is not as it should be, by its key.
+    """Validating reader of parts of a YAML file; its errors name the key.
 
-    `where`: what a message begins with, the file's path in it.
+    `where` begins each message and contains the path of the file.
     """
 
     def __init__(self, where: str, remedy: str) -> None:
         self._where, self._remedy = where, remedy
 
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
-        """Raise for one key."""
+        """Raise ConfigError for one key."""
         raise ConfigError(
-            f"{self._where}: {key or 'top'}, expected {expected}, got {got!r:.200}; {self._remedy}"
+            f"{self._where}: {key or 'top level'}, expected {expected}, got {got!r:.200}; "
+            f"{self._remedy}"
         )
 
     def prices(self, value: object, key: str, measured: Measured, process: str) -> Prices:
-        """Return prices that were measured on something; `process`: see `process_key`."""
+        """Parse prices; `process` is the key of process_bytes, see `process_key`."""
         found, at = self.keys(value, key, process, *_PARTS), f"{key}." if key else ""
         return Prices(
             self.seconds(found["action_s"], f"{at}action_s"),
@@ -234,20 +240,20 @@ class Reader:
         return self.number(value, key, 1)
 
     def keys(self, value: object, key: str, *names: str) -> Mapping[str, Any]:
-        """Return what has these keys and no others."""
+        """Return a mapping that has exactly these keys."""
         if not isinstance(value, Mapping) or set(value) != set(names):
             got = ", ".join(map(str, value)) if isinstance(value, Mapping) else value
             self.refuse(key, f"the keys {', '.join(names)}", got)
         return value
 
     def number(self, value: object, key: str, least: int) -> int:
-        """Return a whole number."""
+        """Return an integer of at least `least`."""
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(key, f"a whole number from {least} up", value)
+            self.refuse(key, f"an integer of at least {least}", value)
         return value
 
     def seconds(self, value: object, key: str) -> float:
-        """Return an amount of 0 or more."""
+        """Return a nonnegative finite number of seconds."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "a number of seconds", value)
         if not 0 <= value < math.inf:
@@ -255,7 +261,7 @@ class Reader:
         return float(value)
 
     def link(self, value: object, key: str) -> Link:
-        """Return a link."""
+        """Parse a link."""
         found = self.keys(value, key, *_LINK)
         bandwidth = found[_LINK[1]]
         if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float):
@@ -265,6 +271,6 @@ class Reader:
         return Link(self.seconds(found[_LINK[0]], f"{key}.{_LINK[0]}"), float(bandwidth))
 
     def over(self, value: object, key: str) -> Pass:
-        """Return a pass over parameters."""
+        """Parse a pass over parameters."""
         found = self.keys(value, key, *Pass._fields)
         return Pass(*(self.seconds(found[name], f"{key}.{name}") for name in Pass._fields))

@@ -1,4 +1,4 @@
-"""How fast a device does work of each kind: given, or measured here in a fraction of a second."""
+"""Rates at which a device does each kind of work: given, or measured in a fraction of a second."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from gpipe_hpc.units import bytes_text, flops_text
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs a second of products, convolutions and attention; bytes a second of all else.
+    """FLOP/s of matrix products, convolutions and attention, and bytes/s of all other operations.
 
-    `moved_bytes`: infinite where that is not known; then all else takes no time.
+    `moved_bytes` is infinite if unknown; then other operations take no time.
     """
 
     products: float
@@ -30,11 +30,11 @@ class Rates:
 
     @classmethod
     def alike(cls, flops_per_s: float, bytes_per_s: float | None = None) -> "Rates":
-        """Return the same rate for all that has FLOPs."""
+        """Return equal rates for all kinds of FLOPs."""
         return cls(flops_per_s, flops_per_s, flops_per_s, bytes_per_s or inf)
 
     def seconds(self, work: Work) -> float:
-        """Return how long work takes."""
+        """Return the seconds that work takes."""
         return (
             work.products / self.products
             + work.convolutions / self.convolutions
@@ -43,16 +43,16 @@ class Rates:
         )
 
     def text(self) -> str:
-        """Say how fast a rank is."""
-        told = f"{flops_text(self.products)}/s a rank"
+        """Describe the rates in words."""
+        described = f"{flops_text(self.products)}/s a rank"
         if len({self.products, self.convolutions, self.attention}) > 1:
-            told += (
+            described += (
                 f" in matrix products, {flops_text(self.convolutions)}/s in convolutions, "
                 f"{flops_text(self.attention)}/s in attention"
             )
         if self.moved_bytes < inf:
-            told += f", {bytes_text(self.moved_bytes)}/s read and written by all else"
-        return told
+            described += f", {bytes_text(self.moved_bytes)}/s read and written by other operations"
+        return described
 
 
 _REPEATS: Final = 5
@@ -62,7 +62,7 @@ _COPIED: Final = 2**26  # bytes
 
 @dataclass(frozen=True)
 class _Probe:
-    """Shapes of the work of each kind: about those of layers of models that a device can train."""
+    """Shapes of the probe workloads, similar to layers of models that a device can train."""
 
     rows: int
     width: int
@@ -77,12 +77,11 @@ _OF_ACCELERATORS: Final = _Probe(8192, 2048, 64, 16, 1024, 2**26)
 
 
 def measured_rates(device: Device, precision: str, clock: Clock | None = None) -> Rates:
-    """Return how fast a device computes forwards and backwards of each kind.
+    """Measure the rates of a device for forward and backward of each kind of work.
 
-    Products: of a linear layer that widens by four. Convolutions: 3 x 3 over 64 channels of images
-    of 28 x 28. Attention: causal, four heads of 64. All else: a GELU, a normalisation and a sum.
-    The median of several repeats counts, without the first: a step's work takes its usual time.
-    No random numbers are drawn.
+    Matrix products: a linear layer that widens by four. Convolutions: 3 x 3 over 64 channels of 28
+    x 28 images. Attention: causal, four heads of 64. Others: a GELU, a normalisation and an
+    addition. The rate is the median of several repeats without the first. Draws no random numbers.
     """
     clock, probe = clock or Clock(), _OF_ACCELERATORS if device.is_accelerator else _OF_CPUS
     rates = {}
@@ -96,9 +95,9 @@ def measured_rates(device: Device, precision: str, clock: Clock | None = None) -
 
 
 def host_copy_rate(device: Device, clock: Clock | None = None) -> float | None:
-    """Return the bytes a second that an accelerator copies to pinned memory of its host.
+    """Measure the bytes/s of copies from an accelerator to pinned host memory.
 
-    None on a CPU, which has no memory apart.
+    Returns None on a CPU.
     """
     if not device.is_accelerator:
         return None
@@ -116,7 +115,7 @@ def _median_s(work: Callable[[], None], device: Device, clock: Clock) -> float:
 
 
 def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:
-    """Return what does work of each kind, by the field of `Work` and of `Rates`."""
+    """Return a workload of each kind, by the field names of `Work` and `Rates`."""
     rows, matrix = (
         _ramp(device, probe.rows, probe.width),
         _ramp(device, 4 * probe.width, probe.width),
@@ -126,18 +125,18 @@ def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:
     numbers = _ramp(device, probe.elements // 1024, 1024)
 
     def products() -> None:
-        _there_and_back(functional.linear(rows, matrix), (rows, matrix))
+        _forward_backward(functional.linear(rows, matrix), (rows, matrix))
 
     def convolutions() -> None:
-        _there_and_back(functional.conv2d(images, kernels, padding=1), (images, kernels))
+        _forward_backward(functional.conv2d(images, kernels, padding=1), (images, kernels))
 
     def attention() -> None:
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        _there_and_back(seen, (query, key, value))
+        _forward_backward(seen, (query, key, value))
 
     def moved_bytes() -> None:
         hidden = functional.layer_norm(functional.gelu(numbers), (1024,))
-        _there_and_back(numbers + hidden, (numbers,))
+        _forward_backward(numbers + hidden, (numbers,))
 
     return {
         "products": products,
@@ -147,12 +146,12 @@ def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:
     }
 
 
-def _there_and_back(output: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
+def _forward_backward(output: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
     torch.autograd.grad(output, given, torch.ones_like(output))
 
 
 def _ramp(device: Device, *shape: int) -> torch.Tensor:
-    """Return small numbers of both signs, the same on every rank, for which gradients are made."""
+    """Return a leaf tensor of small numbers of both signs, equal on every rank."""
     count = torch.Size(shape).numel()
     numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)
     return device.bring(numbers.view(shape)).requires_grad_()

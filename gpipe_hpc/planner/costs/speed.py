@@ -1,4 +1,4 @@
-"""How fast ranks are, one compared with another: each times the same small piece of work."""
+"""Relative speeds of ranks: each rank times the same small workload."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -14,7 +14,7 @@ from gpipe_hpc.planner.costs.clock import Clock
 from gpipe_hpc.units import ranges_text
 
 ALIKE_WITHIN: Final = 1.15
-"""Ranks that take up to so many times as long as the fastest of them count as equally fast."""
+"""Ranks count as equally fast if they take at most this multiple of the fastest one's time."""
 
 _WIDTH: Final = 512
 _ROWS: Final = 64  # on a CPU; a core takes about 20 ms
@@ -24,10 +24,10 @@ _LIMIT_S: Final = 2.0
 
 
 def seconds_of_work(device: Device, precision: str, clock: Clock | None = None) -> float:
-    """Return the seconds that a device needs for a block of a transformer without its attention.
+    """Measure the seconds of a device for one transformer MLP block, forward and backward.
 
-    Two matrix products, a GELU and a normalisation, forward and backward: the least of several
-    repeats, the first of which is left out. No random numbers are drawn.
+    Two matrix products, a GELU and a normalisation; the minimum of several repeats without the
+    first. Draws no random numbers.
     """
     clock = clock or Clock()
     rows = _ROWS_OF_ACCELERATORS if device.is_accelerator else _ROWS
@@ -49,17 +49,17 @@ def seconds_of_work(device: Device, precision: str, clock: Clock | None = None) 
 
 
 def _ramp(device: Device, rows: int, columns: int) -> torch.Tensor:
-    """Return small numbers of both signs, the same on every rank."""
+    """Return small numbers of both signs, equal on every rank."""
     count = rows * columns
     numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)
     return device.bring(numbers.view(rows, columns))
 
 
 def paces_of_times(times: Sequence[float]) -> tuple[float, ...]:
-    """Return how many times as long each rank takes as the fastest, from the seconds of each.
+    """Return the slowdown of each rank relative to the fastest, from the seconds of each.
 
-    Ranks within `ALIKE_WITHIN` of the fastest of their group have one pace, that of their median,
-    in tenths; so equal ranks stay equal whatever the noise within that.
+    Ranks within `ALIKE_WITHIN` of the fastest of their group get one slowdown, that of their
+    median, rounded to tenths, so that equal ranks stay equal despite noise.
     """
     found = [1.0] * len(times)
     first: float | None = None
@@ -72,7 +72,7 @@ def paces_of_times(times: Sequence[float]) -> tuple[float, ...]:
 
 
 def _groups(times: Sequence[float]) -> Iterator[list[int]]:
-    """Yield the ranks that count as equally fast, the fastest first."""
+    """Yield groups of ranks that count as equally fast, the fastest group first."""
     order = sorted(range(len(times)), key=lambda rank: times[rank])
     group: list[int] = []
     for rank in order:
@@ -85,9 +85,9 @@ def _groups(times: Sequence[float]) -> Iterator[list[int]]:
 
 
 def confirms(measured: Sequence[float], known: Sequence[float]) -> bool:
-    """Say whether ranks are about as slow as is known of them, one compared with another.
+    """Return whether measured relative speeds of ranks agree with the known ones.
 
-    Both are relative to whatever they are.
+    Each sequence may have any common factor.
     """
     if len(measured) != len(known):
         return False
@@ -96,7 +96,7 @@ def confirms(measured: Sequence[float], known: Sequence[float]) -> bool:
 
 
 def paces_text(paces: Sequence[float]) -> str:
-    """Say which ranks are how slow: ``ranks 0-3: 1, rank 4: 2.5 times as long as the fastest``."""
+    """Describe slowdowns: ``ranks 0-3: 1, rank 4: 2.5 times as long as the fastest``."""
     fastest = min(paces)
     if max(paces) == fastest:
         return f"all {len(paces)} ranks count as equally fast"

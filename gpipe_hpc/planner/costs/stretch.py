@@ -1,8 +1,8 @@
-"""Layers that follow each other, timed as a stage runs them: one after the other, without waiting.
+"""Measure consecutive layers together, as a stage runs them, to correct times of single layers.
 
-Alone, a layer costs more than in a stage: its backward begins anew each time, and what it is given
-is no longer in the caches. And the host orders layers for an accelerator in less time one after the
-other than each alone: on an H200 in a third to two thirds (`experiments/gpu`).
+Alone, a layer takes longer than in a stage: each backward starts separately, and the inputs have
+left the caches. The host also launches consecutive layers faster than single ones: on an H200 in a
+third to two thirds of the time (`experiments/gpu`).
 """
 
 import logging
@@ -19,10 +19,12 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 @dataclass(frozen=True)
 class Member:
-    """A layer as it may come into a stretch.
+    """A layer that may be part of a measured stretch.
 
-    `own`: what its parts take the device alone. `host`: what the host takes to order them.
-    `num_bytes`: what it takes of the device while a stage trains it on one micro-batch.
+    Attributes:
+      own: device seconds of its parts when measured alone.
+      host: host seconds to launch them.
+      num_bytes: device memory while a stage trains it on one micro-batch.
     """
 
     visit: Visit
@@ -38,11 +40,12 @@ class Member:
 
 
 class Part(NamedTuple):
-    """What a part of a layer takes in a stage, beside what it takes alone.
+    """Correction from the time of a layer alone to its time in a stage.
 
-    `times`: so many times as long. `saved_s`: so many seconds less, but at least half as long.
-    `host`: where a step waits for the host, the share of the host's time for a layer alone that it
-    needs in a stage; else 0.
+    Attributes:
+      times: factor on the device time.
+      saved_s: seconds to subtract, at most half of the time.
+      host: if the step waits for the host, the factor on the host time of the layer alone; else 0.
     """
 
     times: float = 1.0
@@ -50,19 +53,19 @@ class Part(NamedTuple):
     host: float = 0.0
 
     def seconds(self, own_s: float, host_s: float) -> float:
-        """Return the seconds in a stage; alone it takes the device `own_s`, the host `host_s`."""
+        """Return the seconds in a stage, given device and host seconds of the layer alone."""
         return max(self.times * own_s - min(self.saved_s, own_s / 2), self.host * host_s)
 
 
 class InStage(NamedTuple):
-    """The same for a forward, for a backward or a part of one, and for a bare forward."""
+    """Corrections for a forward, for a backward or one of its halves, and for a bare forward."""
 
     forward: Part = Part()
     backward: Part = Part()
     bare: Part = Part()
 
     def seconds(self, own: Seconds, host: Seconds) -> Seconds:
-        """Return what each part of a layer takes in a stage."""
+        """Return the corrected seconds of each part of a layer."""
         parts = (self.forward, *[self.backward] * 3, self.bare, self.forward)
         pairs = zip(parts, own, host, strict=True)
         return Seconds(*(part.seconds(own_s, host_s) for part, own_s, host_s in pairs))
@@ -70,23 +73,23 @@ class InStage(NamedTuple):
 
 _BY_HALF: Final = Part(host=0.5)
 UNKNOWN: Final = InStage(_BY_HALF, _BY_HALF, _BY_HALF)
-"""Where no stretch was run: layers cost what they do alone, and a host half its time."""
+"""Correction without a measured stretch: device times unchanged, host times halved."""
 
 _MOST_LAYERS: Final = 64
-_MOST_S: Final = 0.05  # of one forward and backward of all: longer layers hardly save anything
+_MOST_S: Final = 0.05  # of one forward and backward: longer layers save hardly anything
 MOST_STRETCH_BYTES: Final = 2**31
 _SHARE: Final = 0.25  # of the device's free memory
 _PASSES: Final = 5, 40  # at least, and at most
 _ENOUGH_S: Final = 1.5  # of passes
-_LATE: Final = 1.05  # times the device's own seconds: it waits for the host
-_MOST_TIMES: Final = 1.1  # more than that is other work on the machine
+_LATE: Final = 1.05  # above this multiple of its own seconds the device waits for the host
+_MOST_TIMES: Final = 1.1  # larger factors are due to other work on the machine
 _HALVINGS: Final = 40
 
 
 def in_stage(members: Sequence[Member], bench: Bench) -> InStage:
-    """Find out what layers take in a stage, by the longest stretch of a model that may be run.
+    """Measure the corrections for layers in a stage on the longest stretch that fits.
 
-    Where layers fail together `UNKNOWN` is returned: the pipeline will say what is wrong.
+    Returns `UNKNOWN` if the layers fail when run together; the pipeline will report the error.
     """
     chosen = _stretch(members, bench)
     if len(chosen) < (1 if bench.device.is_accelerator else 2):
@@ -106,7 +109,7 @@ def in_stage(members: Sequence[Member], bench: Bench) -> InStage:
 
 
 def _stretch(members: Sequence[Member], bench: Bench) -> Sequence[Member]:
-    """Return as many layers in a row as may be run together."""
+    """Return the longest sequence of consecutive layers within the time and memory limits."""
     free = bench.device.memory_free()
     most_bytes = MOST_STRETCH_BYTES if free is None else min(MOST_STRETCH_BYTES, _SHARE * free)
     best: Sequence[Member] = ()
@@ -127,7 +130,7 @@ def _stretch(members: Sequence[Member], bench: Bench) -> Sequence[Member]:
 
 
 def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
-    """Return the usual seconds of `BuiltLayers.through`, and of a bare forward behind them."""
+    """Return the typical seconds of `BuiltLayers.through`, followed by those of a bare forward."""
     rows: list[tuple[float, ...]] = []
     with bench.built([member.visit for member in chosen], chosen[-1].loss) as built:
         began_s = bench.clock.now()
@@ -140,9 +143,9 @@ def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
 
 
 def _part(together_s: float, alone: Sequence[Took]) -> Part:
-    """Return what explains that layers take so long together.
+    """Return the correction that explains the time of layers run together.
 
-    On a CPU no host orders their work. Nor is its time known where layers let it wait.
+    On a CPU there is no host time; it is also unknown if layers make the host wait.
     """
     device_s, host_s = sum(took.device for took in alone), sum(took.host for took in alone)
     if host_s:
@@ -158,9 +161,9 @@ def _part(together_s: float, alone: Sequence[Took]) -> Part:
 def _explaining(
     together_s: float, alone: Sequence[Took], made: Callable[[float], Part], most: float
 ) -> Part:
-    """Return the part, of those made of numbers up to `most`, with which layers take so long.
+    """Return, of the corrections made from numbers up to `most`, the one that explains the time.
 
-    The larger the number, the longer they take.
+    Bisection: the total time grows with the number.
     """
     low, high = 0.0, most
     for _ in range(_HALVINGS):

@@ -1,8 +1,8 @@
-"""One layer run on the meta device, to count what it costs: shapes alone, no values.
+"""Count the cost of one layer by running it on the meta device.
 
-What it computes is counted by kind, see `Work`. Activation bytes are those of
-the storages that autograd keeps in eager mode, parameters and buffers left out, and what autocast
-keeps of them for a whole step.
+Its operations are counted by kind, see `Work`. Activation bytes are those of the storages that
+autograd saves in eager mode, without parameters, buffers and the casts that autocast caches for a
+whole step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,17 +31,17 @@ from gpipe_hpc.torch_compat import FakeTensor, FakeTensorMode
 
 CPU: Final = torch.device("cpu")
 _FIT_LAYER: Final = (
-    "make the layer take what the one before it gives, without reading values of tensors"
+    "make the layer accept the output of the one before it, without reading tensor values"
 )
 _FIT_LOSS: Final = (
-    "correct the loss, without reading values of tensors, or choose model and data that fit it"
+    "correct the loss, without reading tensor values, or choose model and data that match it"
 )
 
 
 class Weight(NamedTuple):
-    """A parameter of a layer, by its name within.
+    """A parameter of a layer, by its name within the layer.
 
-    `cast_bytes`: of its copy in a lower precision that all micro-batches of a step share.
+    `cast_bytes`: size of its low-precision copy that all micro-batches of a step share.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Weight(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """What a boundary carries for one micro-batch, tensor by tensor, in bytes.
+    """Bytes that cross a stage boundary for one micro-batch, tensor by tensor.
 
-    `gradients`: those of the tensors that a gradient comes back for, 0 for the others.
+    `gradients`: bytes of the returned gradient of each tensor, 0 if it has none.
     """
 
     tensors: tuple[int, ...]
     gradients: tuple[int, ...]
 
     def joined(self, others: Iterable["Crossing"]) -> "Crossing":
-        """Return this and what crosses along with it."""
+        """Return the concatenation with other crossings at the same boundary."""
         every = [self, *others]
         return Crossing(
             tuple(nbytes for each in every for nbytes in each.tensors),
@@ -70,12 +70,17 @@ class Crossing(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Which storages of a layer live on until its backward.
+    """Storages of a layer that stay alive until its backward.
 
-    Slots number storages: first one for each tensor of the input and of what is popped, then the
-    new ones of the output and of what is stashed. `outputs` has the slot of each tensor of the
-    output, `stashes` of each stash, `sizes` the bytes of every slot, `slots` those that are kept;
-    `inside` is the bytes of all else that is.
+    Slots number the storages: first one for each tensor of the input and of popped values, then the
+    new ones of the output and of stashed values.
+
+    Attributes:
+      inside: bytes of saved storages without a slot.
+      slots: the saved slots.
+      sizes: bytes of every slot.
+      outputs: slot of each output tensor.
+      stashes: slots of each stash.
     """
 
     inside: int
@@ -87,13 +92,14 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCount:
-    """What one layer costs for one micro-batch, alone; `weights` and their casts for all of them.
+    """Counted cost of one layer for one micro-batch.
 
-    `work`: of its passes, by kind; `input_flops` is the part of `backward_flops` that the gradient
-    of the input takes. `stashed`
-    is what the layer stashes, one for each of its names. `state_bytes` is of the buffers that a
-    forward changes: each micro-batch has a copy of its own. `workspace` is what lives while the
-    layer runs.
+    Attributes:
+      weights: parameters and their casts, shared by all micro-batches.
+      work: operations of its passes by kind.
+      stashed: bytes of each stashed value.
+      state_bytes: bytes of buffers that a forward changes; each micro-batch has its own copy.
+      workspace: temporary memory while the layer runs.
     """
 
     name: str
@@ -107,7 +113,7 @@ class LayerCount:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the layer, tied ones too."""
+        """Return the number of parameter elements of the layer, including tied ones."""
         return sum(weight.num_elements for weight in self.weights)
 
     @property
@@ -122,7 +128,7 @@ class LayerCount:
 
     @property
     def input_flops(self) -> int:
-        """Return the FLOPs of the gradient of the input alone."""
+        """Return the FLOPs of the backward for the input gradient alone."""
         return self.work.of_input.flops
 
     @property
@@ -132,7 +138,7 @@ class LayerCount:
 
     @property
     def activation_bytes(self) -> int:
-        """Return what the forward keeps for the backward, of input, output and state too."""
+        """Return the bytes kept for the backward, including input, output and state."""
         return (
             self.state_bytes
             + self.kept.inside
@@ -141,12 +147,12 @@ class LayerCount:
 
     @property
     def output_bytes(self) -> int:
-        """Return what would cross a boundary behind the layer, skips left out."""
+        """Return the bytes of the output, which cross a boundary placed after the layer."""
         return sum(self.output.tensors)
 
 
 class Loss(nn.Module):
-    """The loss as one more layer: what it keeps lives with the last stage."""
+    """The loss as an additional layer, so that its saved tensors count for the last stage."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], targets: Any) -> None:
         super().__init__()
@@ -156,16 +162,16 @@ class Loss(nn.Module):
         self.targets = targets
 
     def forward(self, output: Any) -> Any:
-        """Return what backward starts from."""
+        """Return the tensor that the backward starts from."""
         value = self.loss_fn(output, self.targets)
         return value[0] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One layer on the meta device and the micro-batch it is counted for.
+    """One layer on the meta device and the micro-batch for which it is counted.
 
-    `shares_casts`: whether all micro-batches of a step use one copy of a weight in `precision`.
+    `shares_casts`: whether all micro-batches of a step share one copy of a weight in `precision`.
     """
 
     where: str
@@ -177,33 +183,33 @@ class Trial:
     shares_casts: bool = True
 
     def count(self, name: str) -> Passed[LayerCount]:
-        """Return the layer's cost, and what it gives to layers behind it: shapes without values."""
+        """Return the layer's cost, and its output and stashes as shapes without values."""
         with _counting_device(self.precision, self.module, self.given) as leaves:
-            # Clones, for a layer may work in place: on a leaf that is forbidden.
+            # Clones, because a layer may work in place, which autograd forbids on leaves.
             first, given, again = (Given(*map_tensors(torch.clone, leaves)) for _ in range(3))
             given_tensors = tensors_of(tuple(given))
-            lasting, anew = (WeightCasts(self.module.parameters()) for _ in range(2))
-            homes = _homes(self.module)
-            buffers = _versions(homes)
+            cached_casts, fresh_casts = (WeightCasts(self.module.parameters()) for _ in range(2))
+            buffer_dicts = _buffer_dicts(self.module)
+            buffers = _versions(buffer_dicts)
             try:
                 with self._like_a_step(), FusedKernels(self.device_type):
                     if self.precision != "float32" and self.shares_casts:
-                        with lasting:
+                        with cached_casts:
                             self._forward(first)
-                    with anew:
+                    with fresh_casts:
                         results, saved, work = self._run(given, _trained(leaves))
                     lasts = [*map(storage_key, (*self.module.parameters(), *self.module.buffers()))]
-                    state_bytes = _moved_bytes(buffers, homes)
-                    # Last: a layer may replace its buffers, and storages have names of dead ones.
+                    state_bytes = _changed_bytes(buffers, buffer_dicts)
+                    # Last: a layer may replace its buffers, and storage keys may be reused.
                     workspace = run_counting(
                         partial(self._forward, again), self.module.parameters()
                     )
             except Exception as error:
                 raise self._failed(error) from error
-        cast_bytes = lasting.kept_bytes(anew)
+        cast_bytes = cached_casts.kept_bytes(fresh_casts)
         for own in lasts:
             saved.pop(own, None)
-        for cast in lasting.storages:
+        for cast in cached_casts.storages:
             saved.pop(cast, None)
         count = LayerCount(
             name=name,
@@ -224,18 +230,18 @@ class Trial:
         return keeping_casts(self.precision, HostDevice()) if self.shares_casts else nullcontext()
 
     def _forward(self, given: Given) -> list[Any]:
-        """Return output and stashes."""
+        """Run the layer; return output and stashes."""
         stashed = dict(zip(self.names.pops, given.popped, strict=True))
         with casting(self.precision, HostDevice(), shared=self.shares_casts):
             output = run_layer(self.module, self.names, given.value, stashed, self.where)
         return [output, *(stashed[name] for name in self.names.stashes)]
 
     def _run(self, given: Given, wanted: list[Tensor]) -> tuple[list[Any], dict[int, int], Passes]:
-        """Return output and stashes, the bytes of saved storages, and the work of F, B and I."""
+        """Return output and stashes, bytes of saved storages, and the work of all passes."""
         saved: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            saved[storage_key(tensor)] = tensor  # held, so that no other storage takes its place
+            saved[storage_key(tensor)] = tensor  # kept alive, so that its key is not reused
             return tensor
 
         with WorkCounter() as counter:
@@ -257,20 +263,19 @@ class Trial:
     def _failed(self, error: Exception) -> ModelError:
         if isinstance(self.module, Loss):
             return ModelError(
-                f"loss: cannot be counted, expected it to run on the meta device, where tensors "
-                f"have shapes but no values, on the last layer's output "
-                f"{described(self.given.value)} and targets {described(self.module.targets)}, got "
-                f"{_said(error, _FIT_LOSS)}"
+                f"loss: cannot be counted: it failed on the meta device, where tensors have shapes "
+                f"but no values, with the last layer's output {described(self.given.value)} and "
+                f"targets {described(self.module.targets)}: {_error_and_remedy(error, _FIT_LOSS)}"
             )
         return ModelError(
-            f"{self.where}: cannot be counted, expected it to run on the meta device, where "
-            f"tensors have shapes but no values, on {described(self.given)}, got "
-            f"{_said(error, _FIT_LAYER)}"
+            f"{self.where}: cannot be counted: it failed on the meta device, where tensors have "
+            f"shapes but no values, with input {described(self.given)}: "
+            f"{_error_and_remedy(error, _FIT_LAYER)}"
         )
 
 
-def _said(error: Exception, otherwise: str) -> str:
-    """Return the first line of an error and what to do; messages of ours are as they are."""
+def _error_and_remedy(error: Exception, otherwise: str) -> str:
+    """Return the first line of an error and a remedy; messages of gpipe_hpc are unchanged."""
     if isinstance(error, GpipeError):
         return str(error)
     shown = str(error).strip().splitlines() or [""]
@@ -279,9 +284,10 @@ def _said(error: Exception, otherwise: str) -> str:
 
 @contextmanager
 def _counting_device(precision: str, module: nn.Module, given: Given) -> Iterator[Any]:
-    """Yield leaves like what is given, as a trial takes them; autocast passes meta tensors by.
+    """Yield leaves with the shapes of the inputs, on a device on which autocast works.
 
-    Under a reduced precision they, and the parameters, claim to be on the CPU.
+    Autocast ignores meta tensors, so under reduced precision the leaves and parameters are fake CPU
+    tensors.
     """
     leaves = map_tensors(fresh, tuple(given))
     if precision == "float32":
@@ -302,30 +308,34 @@ def _counting_device(precision: str, module: nn.Module, given: Given) -> Iterato
             part._buffers[name] = placed(buffer)
     if isinstance(module, Loss):
         module.targets = map_tensors(placed, module.targets)
-    leaves = map_tensors(placed, leaves)  # before torch 2.9, within the mode they cannot be made
+    leaves = map_tensors(
+        placed, leaves
+    )  # outside the mode: inside it, torch before 2.9 cannot make them
     with mode:
         yield leaves
 
 
-def _homes(module: nn.Module) -> list[Home]:
-    """Return where the buffers are that a forward may change: not those of BatchNorm layers."""
+def _buffer_dicts(module: nn.Module) -> list[Home]:
+    """Return the buffer dictionaries of submodules that a forward may change, without BatchNorm."""
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     parts = module.modules()
     return [part._buffers for part in parts if type(part) not in plain and part._buffers]
 
 
-def _versions(homes: list[Home]) -> dict[tuple[int, str], tuple[Tensor, int]]:
+def _versions(buffer_dicts: list[Home]) -> dict[tuple[int, str], tuple[Tensor, int]]:
     return {
         (place, name): (buffer, version_of(buffer))
-        for place, home in enumerate(homes)
+        for place, home in enumerate(buffer_dicts)
         for name, buffer in home.items()
         if buffer is not None
     }
 
 
-def _moved_bytes(before: Mapping[tuple[int, str], tuple[Tensor, int]], homes: list[Home]) -> int:
-    """Return the bytes of the buffers that are others now, each storage once."""
-    after = _versions(homes)
+def _changed_bytes(
+    before: Mapping[tuple[int, str], tuple[Tensor, int]], buffer_dicts: list[Home]
+) -> int:
+    """Return the bytes of the buffers that were changed or replaced, each storage once."""
+    after = _versions(buffer_dicts)
     moved = [
         buffer
         for place, (buffer, version) in before.items()
@@ -335,7 +345,7 @@ def _moved_bytes(before: Mapping[tuple[int, str], tuple[Tensor, int]], homes: li
 
 
 def _kept(saved: Mapping[int, int], inputs: list[Tensor], results: list[Any]) -> Kept:
-    """Number the storages of inputs and results, and tell which of them live on."""
+    """Number the storages of inputs and results, and return which of them stay alive."""
     slot_of: dict[int, int] = {}
     sizes: list[int] = []
     for tensor in inputs:
@@ -355,7 +365,7 @@ def _kept(saved: Mapping[int, int], inputs: list[Tensor], results: list[Any]) ->
 
 
 def crossing(nest: Any) -> Crossing:
-    """Return the bytes of a nest's tensors and of their gradients."""
+    """Return the bytes of the tensors of a nested value and of their gradients."""
     tensors = tensors_of(nest)
     return Crossing(
         tuple(tensor.nbytes for tensor in tensors),
@@ -364,20 +374,20 @@ def crossing(nest: Any) -> Crossing:
 
 
 def forgotten(nest: Any) -> Any:
-    """Return a nest of the same structure, each tensor a leaf without values."""
+    """Return a nested value of the same structure with each tensor a leaf on the meta device."""
     return map_tensors(fresh, nest)
 
 
 def fresh(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape in a storage of its own, a leaf of its own graph."""
+    """Return a leaf of the same shape and strides on the meta device, with its own storage."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     return empty.requires_grad_(tensor.requires_grad)
 
 
 def _can_split(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) -> bool:
-    """Run the backward of the input alone; say whether there is one.
+    """Run the backward for the inputs alone; return whether the layer supports that.
 
-    A reentrant `torch.utils.checkpoint` knows no such thing: its backward is one piece.
+    A reentrant `torch.utils.checkpoint` does not: its backward cannot be split.
     """
     try:
         torch.autograd.grad(ends, wanted, seeds, retain_graph=True, allow_unused=True)

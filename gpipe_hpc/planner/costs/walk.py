@@ -1,4 +1,4 @@
-"""One walk over the layers of a model, for whatever is to be found out about each of them."""
+"""Traverse the layers of a model in order, passing each its inputs."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Given(NamedTuple):
-    """What a layer is run on: a nest, and one for each name that it pops."""
+    """The input of a layer: a nested value, and one for each name that it pops."""
 
     value: Any
     popped: tuple[Any, ...] = ()
@@ -21,7 +21,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Visit:
-    """A layer, and what the layers ahead of it give it."""
+    """A layer with its inputs."""
 
     layer: Layer
     index: int
@@ -36,7 +36,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Passed(Generic[T]):
-    """What was found about a layer, and what the layers behind it are given."""
+    """The result of visiting a layer, and its output and stashes for later layers."""
 
     found: T
     output: Any
@@ -50,13 +50,12 @@ def walk(
     *,
     alone: Collection[int] = (),
 ) -> tuple[list[T], Any]:
-    """Visit the layers in order, each on what the ones before it gave; return what was found.
+    """Visit the layers in order with the outputs of earlier ones; return results and last output.
 
-    Also returned is the output of the last layer. Equal specs whose inputs have equal structure
-    are visited once, except layers that stand in `alone` by their index. Raises `ModelError` for
-    skips that cannot be.
+    Equal specs with inputs of equal structure are visited once, except the indices in `alone`.
+    Raises ModelError for invalid skip connections.
     """
-    find_skips(layers)  # refuses what cannot be popped
+    find_skips(layers)  # raises ModelError for invalid skip connections
     value, stashed = inputs, dict[str, Any]()
     known: dict[Hashable, list[tuple[LayerSpec, Passed[T]]]] = {}
     found: list[T] = []
@@ -78,7 +77,7 @@ def walk(
 
 
 def structure(nest: Any) -> Hashable:
-    """Return what decides the cost of running on a nest: its structure, not its numbers."""
+    """Return a hashable key of shapes and types, which decide the cost of running on a value."""
     leaves, tree = flatten(nest)
     described = tuple(
         (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
@@ -90,7 +89,7 @@ def structure(nest: Any) -> Hashable:
 
 
 def described(nest: Any) -> str:
-    """Return the dtypes and shapes of a nest's tensors, and the types of all else, for messages."""
+    """Describe a nested value for messages: dtypes and shapes of tensors, types of others."""
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if isinstance(leaf, Tensor)

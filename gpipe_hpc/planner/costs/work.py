@@ -1,7 +1,7 @@
-"""What operators do, by the kind of what bounds them: products by arithmetic, the others by memory.
+"""Count operations by what limits their speed: FLOPs for matrix products, bytes for others.
 
-FLOPs are those of matrix products, convolutions and attention, 2 for a multiplication with its
-addition. All other operators are told by the bytes that they read and write.
+FLOPs are those of matrix products, convolutions and attention, two per multiply-add. All other
+operations are counted by the bytes that they read and write.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from gpipe_hpc.torch_compat import TorchDispatchMode
 
 
 class Work(NamedTuple):
-    """FLOPs of products, of convolutions and of attention; bytes that all else reads and writes."""
+    """FLOPs of matrix products, convolutions and attention, and bytes moved by other operations."""
 
     products: int = 0
     convolutions: int = 0
@@ -27,21 +27,21 @@ class Work(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of all kinds."""
+        """Return the total FLOPs."""
         return self.products + self.convolutions + self.attention
 
     def without(self, other: "Work") -> "Work":
-        """Return what is left of it without some other work, of each kind at least nothing."""
+        """Return the difference to other work, at least 0 for each kind."""
         return Work(*(max(0, own - less) for own, less in zip(self, other, strict=True)))
 
     @classmethod
     def together(cls, works: Iterable["Work"]) -> "Work":
-        """Return the sum of several."""
+        """Return the sum of several works."""
         return cls(*map(sum, zip(cls(), *works, strict=True)))
 
 
 class Passes(NamedTuple):
-    """The work of a forward, of a backward, and of the backward's half for the input alone."""
+    """The work of a forward, of a backward, and of the backward for the input gradient alone."""
 
     forward: Work = Work()
     backward: Work = Work()
@@ -49,26 +49,26 @@ class Passes(NamedTuple):
 
     @property
     def of_weight(self) -> Work:
-        """Return the work of the other half of the backward."""
+        """Return the work of the backward for weight gradients."""
         return self.backward.without(self.of_input)
 
     @classmethod
     def together(cls, passes: Sequence["Passes"]) -> "Passes":
-        """Return the sum of several."""
+        """Return the sum of several passes."""
         return cls(*map(Work.together, zip(*passes, strict=True)))
 
 
 _CONVOLUTIONS: Final = frozenset({"convolution", "_convolution", "convolution_backward"})
 _ATTENTION: Final = "scaled_dot_product"
-# They read few rows of a large table: as much as they write.
+# These read only a few rows of a large table, as many bytes as they write.
 _READS_ROWS: Final = frozenset({"embedding", "index_select", "gather", "index"})
 
 
 class WorkCounter:
-    """Counts the work of all operators that run in its block; `so_far` tells how much."""
+    """Context manager that counts the work of all operations run within it."""
 
     def __init__(self) -> None:
-        """Count nothing yet."""
+        """Start with no work."""
         self._modes = ExitStack()
         self._flops = FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS))
         self._moved = _BytesMoved(self._flops.flop_registry)
@@ -106,7 +106,10 @@ def _kind(name: str) -> str:
 
 
 class _BytesMoved(TorchDispatchMode):
-    """Adds up what operators read and write that are counted by no FLOPs; views move nothing."""
+    """Dispatch mode that adds up bytes read and written by operations without counted FLOPs.
+
+    Views move nothing.
+    """
 
     def __init__(self, counted: Mapping[Any, object]) -> None:
         TorchDispatchMode.__init__(self)
@@ -119,7 +122,7 @@ class _BytesMoved(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operator, and add what it moves."""
+        """Run one operation and add the bytes that it moves."""
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket not in self._counted and not func.is_view:
             written = _bytes_of(result)
@@ -131,6 +134,6 @@ class _BytesMoved(TorchDispatchMode):
 
 
 def _bytes_of(nest: Any) -> int:
-    """Return the bytes of the tensors of a nest, each once."""
+    """Return the bytes of the distinct tensors of a nested value."""
     found: dict[int, Tensor] = {id(each): each for each in tensors_of(nest)}
     return sum(each.numel() * each.element_size() for each in found.values())

@@ -1,1 +1,1 @@
-"""How a sequence of layers is cut into stages."""
+"""Partition a sequence of layers into stages."""

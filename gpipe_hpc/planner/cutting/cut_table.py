@@ -1,4 +1,4 @@
-"""Show a cut, and prove that it holds the whole model."""
+"""Format a partition as a table, and check that it contains the whole model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,20 +18,25 @@ def cut_table(
     paces: Sequence[float] = (),
     pins: Pins = (),
 ) -> str:
-    """Return a cut as a text table: stage, rank, layers, parameters, share.
+    """Format a cut as a text table of stages: rank, layers, parameters and share.
 
-    ``counts`` are the layers of each stage, ``holders`` the ranks of each stage (default: stage k
-    on rank k). ``costs`` are one number a layer in the unit called ``measure``; the share of each
-    stage in their sum fills the last column (default: the parameters themselves); ``paces`` say how
-    many times as long each stage takes where ranks are slow, which counts in the share. A last line
-    has the sums and how far the dearest stage is above the mean; where ranks share a stage's
-    micro-batches, how far the busiest rank is; `pins` that the cut holds follow. Raises
-    `PartitionError` when the cut misses a layer.
+    The last line contains the totals and the excess of the most expensive stage over the mean, or
+    of the busiest rank if ranks share the micro-batches of a stage.
+
+    Args:
+      counts: number of layers of each stage.
+      holders: ranks of each stage (default: stage k on rank k).
+      costs: cost of each layer in the unit `measure`, shown as each stage's share (default:
+        parameters).
+      paces: slowdown of each stage on slow ranks, which counts in its share.
+      pins: pinned layers, listed below the table.
+
+    Raises PartitionError if the cut does not contain all layers.
     """
     if sum(counts) != len(layers):
         raise PartitionError(
-            f"partition: does not hold the whole model, expected {len(layers)} layers, got "
-            f"{sum(counts)} in {list(counts)}; cut the model again"
+            f"partition: does not contain the whole model: expected {len(layers)} layers, got "
+            f"{sum(counts)} in {list(counts)}; partition the model again"
         )
     sizes = layer_parameters(layers)
     weights = list(sizes if costs is None else costs)
@@ -62,7 +67,7 @@ def cut_table(
 
 
 def _above_mean(shares: Sequence[float], holders: Sequence[Sequence[int]]) -> float:
-    """Return by which share of the mean the dearest stage, or the busiest rank, is above it."""
+    """Return the relative excess of the most expensive stage, or busiest rank, over the mean."""
     num_ranks = len({rank for own in holders for rank in own})
     if not sum(map(len, holders)) == num_ranks > len(shares):
         return max(shares) * len(shares) - 1
@@ -71,28 +76,27 @@ def _above_mean(shares: Sequence[float], holders: Sequence[Sequence[int]]) -> fl
 
 
 def check_conservation(whole: Mapping[str, int], stages: Iterable[Mapping[str, int]]) -> None:
-    """Raise `PartitionError` unless the stages' parameters together are exactly the model's.
+    """Raise PartitionError unless the stages together have exactly the parameters of the model.
 
-    ``whole`` and each stage give the number of elements of every parameter by global name:
-    `parameter_sizes` of the model, and what each stage really built. A copy of a stage on a second
-    rank is not another stage: give it once.
+    `whole` and each stage map global parameter names to numbers of elements: `parameter_sizes` of
+    the model, and of each built stage. Pass each stage once, even if several ranks have a replica.
     """
     owner: dict[str, int] = {}
     for stage, owned in enumerate(stages):
         for name, size in owned.items():
             if name in owner:
-                raise _unlike(f"{name} on one stage", f"it on stages {owner[name]} and {stage}")
+                raise _unlike(f"{name} on one stage", f"stages {owner[name]} and {stage}")
             if whole.get(name) != size:
                 expected = f"{whole[name]} elements" if name in whole else "no such parameter"
                 raise _unlike(f"{expected} of {name}", f"{size} on stage {stage}")
             owner[name] = stage
     missing = [name for name in whole if name not in owner]
     if missing:
-        raise _unlike(f"{missing[0]} on a stage", f"it on none ({len(missing)} missing in all)")
+        raise _unlike(f"{missing[0]} on a stage", f"none ({len(missing)} missing in total)")
 
 
 def _unlike(expected: str, got: str) -> PartitionError:
     return PartitionError(
-        f"partition: the stages are not the whole model, expected {expected}, got {got}; make "
+        f"partition: the stages are not the whole model: expected {expected}, got {got}; make "
         f"every LayerSpec build the same layer each time it is called"
     )

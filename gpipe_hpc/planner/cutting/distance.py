@@ -1,9 +1,9 @@
-"""How much more the fullest rank of a cut has to do than that of the best cut, at most.
+"""Bound how far the most loaded rank of a cut is from that of the best cut.
 
-Where a rank holds one stage the best cut is known. Where it holds several (looped, V-shaped,
-mirrored) no cut leaves the fullest rank less than a bound: that of layers which may go to any of
-the ranks that hold a stage they may be on. What ranks may hold is left out of it, which only lowers
-the bound. Cuts whose stages all have layers are compared; of others only one by hand is looked at.
+If each rank holds one stage, the best cut is known. If ranks hold several stages (looped, V-shaped
+or mirrored placements), a lower bound is computed by letting each layer run on any rank that holds
+a stage it may belong to. Memory limits are ignored, which only lowers the bound. Only cuts without
+empty stages are compared.
 """
 
 from bisect import bisect_right
@@ -18,37 +18,38 @@ from gpipe_hpc.schedule import Placement
 
 
 class Distance(NamedTuple):
-    """How far the fullest rank of a cut is from the least there can be, as a share of that.
+    """Excess of a cut's most loaded rank over the smallest possible load, as a share of that.
 
-    `is_exact`: some cut has the least; else it is a bound that perhaps none reaches.
+    `is_exact`: some cut reaches the smallest load; otherwise it is a lower bound.
     """
 
     share: float
     is_exact: bool
 
     def cell(self) -> str:
-        """Say it as a cell of a table."""
+        """Format for a table cell."""
         return f"{'' if self.is_exact or self.is_none else '<= '}{100 * self.share:.1f} %"
 
     @property
     def is_none(self) -> bool:
-        """Say whether it is too small to be told of."""
+        """Return whether the excess is negligible."""
         return self.share < 5e-4
 
     def text(self) -> str:
-        """Say it in one line."""
+        """Format as one sentence."""
         if self.is_none:
-            return "no cut leaves the fullest rank less to do"
+            return "no cut gives the most loaded rank less work"
         most = "" if self.is_exact else "at most "
         return (
-            f"the fullest rank has {most}{100 * self.share:.1f} % more to do than in the best cut"
+            f"the most loaded rank has {most}{100 * self.share:.1f} % more work than in the best "
+            f"cut"
         )
 
 
 def distance(partition: Partition, placement: Placement, costs: Sequence[float]) -> Distance | None:
-    """Return how far a cut is from the best one that holds its pins, for these costs of layers.
+    """Return the distance of a cut from the best one with the same pins, for given layer costs.
 
-    None where all costs are 0, and where there are more stages than layers.
+    Returns None if all costs are 0, or if there are more stages than layers.
     """
     if placement.num_stages > len(costs):
         return None
@@ -67,7 +68,7 @@ def distance(partition: Partition, placement: Placement, costs: Sequence[float])
 
 
 def _busiest(partition: Partition, costs: Sequence[float]) -> float:
-    """Return what the busiest rank has to do where each holds one stage, alone or with others."""
+    """Return the load of the busiest rank if each rank holds one stage."""
     ones = [1] * len(partition.counts)
     copies, paces = partition.copies or ones, partition.stage_paces or ones
     amounts = _of_stages(partition.counts, costs)
@@ -77,7 +78,7 @@ def _busiest(partition: Partition, costs: Sequence[float]) -> float:
 def fullest(
     counts: Sequence[int], placement: Placement, costs: Sequence[float], paces: Sequence[float]
 ) -> float:
-    """Return what the fullest rank has to do; those that hold a stage share it evenly."""
+    """Return the load of the most loaded rank; ranks that hold a stage share it evenly."""
     amounts = _of_stages(counts, costs)
     return max(
         paces[rank] * sum(amounts[s] / len(placement.holders(s)) for s in placement.stages_of(rank))
@@ -93,12 +94,12 @@ def _of_stages(counts: Sequence[int], costs: Sequence[float]) -> list[float]:
 def least_of_fullest(
     costs: Sequence[float], placement: Placement, paces: Sequence[float], pins: Pins = ()
 ) -> float:
-    """Return what the fullest rank has to do at least, in whatever cut that holds the pins.
+    """Return a lower bound of the most loaded rank's work over all cuts that respect the pins.
 
-    `paces` are those of ranks. A lower bound: with `Ends` each layer is on one of some stages in
-    every such cut, so the layers that only some ranks may have are work of these alone, and the
-    fullest of them, which is no fuller than the fullest of all, has at least `_least_of_some` of
-    it. And of these stages the best one for a layer leaves its ranks `_least_with` at least.
+    `paces` are slowdowns of ranks. With `Ends`, each layer is on one of a range of stages in every
+    such cut. So layers that only some ranks may hold are work of these ranks alone, which
+    `_least_of_some` bounds, and the best of a layer's stages gives its ranks at least the load of
+    `_least_with`.
     """
     ends = Ends.where(pins, len(costs), placement.num_stages)
     spans = [
@@ -121,11 +122,11 @@ def _least_with(
     ends: Ends,
     spans: Sequence[range],
 ) -> float:
-    """Return what the fullest rank has at least for the sake of one layer, whichever asks most.
+    """Return the largest lower bound that any single layer implies for the most loaded rank.
 
-    A stage has all layers between its latest start, its earliest end, and one that is on it. Each
-    other stage of a rank has those between the first two, or the cheapest it may have if they are
-    none, as no stage is empty. Those that hold a stage share it evenly.
+    A stage contains all layers between its latest start and its earliest end, and one layer placed
+    on it. Each other stage of a rank contains the layers between those two, or at least its
+    cheapest possible layer, as no stage is empty. Ranks that hold a stage share it evenly.
     """
     low, high = ends
     prefix = [0.0, *accumulate(costs)]
@@ -144,7 +145,7 @@ def _least_with(
 
     most = 0.0
     for layer, span in enumerate(spans):
-        # Where one of its stages asks for no more, the others need not be looked at.
+        # If one of its stages does not raise the bound, the others need not be evaluated.
         if all(fullest_with(layer, stage) > most for stage in span):
             most = min(fullest_with(layer, stage) for stage in span)
     return most
@@ -153,10 +154,10 @@ def _least_with(
 def _groups(
     placement: Placement, spans: Sequence[range], pins: Pins
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Yield layers that only some ranks may have, how many ranks hold such stages, those ranks.
+    """Yield sets of layers that only some ranks may hold, holders per stage, and those ranks.
 
-    `spans`: the stages that each layer may be on. The groups are all ranks, and those of the stages
-    from one that has a pin to another.
+    `spans` are the stages that each layer may be on. The sets belong to all ranks, and to the ranks
+    of stages between two pinned ones.
     """
     num_stages = placement.num_stages
     marks = sorted({0, num_stages - 1, *(pin.stage % num_stages for pin in pins)})
@@ -179,28 +180,28 @@ def _groups(
 
 
 def _least_of_some(costs: Sequence[float], holders: Sequence[int], paces: Sequence[float]) -> float:
-    """Return what the fullest of some ranks has at least of layers that no other rank may have.
+    """Return a lower bound of the most loaded rank's work on layers that only some ranks may hold.
 
-    `holders`: how many ranks hold each of their stages. All the work over the speed of these ranks;
-    and of the dearest layers, more than there are ranks, some rank has several.
+    It is the larger of total work divided by total speed, and a bound from the most expensive
+    layers: of more layers than ranks, some rank has several. `holders`: ranks per stage.
     """
     most = max(holders)
     even = sum(costs) / sum(1 / pace for pace in paces)
-    if min(holders) < most:  # a layer is at best on as many ranks as can be
+    if min(holders) < most:  # in the best case a layer is on the stage with most ranks
         return max(even, max(costs) / most * min(paces))
-    # Each layer is so many parts, on ranks of which each has one.
+    # Each layer has `most` equal parts, one per rank of its stage.
     parts = sorted((cost / most for cost in costs for _ in range(most)), reverse=True)
     return max(even, _least_of_parts(parts, paces))
 
 
 def _least_of_parts(parts: Sequence[float], paces: Sequence[float]) -> float:
-    """Return what the fullest rank has at least of parts that may go to any rank, dearest first."""
+    """Return a lower bound of the largest load when parts (descending) may go to any rank."""
     if len(set(paces)) == 1:
-        # Of the m K + 1 dearest, some of K ranks has m + 1: the cheapest of them at least.
+        # Of the m K + 1 largest parts, one of K ranks has m + 1, at least the smallest of them.
         steps = range(0, (len(parts) - 1) // len(paces) + 1)
         sums = (sum(parts[m * len(paces) - m : m * len(paces) + 1]) for m in steps)
         return paces[0] * max(sums)
-    # Parts as cheap as the j-th dearest: the fastest way to work off j of them.
+    # Bound for each j: the fastest schedule of j parts as small as the j-th largest.
     due = [(pace, pace) for pace in paces]
     heapify(due)
     least = 0.0

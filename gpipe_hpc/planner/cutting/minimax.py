@@ -1,4 +1,4 @@
-"""Cut a sequence of layers into contiguous stages.
+"""Optimal partition of a sequence of layers into contiguous stages.
 
 Every function returns the number of layers of each stage, in order. Legend: n layers, K stages;
 ``prefix[j]`` is the cost of the first j layers, so layers i..j-1 cost prefix[j] - prefix[i].
@@ -16,16 +16,18 @@ from gpipe_hpc.planner.cutting.pins import Ends, Pins
 def minimax(
     costs: Sequence[float], stages: int, *, allow_empty: bool = False, pins: Pins = ()
 ) -> list[int]:
-    """Return the cut whose most expensive stage is the cheapest possible.
+    """Return the cut that minimizes the cost of the most expensive stage.
 
-    Exact for floats too: costs are scaled to integers first, so no sum is ever rounded. Among the
-    optimal cuts it takes the one with the least sum of squared stage costs, then of squared layer
-    counts, then the one with fewer layers in earlier stages (those keep more micro-batches
-    alive). No stage is empty, except, with ``allow_empty``, the last ones when there are more
-    stages than layers. Costs are finite and at least 0, in any unit. Of the cuts that have each
-    layer of `pins` on its stage it takes the best.
+    Exact for floats too: costs are scaled to integers, so no sum is rounded. Ties are broken by the
+    smallest sum of squared stage costs, then of squared layer counts, then fewer layers in earlier
+    stages (which keep more micro-batches alive).
 
-    Raises `PartitionError` for bad costs, more stages than layers, or pins that no cut holds.
+    Args:
+      costs: finite and nonnegative, in any unit.
+      allow_empty: allow more stages than layers; then the last stages are empty.
+      pins: layers that must be on given stages.
+
+    Raises PartitionError for invalid costs, more stages than layers, or pins that no cut satisfies.
     """
     _check_sizes(len(costs), stages, allow_empty)
     used = min(stages, len(costs))
@@ -36,36 +38,36 @@ def minimax(
 
 
 def uniform(num_layers: int, stages: int, *, allow_empty: bool = False) -> list[int]:
-    """Return stages whose numbers of layers differ by at most one, the smaller ones first."""
+    """Return a cut whose stages differ by at most one layer, the smaller stages first."""
     return minimax([1] * num_layers, stages, allow_empty=allow_empty)
 
 
 def by_hand(
     counts: Sequence[int], num_layers: int, stages: int, *, allow_empty: bool = False
 ) -> list[int]:
-    """Return a cut given as numbers of layers, once it is known to fit the model.
+    """Check a cut given as numbers of layers against the model, and return it.
 
-    Raises `PartitionError` when it has the wrong number of stages or does not add up, and for
-    stages that are negative, or empty without ``allow_empty``.
+    Raises PartitionError for a wrong number of stages or a wrong sum, for negative numbers, and for
+    empty stages without `allow_empty`.
     """
     shown = list(counts)
     if len(shown) != stages:
         raise PartitionError(
-            f"partition: wrong number of stages, expected {stages} numbers of layers, got "
-            f"{len(shown)} in {shown}; give one number for each stage"
+            f"partition: wrong number of stages: expected {stages} numbers of layers, got "
+            f"{len(shown)} in {shown}; set one number for each stage"
         )
     least = 0 if allow_empty else 1
     for stage, count in enumerate(shown):
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise PartitionError(
-                f"partition: bad stage {stage}, expected a whole number of layers from {least} "
-                f"up, got {count!r} in {shown}; correct that number"
+                f"partition: invalid stage {stage}: expected at least {least} layers, got "
+                f"{count!r} in {shown}; correct that number"
             )
     if sum(shown) != num_layers:
         raise PartitionError(
-            f"partition: does not add up, expected the {num_layers} layers of the model, got "
+            f"partition: wrong sum of layers: the model has {num_layers} layers, got "
             f"{sum(shown)} = {' + '.join(map(str, shown))}; change the numbers by "
-            f"{num_layers - sum(shown):+d} in all"
+            f"{num_layers - sum(shown):+d} in total"
         )
     return shown
 
@@ -73,23 +75,23 @@ def by_hand(
 def _check_sizes(num_layers: int, stages: int, allow_empty: bool) -> None:
     if stages < 1:
         raise PartitionError(
-            f"partition: too few stages, expected at least 1, got {stages}; ask for more"
+            f"partition: expected at least 1 stage, got {stages}; increase the number of stages"
         )
     if stages > num_layers and not allow_empty:
         raise PartitionError(
-            f"partition: more stages than layers, expected at most {num_layers} stages, got "
-            f"{stages}; use fewer stages, or split the model into more layers"
+            f"partition: more stages than layers: the model has {num_layers} layers, got {stages} "
+            f"stages; use fewer stages, or split the model into more layers"
         )
 
 
 def integers(costs: Sequence[float]) -> list[int]:
-    """Scale costs by one power of two that makes all of them integers (floats are dyadic)."""
+    """Scale costs to integers by one common power of two (floats are dyadic rationals)."""
     ratios = []
     for index, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise PartitionError(
-                f"partition: bad cost of layer {index}, expected a finite number from 0 up, got "
-                f"{cost}; correct that cost"
+                f"partition: invalid cost of layer {index}: expected a finite nonnegative number, "
+                f"got {cost}; correct that cost"
             )
         ratios.append((cost if isinstance(cost, int) else float(cost)).as_integer_ratio())
     scale = math.lcm(*(denominator for _, denominator in ratios))
@@ -97,7 +99,7 @@ def integers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_bottleneck(prefix: list[int], ends: Ends) -> int:
-    """Return the least limit under which filling stage after stage has each end where it may be."""
+    """Return the smallest stage cost limit for which some cut with allowed ends exists."""
     stages = len(ends.low) - 1
     low = max((b - a for a, b in pairwise(prefix)), default=0)
     low, high = max(low, -(-prefix[-1] // max(stages, 1))), prefix[-1]
@@ -112,7 +114,7 @@ def _least_bottleneck(prefix: list[int], ends: Ends) -> int:
 
 
 def _furthest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
-    """Return how many layers the first 0, 1, ... stages can hold under the limit."""
+    """Return how many layers the first 0, 1, ... stages can hold at most under the limit."""
     reach = [0]
     for most in ends.high[1:]:
         reach.append(min(most, bisect_right(prefix, prefix[reach[-1]] + limit) - 1))
@@ -120,7 +122,7 @@ def _furthest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
 
 
 def _earliest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
-    """Return how many layers must come before stage k = 0, 1, ... so that the rest still fits."""
+    """Return how many layers must precede stage k = 0, 1, ... so that the rest still fits."""
     start = [len(prefix) - 1]
     for least in ends.low[-2::-1]:
         start.append(max(least, bisect_left(prefix, prefix[start[-1]] - limit)))
@@ -128,11 +130,11 @@ def _earliest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
 
 
 def _most_even(prefix: list[int], ends: Ends, limit: int) -> list[int]:
-    """Return the cut of least sum of squares among those with no stage above the limit.
+    """Return the cut with the smallest sum of squares among those within the limit.
 
     Dynamic programming over the ends of stages. The price of a stage satisfies the quadrangle
-    inequality (also with the limit as an infinite price), so the best start of a stage moves
-    right with its end, and each stage's row is solved by halving: O(K n log n).
+    inequality (also with the limit as an infinite price), so the best start of a stage moves right
+    with its end, and each stage's row is solved by divide and conquer in O(K n log n) total.
     """
     num_layers = len(prefix) - 1
     furthest, earliest = _furthest(prefix, ends, limit), _earliest(prefix, ends, limit)
@@ -151,9 +153,9 @@ def _most_even(prefix: list[int], ends: Ends, limit: int) -> list[int]:
 def _solve_row(
     prefix: list[int], limit: int, weight: int, before: dict[int, int], low: int, high: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the least price, and the start that gives it, of a stage with each end low..high.
+    """Return, for each end low..high of a stage, the smallest price and the start that gives it.
 
-    ``before`` has the least price of all earlier stages by their last end.
+    `before` maps the end of the previous stage to the smallest price of all earlier stages.
     """
     best: dict[int, int] = {}
     chosen: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The cut of a model into stages: what was asked for, and what came of it."""
+"""The partition of a model into stages, with the costs and settings that it was made from."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -17,17 +17,21 @@ POLICIES = ("parameters", "uniform", BY_TIME, SIMULATED)
 
 
 class Partition(NamedTuple):
-    """A cut, and what it was made by.
+    """A cut of the layers into stages, and what it was computed from.
 
-    `counts`: the layers of each stage. `costs`: one number a layer, in the unit `measure`, which
-    is ``parameters``, ``layers``, or that of the gauge (``time``, ``FLOPs``); then `times` has the
-    parts of each cost. `paces`: how many times as long each stage takes as on rank 0, and
-    `rank_paces` the same by rank; empty: all ranks are as fast. `num_ranks`: how many ranks share
-    the stages, where some stages are on one rank less; None: each stage is on as many. Where they
-    share stages `paces` are empty: see `stage_paces`. `pins`: the layers that are on their stages
-    in this cut, and in those that are made anew from it. `is_open`: a layout takes a
-    faster one for the same costs, where its ranks hold several stages and it finds one. `made_on`:
-    the schedule and ranks for which such a one was found; empty: it is none.
+    Attributes:
+      counts: number of layers of each stage.
+      costs: cost of each layer in the unit `measure`: ``parameters``, ``layers``, or that of the
+        gauge (``time``, ``FLOPs``).
+      times: with a gauge, the parts of each cost.
+      paces: slowdown of each stage relative to rank 0; empty if all are equal, and if ranks share
+        stages (then see `stage_paces`).
+      rank_paces: slowdown of each rank; empty if all are equal.
+      num_ranks: number of ranks that share the stages if some stages have one rank less; else None.
+      pins: layers pinned to stages, also in cuts derived from this one.
+      is_open: a layout may replace the cut by a faster one for the same costs if its ranks hold
+        several stages.
+      made_on: schedule and ranks for which such a faster cut was found; else empty.
     """
 
     counts: tuple[int, ...]
@@ -43,10 +47,10 @@ class Partition(NamedTuple):
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> "Partition":
-        """Return the cut that a checkpoint tells of.
+        """Load the cut stored in a checkpoint.
 
-        Older ones called the times seconds, and did not tell of how many ranks the cut was for:
-        they count as made for as many ranks of each stage.
+        Older checkpoints named the times seconds, and did not store the number of ranks; their cuts
+        count as made for equally many ranks per stage.
         """
         times = facts.get("times", facts.get("seconds", ()))
         counts, costs = tuple(facts["counts"]), tuple(facts["costs"])
@@ -59,21 +63,21 @@ class Partition(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Say whether the times are seconds."""
+        """Return whether the times are measured seconds."""
         return bool(self.times) and self.measure == MEASURED
 
     @property
     def copies(self) -> list[int] | None:
-        """Return how many ranks hold each stage, where ranks share stages; else None."""
+        """Return the number of ranks of each stage if ranks share stages; else None."""
         if self.num_ranks is None:
             return None
         return copies_for(self.counts, self.costs, self.num_ranks, self.rank_paces)
 
     @property
     def stage_paces(self) -> tuple[float, ...]:
-        """Return how many times as long each stage takes as on rank 0; empty: all are as fast.
+        """Return the slowdown of each stage relative to rank 0; empty if all are equal.
 
-        Where ranks share it, on the average of its micro-batches.
+        If ranks share a stage, it is the mean over its micro-batches.
         """
         copies = self.copies
         if copies is None or not self.rank_paces:
@@ -81,9 +85,9 @@ class Partition(NamedTuple):
         return paces_in_rows(copies, self.rank_paces)
 
     def stage_costs(self, recomputed: Sequence[Collection[int]] | None = None) -> Costs | None:
-        """Return what each op of a stage takes; None where no gauge was asked.
+        """Return the time of each op of each stage, or None if no gauge was used.
 
-        `recomputed`: the layers of each stage that an ``R`` runs again; None for all.
+        `recomputed`: the layers of each stage that ``R`` recomputes; None for all.
         """
         if not self.times:
             return None
@@ -106,9 +110,9 @@ class Partition(NamedTuple):
         )
 
     def likely_costs(self, recomputed: Sequence[Collection[int]] | None = None) -> Costs:
-        """Return what each op of a stage takes; where no gauge was asked, as the cut weighs layers.
+        """Return the time of each op of each stage, estimated from the layer costs without a gauge.
 
-        Then the forward takes as long as either half of the backward.
+        The estimate takes the forward as long as each half of the backward.
         """
         known = self.stage_costs(recomputed)
         if known is not None:
@@ -125,7 +129,7 @@ class Partition(NamedTuple):
     def cut_anew(self, num_stages: int, num_ranks: int | None = None) -> "Partition":
         """Return the best cut for the same costs into another number of stages.
 
-        `num_ranks`: where these share the stages, some of which are on one rank less.
+        `num_ranks`: number of ranks that share the stages if some stages have one rank less.
         """
         if num_ranks is not None:
             counts = cut_for_ranks(self.costs, num_stages, num_ranks, self.rank_paces, self.pins)
@@ -137,7 +141,7 @@ class Partition(NamedTuple):
 
 
 class Paces(NamedTuple):
-    """How many times as long slow ranks take: by stage, and by rank. Empty: all are alike."""
+    """Slowdowns of slow ranks, by stage and by rank; empty if all are equal."""
 
     stages: tuple[float, ...] = ()
     ranks: tuple[float, ...] = ()
@@ -154,14 +158,19 @@ def choose_partition(
     paces: Paces = ALIKE,
     pins: Pins = (),
 ) -> Partition:
-    """Cut a model into `num_stages` by one of `POLICIES`, or as given by hand.
+    """Partition a model into `num_stages` by one of `POLICIES`, or as given by hand.
 
-    A Partition that was made before, in a checkpoint say, is taken as it is where it fits the
-    layers and the stages, and was made for the same ranks and paces; for others its costs are cut
-    anew. Where it does not fit the cut is made as that one was. `time` is what the gauge measures
-    or counts; only `simulated`, which is left open, asks it, too. `num_ranks`: where these share
-    the stages, and some stages are on one rank less, which get less to do. `paces`: those of slow
-    ranks, which get less. `pins`: layers that have to be on certain stages. Raises PartitionError.
+    An existing Partition (for example of a checkpoint) is used unchanged if it fits the layers and
+    stages and was made for the same ranks and slowdowns. If only those differ, its costs are
+    partitioned again; if it does not fit, its policy is applied again. `time` uses the times of the
+    gauge; so does `simulated`, whose cut is left open for the layout.
+
+    Args:
+      num_ranks: number of ranks that share the stages if some stages have one rank less.
+      paces: slowdowns of ranks; slow ranks get less work.
+      pins: layers that must be on given stages.
+
+    Raises PartitionError.
     """
     layers = gauge.layers
     if isinstance(policy, Partition):
@@ -173,7 +182,7 @@ def choose_partition(
             return now.cut_anew(num_stages, num_ranks)
         policy = "uniform" if policy.measure == "layers" else policy.measure
     if not isinstance(policy, str):
-        # A zero written by hand asks for an empty stage: it passes its input on.
+        # A zero set by hand requests an empty stage, which forwards its input.
         counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
         check_pinned(pins, counts)
         sizes = tuple(map(float, layer_parameters(layers)))
@@ -187,10 +196,10 @@ def choose_partition(
         return made.cut_anew(num_stages, num_ranks)
     if policy not in (BY_TIME, SIMULATED):
         raise PartitionError(
-            f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
-            f"of each stage, got {policy!r}; choose one of them"
+            f"partition: unknown policy {policy!r}; set one of {', '.join(POLICIES)}, or the "
+            f"number of layers of each stage"
         )
-    uniform(len(layers), num_stages)  # refuse too many stages before measuring
+    uniform(len(layers), num_stages)  # raises for too many stages before measuring
     Ends.where(pins, len(layers), num_stages)
     times = gauge.times
     costs = tuple(each.forward + each.backward for each in times)

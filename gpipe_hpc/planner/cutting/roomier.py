@@ -1,4 +1,4 @@
-"""A cut by time with which each rank keeps within its memory, where the fastest cut does not."""
+"""Find the fastest cut that keeps each rank within its memory, if the fastest one does not."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -22,9 +22,10 @@ from gpipe_hpc.schedule import Schedule
 
 
 def lacks_memory(request: Request, partition: Partition, table: Schedule, gauge: Gauge) -> bool:
-    """Say whether some rank needs more than it may fill, in a table without R chosen by a budget.
+    """Return whether some rank exceeds its memory limit with the recomputation of the request.
 
-    No, where layers cannot be counted.
+    With recompute=budget the table is checked without recomputation. False if layers cannot be
+    counted.
     """
     limits = memory_limits(request)
     whole = dressed(table, request.recompute, request.offload)
@@ -41,13 +42,12 @@ def lacks_memory(request: Request, partition: Partition, table: Schedule, gauge:
 def roomier_cut(
     request: Request, partition: Partition, table: Schedule, gauge: Gauge
 ) -> Partition | None:
-    """Return the fastest cut with which all ranks stay within their memory; None: there is none.
+    """Return the fastest cut that keeps all ranks within their memory, or None if there is none.
 
-    Exact for what a `table` of this order holds, by dynamic programming: of all cuts that fit, one
-    whose slowest stage is as fast as can be. With recompute ``budget`` each rank recomputes what
-    leaves it most room. None also where this is not looked for: a cut by hand,
-    several stages a rank or ranks a stage, offload, states divided over replicas, layers that
-    cannot be counted.
+    Exact for the memory of a `table` of this order, by dynamic programming: of all cuts that fit,
+    one with the fastest slowest stage. With recompute=budget each rank recomputes what minimizes
+    its memory. Also None if the search does not apply: a cut by hand, several stages per rank or
+    ranks per stage, offload, sharded optimizer state, or layers that cannot be counted.
     """
     limits = memory_limits(request)
     placement = table.placement
@@ -77,7 +77,7 @@ def roomier_cut(
         return own.at_least_bytes(each) <= room and own.least_bytes(each) <= room
 
     def is_spent(stage: int, start: int, stop: int) -> bool:
-        # With more layers all of this grows. The workspace may shrink: with it what leaves.
+        # All of these grow with more layers; the workspace may shrink, so it is left out.
         own, each = span(start, stop), moments[stage]
         if own.updating_bytes > limits[route[stage]]:
             return True
@@ -89,7 +89,7 @@ def roomier_cut(
 
 
 class _Span:
-    """Some layers as a stage: what they hold all the time, to run, and of a micro-batch."""
+    """The memory of consecutive layers as one stage: permanent, workspace and per micro-batch."""
 
     def __init__(self, model: ModelCount, request: Request, start: int, stop: int) -> None:
         layers, states = range(start, stop), request.kept_states
@@ -101,9 +101,9 @@ class _Span:
         self.workspace_bytes = self._stage.workspace_bytes
 
     def bytes(self, moments: Sequence[Moment], less: int = 0) -> int:
-        """Return what a rank of these moments holds for them; all that can be is recomputed.
+        """Return the peak bytes over these moments if everything that can be is recomputed.
 
-        `less`: by how much less is counted of each micro-batch that is to be, or was.
+        `less` is subtracted from each micro-batch that is to be recomputed, or was.
         """
         kept, full = self._all_again
         return self._lasting + max(
@@ -112,18 +112,19 @@ class _Span:
         )
 
     def at_least_bytes(self, moments: Sequence[Moment]) -> int:
-        """Return what it holds at least, whatever is recomputed.
+        """Return a lower bound of the peak bytes over all choices of recomputation.
 
-        To recompute less than all saves nothing but what a run starts from and nobody else keeps.
+        Recomputing fewer layers can only save the inputs of the recomputed run that are not kept
+        otherwise.
         """
         storages = self._stage.storages
         return self.bytes(moments, storages.nbytes(storages.layers[0].given - storages.held))
 
     def least_bytes(self, moments: Sequence[Moment]) -> int:
-        """Return what it holds where those layers are recomputed for which that is least."""
+        """Return the peak bytes for the choice of recomputed layers that minimizes them."""
         numbers = [*map(_numbers, moments)]
         weights = {(kept, full) for _, kept, full in numbers if kept or full} or {(1, 0)}
-        # For nothing: of choices that cost the same those that keep least are left.
+        # With zero costs, only the choices with the least memory remain.
         choices = stage_choices(self._stage.storages, [0] * len(self._stage.layers), weights)
         held = [
             self._whole * whole + choices.kept_bytes * kept + choices.full_bytes * full
@@ -133,5 +134,5 @@ class _Span:
 
 
 def _numbers(moment: Moment) -> tuple[int, int, int]:
-    """Return how many micro-batches of a rank's only stage are whole, to be recomputed, and are."""
+    """Return the numbers of whole, to-be-recomputed and recomputed micro-batches of a moment."""
     return sum(moment.whole.values()), sum(moment.kept.values()), sum(moment.full.values())

@@ -1,9 +1,8 @@
-"""A faster cut where ranks hold several stages: looped, V-shaped and mirrored placements.
+"""Find faster cuts by simulation if ranks hold several stages (looped, V-shaped, mirrored).
 
-There a rank's load is a sum over stages far from each other, and how long a step takes also hangs
-on how even the stages are: no exact way to cut is known, and even loads alone make some steps
-slower. So cuts are simulated: some that trade even stages for even loads, and what is near the
-best of them.
+The load of a rank is then a sum over distant stages, and the step time also depends on how even the
+stages are. No exact algorithm is known, and balancing loads alone slows some steps down. So several
+cuts that trade even stages for even loads are simulated, followed by a local search from the best.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,28 +14,28 @@ from gpipe_hpc.planner.cutting.pins import Ends
 from gpipe_hpc.schedule import Placement
 
 _EVEN_STAGES: Final = (0.0, 0.4, 0.6, 0.8, 0.9)
-"""How much of the fullest rank's load its stages may be, were they all as large as the largest."""
+"""Weights of the largest stage against the largest load, from even loads to even stages."""
 
-_GAIN: Final = 1e-3  # of the time: less is no reason to move on
-_TOGETHER: Final = 24  # so many ends that follow each other move together
-_MOST_PRICED: Final = 1_000_000  # stages of cuts that are weighed on the way to even loads
+_GAIN: Final = 1e-3  # smallest relative gain in time that counts
+_TOGETHER: Final = 24  # maximum number of consecutive ends that move together
+_MOST_PRICED: Final = 1_000_000  # limit of evaluated cuts, times stages, for even loads
 
 _Ends = tuple[int, ...]
 _Price = tuple[float, float]
 
 
 def has_shared_ranks(placement: Placement) -> bool:
-    """Say whether some rank holds several stages."""
+    """Return whether some rank holds several stages."""
     return any(len(placement.stages_of(rank)) > 1 for rank in range(placement.num_ranks))
 
 
 def faster_cut(
     partition: Partition, placement: Placement, time_of: Callable[[Partition], float], most: int
 ) -> Partition:
-    """Return the fastest cut that was found, `partition` itself if it is none slower.
+    """Return the fastest cut found, or `partition` itself if none is faster.
 
-    `time_of`: how long a step with a cut takes, asked `most` times at most (but for the first few
-    cuts). The layers of `partition.pins` stay on their stages.
+    `time_of` returns the step time of a cut and is called at most `most` times, after the first few
+    cuts. The layers of `partition.pins` stay on their stages.
     """
     num_layers, num_stages = len(partition.costs), placement.num_stages
     where = Ends.where(partition.pins, num_layers, num_stages)
@@ -68,7 +67,7 @@ def _with_ends(partition: Partition, ends: _Ends) -> Partition:
 
 
 def _evened(partition: Partition, placement: Placement, where: Ends) -> Iterator[_Ends]:
-    """Yield cuts with even loads of ranks, from stages of any size to stages that are as even."""
+    """Yield cuts with balanced rank loads, with stages from arbitrary to even sizes."""
     paces = partition.rank_paces or (1.0,) * placement.num_ranks
     holders = [placement.holders(stage) for stage in range(placement.num_stages)]
     prefix = [0.0, *accumulate(partition.costs)]
@@ -99,10 +98,10 @@ def _evened(partition: Partition, placement: Placement, where: Ends) -> Iterator
 
 
 def _moves(ends: _Ends, where: Ends) -> Iterator[_Ends]:
-    """Yield the ends with one moved, or several that follow each other a little.
+    """Yield ends with one end moved by a power of two, or a group of consecutive ends by up to two.
 
-    What is in their way moves along. Of those that move together, a layer of a stage far away
-    changes places with one here.
+    Ends in the way are pushed along. Moving a group exchanges a layer of a distant stage for one
+    here.
     """
     last = len(ends) - 1
     steps = [1 << power for power in range(ends[-1].bit_length())]
@@ -117,7 +116,7 @@ def _moves(ends: _Ends, where: Ends) -> Iterator[_Ends]:
 
 
 def _near(ends: _Ends, where: Ends) -> Iterator[_Ends]:
-    """Yield the ends with one moved by a layer or two, or with two neighbours by one each."""
+    """Yield ends with one end moved by one or two layers, or two neighbouring ends by one."""
     for k in range(1, len(ends) - 1):
         for step in (1, -1, 2, -2):
             yield from _pushed(ends, {k: ends[k] + step}, where)
@@ -128,7 +127,7 @@ def _near(ends: _Ends, where: Ends) -> Iterator[_Ends]:
 
 
 def _pushed(ends: Sequence[int], to: Mapping[int, int], where: Ends) -> Iterator[_Ends]:
-    """Yield the ends with some put elsewhere and others pushed along, if all may be there."""
+    """Yield the ends with some set to given values and others pushed along, if that is valid."""
     moved = [to.get(k, end) for k, end in enumerate(ends)]
     for k in range(1, len(ends) - 1):
         if k not in to:

@@ -1,7 +1,7 @@
-"""Cut a sequence of layers into stages that unequal numbers of ranks hold.
+"""Partition layers into stages with unequal numbers of ranks, or with ranks of unequal speed.
 
-Legend as in `minimax`: n layers, K stages, prefix[j] the cost of the first j layers. `low` stages
-are on one rank less than the `high` ones; what counts is the cost of a stage over its ranks.
+Legend as in `minimax`: n layers, K stages, prefix[j] the cost of the first j layers. Stages have
+either q or q + 1 ranks; the objective is the cost of a stage divided by its ranks.
 """
 
 import math
@@ -23,14 +23,17 @@ def cut_for_ranks(
     paces: Sequence[float] = (),
     pins: Pins = (),
 ) -> list[int]:
-    """Return the layers of each stage for which the busiest of some ranks has least to do.
+    """Return the cut that minimizes the work of the busiest rank when ranks share stages.
 
-    Each stage is on as many ranks as any other, or on one less; which ones, the cut chooses.
-    ``paces[rank]`` is how many times as long a rank takes, empty where all are alike; those of a
-    stage share its work so that they end together. Exact, as `minimax` is; among the best the one
-    with the least sum of squares of what ranks have to do. No stage is empty, and each layer of
-    `pins` is on its stage. Raises PartitionError as `minimax` does, ScheduleError for fewer ranks
-    than stages.
+    The ranks are divided evenly over the stages; which stages get one rank less is part of the
+    solution. Ranks of a stage share its work so that they finish together. Exact, as `minimax`;
+    ties are broken by the smallest sum of squares. No stage is empty.
+
+    Args:
+      paces: slowdown of each rank, empty if all are equal.
+      pins: layers that must be on given stages.
+
+    Raises PartitionError as `minimax` does, ScheduleError for fewer ranks than stages.
     """
     copies = num_copies(ranks, stages)
     even = minimax(costs, stages, pins=pins)
@@ -52,11 +55,10 @@ def _plus_square(price: int, work: int) -> int:
 
 
 def cut_for_paces(costs: Sequence[float], paces: Sequence[float], pins: Pins = ()) -> list[int]:
-    """Return the layers of each stage for which the slowest stage is as fast as can be.
+    """Return the cut that minimizes the time of the slowest stage, for slowdowns of stages.
 
-    ``paces[stage]`` is how many times as long it takes there. Exact; among the best cuts the one
-    with the least sum of squares of what stages take. No stage is empty. Each layer of `pins` is on
-    its stage. Raises PartitionError as `minimax` does.
+    Exact; ties are broken by the smallest sum of squared stage times. No stage is empty, and each
+    layer of `pins` is on its stage. Raises PartitionError as `minimax` does.
     """
     even = minimax(costs, len(paces), pins=pins)
     if len(set(paces)) == 1:
@@ -73,14 +75,16 @@ def cut_for_paces(costs: Sequence[float], paces: Sequence[float], pins: Pins = (
 
 
 Asked = Callable[[int, int, int], bool]
-"""Says something of a stage, by its number, with the layers from a start to ahead of an end."""
+"""Predicate of a stage index and the range of its layers: start and end (exclusive)."""
 
 
 class Room(NamedTuple):
-    """Which layers there is room for in each stage.
+    """Predicates that limit the layers of each stage.
 
-    `fits`: whether it may have them; with more layers behind them it may fit again. `is_spent`:
-    whether it may have neither them nor them with any more behind; asked of what does not fit.
+    Attributes:
+      fits: whether the stage may have the layers. It may fit again with more layers at the end.
+      is_spent: whether neither these layers nor any longer range from the same start fits; called
+        only if `fits` is false.
     """
 
     fits: Asked
@@ -88,15 +92,15 @@ class Room(NamedTuple):
 
 
 ROOM_FOR_ALL: Final = Room(lambda *_: True, lambda *_: False)
-_WIDER: Final = (1.0, 1.25, 1.5, 2.0, 4.0)  # times the bottleneck of a cut that need not fit
+_WIDER: Final = (1.0, 1.25, 1.5, 2.0, 4.0)  # multiples of the bottleneck of the unlimited cut
 
 
 def cut_where(
     costs: Sequence[float], paces: Sequence[float], room: Room, pins: Pins = ()
 ) -> list[int] | None:
-    """Return the cut as `cut_for_paces` does, of those whose stages all fit; None: there is none.
+    """Return the cut of `cut_for_paces` among those whose stages all fit, or None if there is none.
 
-    Exact, whatever fits and is pinned.
+    Exact for any predicates and pins.
     """
     prefix, weights = [0, *accumulate(integers(costs))], integers(paces)
     ends = [0, *accumulate(cut_for_paces(costs, paces, pins))]
@@ -105,7 +109,7 @@ def cut_where(
         (prefix[end] - prefix[start]) * weight
         for (start, end), weight in zip(pairwise(ends), weights, strict=True)
     )
-    # Few cuts are looked at first: to ask whether a stage fits takes long.
+    # Start with a low limit and few cuts, because the predicates are slow.
     for limit in (*(int(wider * least) for wider in _WIDER), prefix[-1] * max(weights)):
         found = _best_where(prefix, weights, where, limit, max, room)
         if found is not None:
@@ -122,7 +126,7 @@ def _best_of_paces(
     limit: int,
     plus: Callable[[int, int], int],
 ) -> tuple[int, list[int]]:
-    """Return the least price, and its cut, of those in which no stage takes more than a limit."""
+    """Return the lowest price and its cut, among cuts whose stages all take at most the limit."""
     found = _best_where(prefix, weights, where, limit, plus, ROOM_FOR_ALL)
     assert found is not None, "the limit is that of some cut"
     return found
@@ -136,7 +140,7 @@ def _best_where(
     plus: Callable[[int, int], int],
     room: Room,
 ) -> tuple[int, list[int]] | None:
-    """Return the same of those whose stages fit; None if there are none."""
+    """Return the lowest price and its cut, among cuts within the limit that fit, or None."""
     num_layers = len(prefix) - 1
     best: dict[int, int] = {0: 0}
     steps: list[dict[int, int]] = []
@@ -169,10 +173,10 @@ def _best_where(
 def copies_for(
     counts: Sequence[int], costs: Sequence[float], ranks: int, paces: Sequence[float] = ()
 ) -> list[int]:
-    """Return how many of the ranks hold each stage of a cut: the cheapest stages one less.
+    """Return the number of ranks of each stage of a cut: the cheapest stages get one rank less.
 
-    Of stages that cost the same the later ones, which keep fewer micro-batches. With unequal
-    `paces` of ranks, whichever stages leave the busiest rank least to do.
+    Ties go to later stages, which keep fewer micro-batches. With unequal `paces` of ranks, the
+    choice minimizes the work of the busiest rank.
     """
     stages = len(counts)
     prefix = [0, *accumulate(integers(costs))]
@@ -189,9 +193,9 @@ def copies_for(
 
 
 def paces_in_rows(copies: Sequence[int], paces: Sequence[float]) -> tuple[float, ...]:
-    """Return how many times as long stages in rows take, on the average of their micro-batches.
+    """Return the mean slowdown of each stage over its micro-batches, if ranks share stages in rows.
 
-    `copies`: how many ranks hold each stage; `paces`: those of the ranks, row by row.
+    `copies`: number of ranks of each stage; `paces`: slowdowns of the ranks, row by row.
     """
     numbers = iter(range(len(paces)))
     speeds = [0.0] * len(copies)
@@ -203,13 +207,15 @@ def paces_in_rows(copies: Sequence[int], paces: Sequence[float]) -> tuple[float,
 
 
 class _Work(NamedTuple):
-    """What ranks have to do, in whole units: the cost of a stage times its weight.
+    """Integer work of ranks: the cost of a stage times a weight that depends on its ranks.
 
-    Ranks are numbered row by row; behind `num_rows` rows of all stages the last one, of `num_high`
-    ranks, has holes. `of_fewer` are the weights of stages without a rank in that row,
-    `of_more[stage]` of those with one, by how many stages ahead have one, too: each next has the
-    next rank, and behind the last there is none. All ranks are equally busy where each has the cost
-    of all layers over `capacity`.
+    Ranks are numbered row by row: `num_rows` complete rows, then a last one with `num_high` ranks.
+
+    Attributes:
+      of_fewer: weight of each stage without a rank in the last row.
+      of_more: weights of each stage with a rank in the last row, by the number of earlier stages
+        that have one too.
+      capacity: total cost divided by this is the work of each rank if all are equally busy.
     """
 
     prefix: list[int]
@@ -221,10 +227,10 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, prefix: list[int], stages: int, ranks: int, paces: Sequence[float]) -> "_Work":
-        """Return that of some ranks; `paces` are empty where all are alike."""
+        """Return the weights for some ranks; `paces` are empty if all are equal."""
         low, num_high = divmod(ranks, stages)
         if len(set(paces)) <= 1:
-            # Of a stage on fewer ranks each has more.
+            # Each rank of a stage with fewer ranks has more work.
             of_fewer, of_more = [low + 1] * stages, [[low] * (num_high + 1)] * stages
             return cls(prefix, low, num_high, of_fewer, of_more, Fraction(ranks, low * (low + 1)))
         speeds = [1 / Fraction(pace) for pace in paces]
@@ -243,9 +249,9 @@ class _Work(NamedTuple):
         return len(self.of_fewer)
 
     def dealt(self, counts: Sequence[int]) -> tuple[int, list[int]]:
-        """Return what the busiest rank of a cut has to do, and how many ranks hold each stage.
+        """Return the work of the busiest rank of a cut, and the number of ranks of each stage.
 
-        The ranks of the last row are with the stages where that is least; of equals with the first.
+        The ranks of the last row are assigned to minimize that work; ties go to earlier stages.
         """
         best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
         for stage, (start, end) in enumerate(pairwise([0, *accumulate(counts)])):
@@ -262,14 +268,14 @@ class _Work(NamedTuple):
         return most, copies
 
     def _weights(self, stage: int, num_high: int) -> Iterator[tuple[int, int]]:
-        """Yield whether a stage may have a rank in the last row, and its weight."""
+        """Yield whether a stage may have a rank in the last row, with its weight."""
         if self.num_high - num_high < self.stages - stage:
             yield 0, self.of_fewer[stage]
         if num_high < self.num_high:
             yield 1, self.of_more[stage][num_high]
 
     def limits(self, most: int) -> Iterator[int]:
-        """Yield limits to try: from where all ranks are equally busy, the last one is `most`."""
+        """Yield increasing limits to try, from perfectly even work up to `most`."""
         least = math.ceil(self.prefix[-1] / self.capacity)
         slack = least // 64
         while least + slack < most:
@@ -280,11 +286,11 @@ class _Work(NamedTuple):
     def best(
         self, limit: int, plus: Callable[[int, int], int], where: Ends
     ) -> tuple[int, list[int]] | None:
-        """Return the least price, and its cut, of those in which no rank has more than a limit.
+        """Return the lowest price and its cut, among cuts in which no rank exceeds a limit.
 
-        None if there are none that end `where` they may. Dynamic programming over the stages so
-        far, how many of them are on more ranks, and their end; `plus` adds a stage's work to a
-        price.
+        Returns None if there is none with the allowed ends. Dynamic programming over stages, the
+        number of them with a rank in the last row, and their end; `plus` adds the work of a stage
+        to a price.
         """
         num_layers, room = len(self.prefix) - 1, self._room(limit)
         best: dict[_State, int] = {(0, 0): 0}
@@ -310,7 +316,7 @@ class _Work(NamedTuple):
         return best[last], [b - a for a, b in pairwise(ends[::-1])]
 
     def _room(self, limit: int) -> Callable[[int, int], int]:
-        """Return what tells how much the stages behind one could cost together, at the most."""
+        """Return a function giving the largest total cost that the stages after one can hold."""
         of_fewer = [limit // weight for weight in self.of_fewer]
         more = [limit // min(row) - own for row, own in zip(self.of_more, of_fewer, strict=True)]
         behind = [*accumulate(reversed(of_fewer), initial=0)][::-1]
@@ -329,9 +335,9 @@ class _Work(NamedTuple):
         room: Callable[[int, int], int],
         among: tuple[int, int],
     ) -> Iterator[tuple["_State", int]]:
-        """Yield where one more stage leads, which ends among two numbers, and its ranks' work.
+        """Yield states after one more stage whose end is in `among`, with its ranks' work.
 
-        Only where the stages behind it have `room` for what is left.
+        States are skipped if the later stages have no `room` for the remaining layers.
         """
         prefix, (num_high, begin), (first, last) = self.prefix, state, among
         for is_high, weight in self._weights(stage, num_high):
@@ -345,8 +351,8 @@ class _Work(NamedTuple):
 
 
 _State = tuple[int, int]
-"""The first stages of a cut: how many of them are on more ranks, and the layers they have."""
+"""State of the first stages: number of them with a rank in the last row, number of layers."""
 
 
 _FINE: Final = 2**30
-"""The largest weight: what is rounded off is far less than what can be measured."""
+"""The largest weight; rounding errors are far below measurement errors."""

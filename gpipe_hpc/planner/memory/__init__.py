@@ -1,1 +1,1 @@
-"""What ranks hold, may hold, and what is said where that is too much."""
+"""Memory of ranks: forecasts, limits, and messages about shortages."""

@@ -1,7 +1,7 @@
-"""Settings that may differ from rank to rank: how much each may hold, and how slow it is.
+"""Settings that may differ by rank: memory limits and slowdowns.
 
-A list has a value for each rank of one pipeline, or for each rank of all replicas, in the order of
-the world. Replicas share one lay-out, so of those the one that is worst off counts.
+A list has one value per rank of a pipeline, or per rank of all replicas in the order of the world.
+Replicas share one layout, so the worst value over replicas counts.
 """
 
 import math
@@ -15,20 +15,17 @@ if TYPE_CHECKING:
     from gpipe_hpc.planner.request import Request
 
 MEASURED_PACES: Final = "measured"
-"""In the place of paces: each rank times the same work at the start of a run."""
+"""Value of `paces` that requests measuring them at the start of a run."""
 
 
 class FoundPaces(tuple[float, ...]):
-    """Paces that all ranks have measured, for each of them: on rank 0, which cuts by them.
-
-    Empty on every other rank, which is told of none but those of the cut.
-    """
+    """Slowdowns measured by all ranks, known on rank 0; empty on every other rank."""
 
 
 def memory_limits(request: "Request") -> tuple[float, ...] | None:
-    """Return the bytes that each rank of a pipeline may fill; None where no limit is given.
+    """Return the memory limit of each rank of a pipeline in bytes, or None without limits.
 
-    The request is for a known number of stages, its bytes are numbers. Raises ConfigError.
+    The request must have a known number of stages. Raises ConfigError.
     """
     given = request.memory_bytes
     assert not isinstance(given, str), "the settings were read"
@@ -41,10 +38,10 @@ def memory_limits(request: "Request") -> tuple[float, ...] | None:
 
 
 def given_paces(request: "Request") -> tuple[float, ...] | None:
-    """Return how many times as long as rank 0 each rank of a pipeline takes; None: nobody tells.
+    """Return the slowdown of each rank of a pipeline relative to rank 0, or None if unknown.
 
-    Rank 0 is the one that measures layers. None, too, where paces are still to be measured, and
-    where rank 0 alone knows those that were. Raises ConfigError.
+    Rank 0 is the one that measures layers. Also None if the slowdowns are still to be measured, or
+    known only on rank 0. Raises ConfigError.
     """
     given = request.paces
     is_elsewhere = isinstance(given, FoundPaces) and not given
@@ -60,8 +57,8 @@ def _ranks_of(request: "Request") -> int:
 
 
 _REMEDIES: Final = {
-    "memory_bytes": "write the bytes of each, or one number for all",
-    "paces": "2 is a rank that takes twice as long as one with 1",
+    "memory_bytes": "set the bytes of each rank, or one number for all",
+    "paces": "a rank with 2 takes twice as long as one with 1",
 }
 
 
@@ -74,9 +71,9 @@ def _of_one_pipeline(
 ) -> tuple[float, ...]:
     values = [float(each) for each in given if _is_positive(each)]
     if len(values) != len(given) or len(values) not in (ranks, ranks * replicas):
-        every = f", or for each of all {ranks * replicas}" if replicas > 1 else ""
+        every = f", or each of all {ranks * replicas} ranks" if replicas > 1 else ""
         raise ConfigError(
-            f"pipeline.{name}: expected a number above 0 for each of {ranks} ranks of a "
+            f"pipeline.{name}: expected a number above 0 for each of the {ranks} ranks of a "
             f"pipeline{every}, got {list(given)}; {_REMEDIES[name]}"
         )
     return tuple(worst(values[rank::ranks]) for rank in range(ranks))
@@ -88,13 +85,13 @@ def _is_positive(value: object) -> bool:
 
 
 def excess_bytes(held: Sequence[float], limits: Sequence[float] | None) -> float:
-    """Return by how many bytes the rank that lacks most exceeds what it may fill; 0 for none."""
+    """Return the largest number of bytes by which a rank exceeds its limit; 0 if none does."""
     if limits is None:
         return 0.0
     return max(0.0, *(have - most for have, most in zip(held, limits, strict=True)))
 
 
 def limits_text(limits: Sequence[float]) -> str:
-    """Return what ranks may fill: ``24 GB``, or ``8 GB to 24 GB``."""
+    """Format the memory limits: ``24 GB``, or ``8 GB to 24 GB``."""
     least, most = min(limits), max(limits)
     return bytes_text(least) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"

@@ -1,4 +1,4 @@
-"""What is said where memory ran out: the plan beside what was allocated, and what would help."""
+"""Explain an out-of-memory error: planned and allocated memory, and possible remedies."""
 
 from collections.abc import Iterator
 
@@ -14,12 +14,15 @@ _UNKNOWN = "-"
 def explain_exhausted(
     standing: MemorySnapshot, planned: RankForecast | None, request: Request
 ) -> str:
-    """Return a table of a rank's memory, planned and allocated, and the settings that would help.
+    """Return a table of a rank's planned and allocated memory, followed by remedies.
 
-    `planned`: None where nothing was: a library's user plans by `python -m gpipe_hpc.plan`.
+    `planned` is None if the run was not planned, as in library use without `python -m
+    gpipe_hpc.plan`.
     """
     lines = [_table(standing, planned), _where(standing)]
-    return "\n".join([*lines, f"memory is used up: {'; '.join(_remedies(standing, request))}"])
+    return "\n".join(
+        [*lines, f"out of memory; remedies: {'; '.join(_remedies(standing, request))}"]
+    )
 
 
 def _table(standing: MemorySnapshot, planned: RankForecast | None) -> str:
@@ -58,9 +61,9 @@ def _table(standing: MemorySnapshot, planned: RankForecast | None) -> str:
 def _where(standing: MemorySnapshot) -> str:
     if not standing.is_accelerator:
         free = "" if standing.free is None else f"; {bytes_text(standing.free)} are free"
-        return f"on {standing.device}, of the whole process{free}"
+        return f"on {standing.device}, for the whole process{free}"
     text = (
-        f"on {standing.device}: {bytes_text(standing.peak)} at the fullest, torch holds "
+        f"on {standing.device}: {bytes_text(standing.peak)} at peak, torch has reserved "
         f"{bytes_text(standing.reserved)}"
     )
     if standing.total is None:
@@ -69,27 +72,27 @@ def _where(standing: MemorySnapshot) -> str:
 
 
 def _remedies(standing: MemorySnapshot, request: Request) -> Iterator[str]:
-    """Yield what would help, what costs least first; what is set so already is left out."""
+    """Yield remedies, the cheapest first, without those already in use."""
     unused = standing.reserved - standing.allocated
     if standing.is_accelerator and unused > 0.2 * standing.reserved:
         yield (
-            f"{bytes_text(unused)} of what torch holds lie in pieces too small: "
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True joins them"
+            f"{bytes_text(unused)} of torch's reserved memory are fragmented: set "
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
     if standing.total is not None and standing.free is not None:
         others = standing.total - standing.allocated - standing.free
         if others > 0.1 * standing.total:
-            yield f"{bytes_text(others)} of the device are taken by other processes: end them"
-    yield f"take more micro-batches (pipeline.microbatches above {request.microbatches})"
+            yield f"other processes use {bytes_text(others)} of the device: end them"
+    yield f"use more micro-batches (pipeline.microbatches above {request.microbatches})"
     if request.recompute not in ("always", "budget"):
         yield "pipeline.recompute=always, or budget with pipeline.memory_bytes"
     if not request.offload and standing.is_accelerator:
-        yield "pipeline.offload=true, which keeps activations in the host's memory"
+        yield "pipeline.offload=true, which moves activations to host memory"
     if request.schedule == "gpipe":
-        yield "pipeline.schedule=1f1b, which keeps fewer micro-batches at a time"
+        yield "pipeline.schedule=1f1b, which keeps fewer micro-batches alive"
     if request.precision == "float32":
         yield "train.precision=bfloat16"
     if request.replicas > 1 and request.combining.shard == "none":
-        yield "outer.shard=flat, which divides gradients and the optimizer over the replicas"
-    yield "more stages (pipeline.stages), or a smaller batch (train.batch_size)"
-    yield "`python -m gpipe_hpc.plan` with these settings says what a layout needs"
+        yield "outer.shard=flat, which shards gradients and optimizer state over the replicas"
+    yield "use more stages (pipeline.stages), or a smaller batch (train.batch_size)"
+    yield "run `python -m gpipe_hpc.plan` with these settings to see what a layout needs"

@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the weights, and a process beside all tensors."""
+"""Memory that an optimizer keeps besides the weights, and a process besides its tensors."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,22 +11,29 @@ _WIDE: Final = 4  # bytes of a float32
 
 
 class OptimizerMemory(NamedTuple):
-    """`states`: numbers of a trained parameter, of its own size unless it has a master.
+    """What an optimizer and the process around it keep in memory.
 
-    `masters`: parameters smaller than float32 have one, of float32, and their states are so too.
-    `gradient_copies`: of each trained parameter's gradient. `outer_states`, `apart_states`: numbers
-    of a trained parameter, of float32 or wider: residuals for combining copies; anchors, outer
-    momenta and averages under way of replicas that train apart; where there are several (`among`).
-    `process_bytes`: of a rank, whatever it trains, of the memory that its tensors lie in: on the
-    host interpreter, libraries and communicators, on a device its contexts; 0 where nobody measured
-    them.
-
-    `temporaries`: tensors that a step makes of each weight that it has in hand: on the host one by
-    one, on a device packs of them. `of_all_on_device`: where a step there takes all weights at
-    once, how many it makes of each then. `is_on_device`: tensors lie
-    in the memory of a device. `saves_in_background`: what a checkpoint writes is copied to the host
-    first. `copies_to_neighbours`: a rank's state is, and kept in the memory of hosts. `replicas`:
-    among which what a checkpoint writes is divided.
+    Attributes:
+      states: number of values per trained parameter element, in its dtype unless it has a master
+        copy.
+      masters: whether parameters narrower than float32 have a float32 master copy and float32
+        states.
+      gradient_copies: number of additional copies of each trained parameter's gradient.
+      outer_states: values per element, at least float32, for compressing the gradients of replicas
+        (residuals).
+      apart_states: values per element, at least float32, for replicas that train separately between
+        synchronisations (anchors, outer momenta, averages in flight).
+      process_bytes: memory of a rank's process besides tensors, of the kind in which tensors are
+        stored: interpreter, libraries and communicators on the host, contexts on a device; 0 if not
+        measured.
+      temporaries: number of temporary tensors of an optimizer step, for one weight at a time on the
+        host, for one pack of weights on a device.
+      of_all_on_device: number of temporaries per weight if a step on a device handles all weights
+        at once.
+      is_on_device: whether tensors are in device memory.
+      saves_in_background: whether checkpoints are copied to the host before writing.
+      copies_to_neighbours: whether hosts keep in-memory copies of the state of other ranks.
+      replicas: number of replicas among which writing a checkpoint is divided.
     """
 
     states: int
@@ -44,11 +51,11 @@ class OptimizerMemory(NamedTuple):
 
     @classmethod
     def of(cls, given: "int | OptimizerMemory") -> "OptimizerMemory":
-        """Take a number of states without masters, as torch's optimizers keep them."""
+        """Convert a number of states to an OptimizerMemory without master copies."""
         return given if isinstance(given, OptimizerMemory) else cls(given)
 
     def among(self, copies: int) -> "OptimizerMemory":
-        """Return the same for so many copies of a weight: one alone is combined with none."""
+        """Return the memory with `copies` replicas of a weight; one alone needs no outer states."""
         return self._replace(
             outer_states=self.outer_states if copies > 1 else 0,
             apart_states=self.apart_states if self.replicas > 1 else 0,
@@ -61,22 +68,22 @@ class OptimizerMemory(NamedTuple):
         return states + self.copies_of(trained)
 
     def copies_of(self, weights: Iterable[Weight]) -> int:
-        """Return the bytes of what is whole on each copy: gradients, and what combining keeps."""
+        """Return the bytes that are never sharded: gradient copies and outer states."""
         trained = [weight for weight in weights if weight.is_trained]
         wide = sum(max(w.nbytes, _WIDE * w.num_elements) for w in trained)
         gradients = self.gradient_copies * sum(w.nbytes for w in trained)
         return gradients + round((self.outer_states + self.apart_states) * wide)
 
     def of_elements(self, count: int, size: int) -> int:
-        """Return the bytes of the states, and masters, of so many trained numbers of a size."""
+        """Return the bytes of states and masters for trained elements of `size` bytes."""
         if self.masters and size < _WIDE:
             return (self.states + 1) * _WIDE * count
         return self.states * size * count
 
     def update_of(self, weights: Iterable[Weight], share: float = 1.0) -> int:
-        """Return the bytes that a step holds while it runs; `share`: of the weights it updates.
+        """Return the peak temporary bytes of an optimizer step; `share` of the weights is updated.
 
-        Weights with masters have their whole gradients in float32 meanwhile.
+        Weights with master copies also need their complete gradient in float32.
         """
         trained = [weight for weight in weights if weight.is_trained and weight.num_elements]
         sizes = [weight.num_elements * self._width(weight) for weight in trained]
@@ -90,22 +97,24 @@ class OptimizerMemory(NamedTuple):
         return made + round(_WIDE * low * share)
 
     def saving_of(self, weights: Sequence[Weight], copies: int, optimizer_bytes: int) -> int:
-        """Return the bytes of buffers on the host that hold what is saved; they stay.
+        """Return the bytes of permanent host buffers for saving checkpoints.
 
-        `copies`: of these weights over all ranks. `optimizer_bytes`: what this rank keeps.
+        Args:
+          copies: number of replicas of these weights over all ranks.
+          optimizer_bytes: bytes of optimizer state on this rank.
         """
         in_background = self._written(weights, copies) if self.saves_in_background else 0
         to_neighbours = self.state_of(weights, optimizer_bytes) if self.copies_to_neighbours else 0
         return in_background + to_neighbours
 
     def state_of(self, weights: Iterable[Weight], optimizer_bytes: int) -> int:
-        """Return the bytes of a rank's state, as a neighbour keeps it."""
+        """Return the bytes of a rank's state as its neighbour keeps it."""
         own = list(weights)
         gradients = self.gradient_copies * sum(w.nbytes for w in own if w.is_trained)
         return sum(weight.nbytes for weight in own) + optimizer_bytes - gradients
 
     def _written(self, weights: Sequence[Weight], copies: int) -> int:
-        """Return what the first of copies writes: each tensor goes to that with least so far."""
+        """Return the bytes that the first replica writes; each tensor goes to the least loaded."""
         trained = [weight for weight in weights if weight.is_trained]
         sizes = [weight.nbytes for weight in weights]
         for weight in trained:

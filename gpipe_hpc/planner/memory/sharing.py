@@ -1,4 +1,4 @@
-"""What the copies of a stage hold of its optimizer's state, where that is divided over them."""
+"""Memory of optimizer state that is sharded over the replicas of a stage."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +13,14 @@ from gpipe_hpc.schedule import Placement
 
 
 class Shared(NamedTuple):
-    """What a rank holds: its share of the states, and what pads the weights, once; bytes."""
+    """Bytes of a rank's shard of the optimizer state, and of the padding of its weights."""
 
     optimizer_bytes: int
     padding_bytes: int = 0
 
 
 class _Part(NamedTuple):
-    """Numbers that a rank keeps state for, of one size in bytes; and those that only pad."""
+    """Number of elements that a rank keeps state for, their size in bytes, and padding elements."""
 
     num_elements: int
     size: int
@@ -28,7 +28,10 @@ class _Part(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """Stages of a rank with the same copies: how many, and which this one is; None: any."""
+    """Stages of a rank with the same replicas, their number, and this rank's position among them.
+
+    `position` None: the maximum over all positions.
+    """
 
     stages: tuple[int, ...]
     number: int
@@ -36,10 +39,11 @@ class _Copies(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How states are divided over the copies of stages, of which there are some.
+    """How the optimizer state is sharded over the replicas of stages.
 
-    `shard`: flat or oss, as in `Outer`. `buckets`: of each stage; what is in none, tied weights,
-    stays whole.
+    Attributes:
+      shard: ``flat`` or ``oss``, as in `Outer`.
+      buckets: buckets of each stage. Weights in no bucket (tied ones) are not sharded.
     """
 
     shard: str
@@ -48,7 +52,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, shard: str, replicas: int, buckets: tuple[Buckets, ...]) -> "Sharing | None":
-        """Return how states are divided; None: each copy, or the only one, has all of them."""
+        """Return the sharing, or None if each replica keeps all of its state."""
         return cls(shard, replicas, buckets) if shard != "none" and buckets else None
 
     def of_rank(
@@ -60,9 +64,9 @@ class Sharing(NamedTuple):
         memory: OptimizerMemory,
         replica: int | None = None,
     ) -> Shared:
-        """Return what a rank of a replica holds; None: at most, of any replica.
+        """Return the bytes of a rank of a replica; with `replica` None, the maximum over replicas.
 
-        Where numbers are divided in rows, that may be a few more than any rank has: what lies
+        With flat sharding this may be a few elements more than any rank has, because padding
         between tensors has no state.
         """
         held = placement.stages_of(rank)
@@ -70,7 +74,7 @@ class Sharing(NamedTuple):
         divided = {name for stage in held for bucket in self.buckets[stage] for name in bucket}
         parts: list[_Part] = []
         for copies in self._copies(placement, rank, replica):
-            divide = self._in_rows if self.shard == "flat" else self._by_owner
+            divide = self._flat_shards if self.shard == "flat" else self._owned_tensors
             parts += divide(copies, {n: w for n, w in weights.items() if n in divided})
         whole = memory.of_weights(w for name, w in weights.items() if name not in divided)
         whole += memory.copies_of(w for name, w in weights.items() if name in divided)
@@ -80,7 +84,7 @@ class Sharing(NamedTuple):
         )
 
     def _copies(self, placement: Placement, rank: int, replica: int | None) -> list[_Copies]:
-        """Return the stages of a rank by their copies: mirrored ones each have their own."""
+        """Group the stages of a rank by their replicas; mirrored stages form their own groups."""
         plain: list[int] = []
         found: list[_Copies] = []
         for stage in placement.stages_of(rank):
@@ -94,8 +98,8 @@ class Sharing(NamedTuple):
             found.append(_Copies((stage,), self.replicas * len(holders), position))
         return [*found, _Copies(tuple(plain), self.replicas, replica)]
 
-    def _in_rows(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
-        """Yield this copy's part of each bucket."""
+    def _flat_shards(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
+        """Yield this replica's shard of each flat bucket."""
         for bucket in (bucket for stage in copies.stages for bucket in self.buckets[stage]):
             trained = {name: weights[name] for name in bucket if weights[name].is_trained}
             sizes = {name: weight.num_elements for name, weight in trained.items()}
@@ -108,8 +112,8 @@ class Sharing(NamedTuple):
                     own = sum(stop - start for _, start, stop in slices)
                 yield _Part(own, _size(list(trained.values())), layout.padded_elements - count)
 
-    def _by_owner(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
-        """Yield the tensors that this copy owns; each size of numbers is divided by itself."""
+    def _owned_tensors(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
+        """Yield the tensors that this replica owns, divided separately for each element size."""
         names = {n for stage in copies.stages for bucket in self.buckets[stage] for n in bucket}
         own = {n: w for n, w in weights.items() if n in names and w.is_trained and w.num_elements}
         for size in sorted({_size([weight]) for weight in own.values()}):
@@ -123,6 +127,6 @@ class Sharing(NamedTuple):
 
 
 def _size(weights: Sequence[Weight]) -> int:
-    """Return the bytes of one number of weights of one kind."""
+    """Return the bytes of one element of weights of one dtype."""
     first = next(weight for weight in weights if weight.num_elements)
     return first.nbytes // first.num_elements

@@ -1,4 +1,4 @@
-"""What to say of ranks that need more memory than they may use."""
+"""Messages about ranks that need more memory than their limit."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,13 @@ def shortage(
     can_cut: bool = True,
     others: str = "",
 ) -> str:
-    """Return which ranks of a pipeline need more than they may fill, how much, and what would help.
+    """Describe which ranks exceed their memory limit, with remedies; empty if none does.
 
-    `limits`: the bytes that each rank may fill. `recompute` and `schedule` are what they run with,
-    which is not advised again; `can_cut`: whether micro-batches have more than one sample;
-    `others`: what was tried in its place, said instead of advice. Nothing where every rank fits.
+    Args:
+      limits: bytes that each rank may use.
+      recompute, schedule: settings of the run, which are not suggested again.
+      can_cut: whether micro-batches have more than one sample.
+      others: description of the alternatives tried, which replaces the remedies.
     """
     over = [at for at, rank in enumerate(ranks) if rank.total_bytes > limits[at]]
     if not over:
@@ -27,7 +29,7 @@ def shortage(
     lasting = [rank.lasting_bytes for rank in ranks]
     processes = ", the process" if any(rank.process_bytes for rank in ranks) else ""
     heaviest = max(range(len(ranks)), key=lambda at: lasting[at] - limits[at])
-    parts = f"weights, gradients, optimizer{processes}, activations and workspace, as counted"
+    parts = f"weights, gradients, optimizer{processes}, activations and workspace, counted"
     head = f"{_needs(ranks, limits, over)} ({parts})"
     if lasting[heaviest] > limits[heaviest]:
         return (
@@ -46,13 +48,13 @@ def shortage(
         remedies.append("pipeline.schedule=auto (searches for an order that fits)")
     remedies.append("more stages")
     return (
-        f"{head}; to need less: {', '.join(remedies)}; `python -m gpipe_hpc.plan` with these "
-        f"settings tries some of them together"
+        f"{head}; to reduce it: {', '.join(remedies)}; `python -m gpipe_hpc.plan` with these "
+        f"settings tries combinations"
     )
 
 
 def _needs(ranks: Sequence[RankForecast], limits: Sequence[float], over: Sequence[int]) -> str:
-    """Say what the rank needs that lacks most, and which others lack something, too."""
+    """Describe the need of the rank that exceeds its limit most, and name the others."""
     worst = max(over, key=lambda at: ranks[at].total_bytes - limits[at])
     needed, allowed = bytes_text(ranks[worst].total_bytes), bytes_text(limits[worst])
     if len(over) == 1:
@@ -60,4 +62,4 @@ def _needs(ranks: Sequence[RankForecast], limits: Sequence[float], over: Sequenc
     which = f"ranks {ranges_text(over)} need"
     if len(set(limits)) == 1:
         return f"{which} up to {needed}, pipeline.memory_bytes allows {allowed}"
-    return f"{which} too much: rank {worst} {needed}, pipeline.memory_bytes allows it {allowed}"
+    return f"{which} too much: rank {worst} {needed}, pipeline.memory_bytes allows {allowed} there"

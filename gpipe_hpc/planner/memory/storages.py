@@ -1,10 +1,10 @@
-"""Which storages live on between the forward and the backward of a stage's micro-batch.
+"""Storages of a stage's micro-batch that stay alive between forward and backward.
 
-The layers of a stage go in runs of neighbours that are treated alike (see `engine.stage_runner`). A
-layer that is not recomputed keeps what autograd saved of it. A run that is recomputed keeps what it
-started from: the nest on its way, and all that is stashed at that time; R makes anew what its
-layers save. One that is not holds on to that part of its input which a gradient comes for. A
-storage that several keep lives once.
+The layers of a stage form runs of neighbours that are all recomputed or all kept (see
+`engine.stage_runner`). A kept layer holds what autograd saved. A recomputed run holds its inputs:
+the value passed between layers, and everything stashed at that time; R recreates what its layers
+save. A kept run holds those of its inputs that receive a gradient. A storage held several times
+counts once.
 """
 
 from collections.abc import Collection
@@ -17,12 +17,15 @@ from gpipe_hpc.planner.costs.trial import Crossing, LayerCount
 
 
 class LayerStorages(NamedTuple):
-    """What one layer keeps, and what it would be run again from.
+    """Storages that one layer keeps, and from which it could be recomputed.
 
-    `inside`: bytes that nobody else knows of; `kept`: storages of input and output that live if
-    it is not recomputed; `made`: those that are new with it; `given`: those of all that stands in
-    front of it; `leaves`: those of them that a gradient comes for. `state`: bytes of copies of the
-    buffers that it changes, which live in any case.
+    Attributes:
+      inside: saved bytes that no other layer shares.
+      kept: storages of input and output that are saved if the layer is not recomputed.
+      made: storages that the layer creates.
+      given: storages of all values available before the layer.
+      leaves: those of `given` that receive a gradient.
+      state: bytes of copies of the buffers that the layer changes, always alive.
     """
 
     inside: int
@@ -34,7 +37,7 @@ class LayerStorages(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """Bytes that live of one micro-batch: from F to R, and from there to B."""
+    """Live bytes of one micro-batch: between F and R, and between R and B."""
 
     kept: int
     full: int
@@ -42,9 +45,9 @@ class Lives(NamedTuple):
 
 @dataclass(frozen=True)
 class StageStorages:
-    """The storages of one stage by number: their bytes, and who keeps them.
+    """The numbered storages of one stage: their bytes, and the layers that keep them.
 
-    `held` are those whose gradients will be sent back: they live in any case.
+    `held` storages are always alive, because their gradients will be sent back.
     """
 
     sizes: tuple[int, ...]
@@ -53,17 +56,17 @@ class StageStorages:
 
     @cached_property
     def all_bytes(self) -> int:
-        """Return what lives of a micro-batch if nothing is recomputed."""
+        """Return the live bytes of a micro-batch without recomputation."""
         return self.lives(()).kept
 
     def nbytes(self, storages: Collection[int]) -> int:
-        """Return the bytes of some storages."""
+        """Return the total bytes of some storages."""
         return sum(self.sizes[number] for number in storages)
 
     def lives(self, recomputed: Collection[int]) -> Lives:
-        """Return what lives of a micro-batch if the layers at these positions are recomputed."""
-        live, inside, anew = set(self.held), 0, 0
-        made: set[int] = set()  # within the run that is recomputed, and not yet saved there
+        """Return the live bytes of a micro-batch if the layers at these positions recompute."""
+        live, inside, recreated = set(self.held), 0, 0
+        made: set[int] = set()  # created in the recomputed run and not yet saved there
         before = None
         for position, layer in enumerate(self.layers):
             again = position in recomputed
@@ -73,25 +76,25 @@ class StageStorages:
                 made = set()
             if again:
                 made |= layer.made
-                anew += layer.inside + self.nbytes(layer.kept & made)
+                recreated += layer.inside + self.nbytes(layer.kept & made)
                 made -= layer.kept
             else:
                 inside += layer.inside
                 live |= layer.kept
             before = again
         kept = inside + self.nbytes(live)
-        return Lives(kept, kept + anew)
+        return Lives(kept, kept + recreated)
 
 
 class _Tensors(NamedTuple):
-    """Tensors of a nest on their way: the storages, and those that a gradient comes for."""
+    """Storages of a value passed between layers, and those of them that receive a gradient."""
 
     storages: tuple[int, ...]
     leaves: frozenset[int]
 
 
-class Follower:
-    """Follow storages through the layers of a stage, from the boundary on."""
+class StorageTracker:
+    """Tracks storages through the layers of a stage, starting at its boundary."""
 
     def __init__(self, boundary: Crossing) -> None:
         self._sizes: list[int] = []
@@ -101,16 +104,16 @@ class Follower:
         self._held = self._value.leaves
 
     def receive(self, name: str, carried: Crossing) -> None:
-        """Take in what an earlier stage stashed under a name."""
+        """Add a value that an earlier stage stashed under a name."""
         self._stashed[name] = self._arrived(carried)
         self._held |= self._stashed[name].leaves
 
     def run(self, count: LayerCount, names: SkipNames) -> None:
-        """Go on behind the next layer."""
+        """Track the storages through the next layer."""
         self._layers.append(self._follow(count, names))
 
     def run_loss(self, count: LayerCount) -> None:
-        """End with the loss: it is recomputed together with the last layer."""
+        """Track the loss, which is recomputed together with the last layer."""
         loss = self._follow(count, SkipNames())
         if self._layers:
             last = self._layers.pop()
@@ -123,7 +126,7 @@ class Follower:
         self._layers.append(loss)
 
     def result(self) -> StageStorages:
-        """Return what was found."""
+        """Return the storages of the stage."""
         return StageStorages(tuple(self._sizes), self._held, tuple(self._layers))
 
     def _arrived(self, carried: Crossing) -> _Tensors:

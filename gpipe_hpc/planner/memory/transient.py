@@ -1,18 +1,20 @@
-"""What a stage takes while it runs a micro-batch, beside what it keeps."""
+"""Temporary memory of a stage while it runs a micro-batch."""
 
 from collections.abc import Sequence
 
 from gpipe_hpc.planner.costs.trial import Crossing, LayerCount
 
 
-def stage_workspace(parts: Sequence[LayerCount], came: Crossing, left: Crossing) -> int:
-    """Return the bytes that a stage takes at most beside all that it keeps of its micro-batches.
+def stage_workspace(parts: Sequence[LayerCount], incoming: Crossing, outgoing: Crossing) -> int:
+    """Return the peak bytes of a stage besides the activations that it keeps.
 
-    `parts`: its layers, and the loss if that is part of it. `came` and `left`: what other stages
-    send it and take from it; nothing at the ends of the model. Added to what layers take is what
-    leaves: the output in a forward, its gradient in a backward. And one buffer for each that comes
-    is posted ahead of the action that takes it. As a layer runs, what those behind it keep is not
-    there: not yet in a forward, no longer in a backward.
+    It is the workspace of layers, plus the value being sent (the output in a forward, its gradient
+    in a backward), plus one posted receive buffer for each value that arrives. While a layer runs,
+    the saved tensors of later layers are not alive: not yet in a forward, no longer in a backward.
+
+    Args:
+      parts: layers of the stage, and the loss if it belongs to the stage.
+      incoming, outgoing: values exchanged with other stages; empty at the ends of the model.
     """
     later = forward = backward = 0
     for place in reversed(range(len(parts))):
@@ -23,12 +25,12 @@ def stage_workspace(parts: Sequence[LayerCount], came: Crossing, left: Crossing)
         forward = max(forward, part.workspace.forward + passed - later)
         backward = max(backward, part.workspace.backward + gradients - later)
         later += _made_and_kept(part, len(parts[place - 1].output.tensors) if place else 0)
-    on_its_way = max(forward + sum(left.tensors), backward + sum(left.gradients))
-    return on_its_way + sum(came.tensors) + sum(left.gradients)
+    on_its_way = max(forward + sum(outgoing.tensors), backward + sum(outgoing.gradients))
+    return on_its_way + sum(incoming.tensors) + sum(outgoing.gradients)
 
 
 def _only_passed(before: LayerCount, part: LayerCount) -> int:
-    """Return the bytes that a layer gives the next one, and that neither keeps."""
+    """Return the bytes of a layer's output that neither it nor the next layer saves."""
     return sum(
         before.kept.sizes[slot]
         for position, slot in enumerate(before.kept.outputs)
@@ -37,9 +39,9 @@ def _only_passed(before: LayerCount, part: LayerCount) -> int:
 
 
 def _made_and_kept(part: LayerCount, num_given: int) -> int:
-    """Return what a layer makes and keeps itself, which goes with its own backward.
+    """Return the bytes that a layer creates and saves, which its own backward frees.
 
-    The first slots are those of what it is given.
+    The first `num_given` slots are those of its inputs.
     """
     own = {*part.kept.outputs, *(slot for slots in part.kept.stashes for slot in slots)}
     kept = (slot for slot in own & part.kept.slots if slot >= num_given)

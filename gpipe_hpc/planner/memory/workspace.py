@@ -1,8 +1,8 @@
-"""What layers take while they run, beside what they keep from forward to backward.
+"""Temporary memory of layers while they run, besides what is kept for the backward.
 
-Of a forward that is what it drops again before it ends. Of a backward: gradients on their way
-through the layer, and a weight's gradient ahead of its sum with those of earlier micro-batches.
-What kernels take within one operator is not seen here, nor what libraries take for themselves.
+For a forward these are tensors freed before it ends; for a backward, gradients passing through the
+layer and a weight gradient before it is accumulated. Memory used inside one kernel or by libraries
+is not included.
 """
 
 import weakref
@@ -19,10 +19,10 @@ from gpipe_hpc.torch_compat import TorchDispatchMode, pytree
 
 
 class Workspace(NamedTuple):
-    """Of a layer: the most bytes at once above what stands at the end of its forward.
+    """Peak temporary bytes of a layer, above the live bytes at the end of its forward.
 
-    `backward`: above what stands at the start of its backward; the gradient of its input is part
-    of it, that of its output, which comes from elsewhere, is not.
+    `backward`: above the live bytes at the start of the backward. It includes the gradient of the
+    input, but not that of the output.
     """
 
     forward: int = 0
@@ -30,16 +30,16 @@ class Workspace(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of the storages that operators make within it, and that still live.
+    """Dispatch mode that counts live bytes of storages created by operations within it.
 
-    A storage that an operator is first seen to read stood there before and is not counted.
+    A storage that an operation reads before any has created it existed before, and is not counted.
     """
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
         self.now = self.most = 0
         self._counted: set[int] = set()
-        self._older: dict[int, torch.UntypedStorage] = {}  # held: no other may take its place
+        self._older: dict[int, torch.UntypedStorage] = {}  # kept alive: keys are not reused
 
     def __torch_dispatch__(
         self,
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operator; count what it makes."""
+        """Run one operation and count the storages that it creates."""
         for storage in _storages((args, kwargs)):
             if storage._cdata not in self._counted:
                 self._older[storage._cdata] = storage
@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def above(self) -> Iterator[Callable[[], int]]:
-        """Return what tells the most bytes above those of now, as of the time it is asked."""
+        """Yield a function that returns the peak of live bytes since the start, above the start."""
         self.most = before = self.now
         with self:
             yield lambda: self.most - before
@@ -79,9 +79,9 @@ def _storages(nest: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def run_counting(forward: Callable[[], Any], weights: Iterable[Tensor]) -> Workspace:
-    """Run a forward, and the backward of what it returns; return what they take on their way.
+    """Run a forward and its backward; return the peak temporary bytes of both.
 
-    The weights have gradients of earlier micro-batches, as in all backwards of a step but one.
+    Weights already have gradients, as in all but the first backward of a step.
     """
     for weight in weights:
         if weight.requires_grad:
@@ -95,7 +95,7 @@ def run_counting(forward: Callable[[], Any], weights: Iterable[Tensor]) -> Works
         return Workspace(of_forward)
     seeds = [torch.empty_like(end) for end in ends]
     edges = [edge_of(end) for end in ends]
-    # A stage lets go of what it has sent: outputs live on where autograd has saved them.
+    # A stage releases sent outputs; they stay alive only if autograd has saved them.
     del results, ends
     with live.above() as most:
         accumulate_gradients(edges, seeds)

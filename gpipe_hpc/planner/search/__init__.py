@@ -1,1 +1,1 @@
-"""Which layout is best: many are bounded, the most promising are laid out and simulated."""
+"""Search for the best layout: bound many candidates, then lay out and simulate the best ones."""

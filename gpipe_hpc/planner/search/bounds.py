@@ -1,4 +1,4 @@
-"""What a layout takes and holds at least, before any table is made: closed forms."""
+"""Closed-form lower bounds of a layout's step time and memory, before any table is built."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,7 +20,7 @@ from gpipe_hpc.schedule import Placement
 
 
 class Bound(NamedTuple):
-    """The least time of a step, what it probably takes, and the least bytes of the fullest rank."""
+    """Bounds of a layout: least step time, probable step time, least bytes of the fullest rank."""
 
     seconds: float
     probably_s: float
@@ -28,18 +28,18 @@ class Bound(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """What may be chosen once a layout is timed: sums inside each host first; divided states."""
+    """Options decided after timing: reducing inside hosts first, and sharding optimizer state."""
 
     by_host: bool
     divided: bool
 
 
 def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bound:
-    """Return what a layout takes and holds at least, whatever the order of its table.
+    """Return lower bounds of a layout's time and memory, valid for any order of its table.
 
-    The time is that on the fastest cut for equal ranks, each as fast as the fastest is; the cut is
-    left where some rank has too little memory for it. Where a run simulates cuts for ranks that
-    hold several stages, the time is that of any cut. Raises what cutting the model raises.
+    The time is for the fastest cut and equal ranks, each as fast as the fastest; the run uses
+    another cut if some rank lacks memory. If runs simulate cuts for ranks that hold several stages,
+    the time is for any cut. Raises the errors of partitioning.
     """
     states = base.kept_states
     samples = candidate.samples(ground.batch_size)
@@ -66,7 +66,7 @@ def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bo
 
 
 def _least_pace(base: Request) -> float:
-    """Return how many times as long as rank 0 the fastest rank takes."""
+    """Return the slowdown of the fastest rank relative to rank 0."""
     if base.paces is None or isinstance(base.paces, str):
         return 1.0
     paces = [float(pace) for pace in base.paces]
@@ -74,7 +74,7 @@ def _least_pace(base: Request) -> float:
 
 
 class _StageTimes(NamedTuple):
-    """The seconds of each stage for a whole micro-batch."""
+    """Seconds of each stage for a complete micro-batch."""
 
     forward: list[float]
     backward: list[float]
@@ -84,7 +84,7 @@ class _StageTimes(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition) -> "_StageTimes":
-        """Return those of a cut whose layers' times are known."""
+        """Return the times of the stages of a cut with known layer times."""
         spans = [partition.times[s.start : s.stop] for s in stage_layers(partition.counts)]
         forward, backward, of_input, of_weight = (
             [sum(layer[part] for layer in span) for span in spans] for part in range(4)
@@ -100,11 +100,11 @@ def _least_s(
     times: _StageTimes,
     sums: Sequence[float],
 ) -> float:
-    """Return the least time: no rank starts before a value can reach it, nor ends before others.
+    """Return a lower bound of the time from data dependencies and the work of each rank.
 
-    A rank's first forward waits for those of all stages ahead of its first one. Behind its last
-    backward come those of the stages ahead, though a W that waits may be the last of all. The sum
-    of a stage's gradients begins no sooner than its last backward.
+    A rank's first forward waits for the forwards of all earlier stages. After its last backward
+    come the backwards of the earlier stages, though a delayed W may be last. The all-reduce of a
+    stage's gradients starts no earlier than its last backward.
     """
     if len(placement.routes) > 1:
         return _least_of_any_cut_s(candidate, ground, placement, times)
@@ -120,7 +120,7 @@ def _least_s(
         head, tail = smallest * ahead[first], smallest * behind[first]
         work = amount * sum(forward[s] + backward[s] for s in own)
         waiting = amount * sum(of_weight[s] for s in own) if splits else 0.0
-        summed = [first] if splits else own  # all of which end ahead of the first one's backward
+        summed = [first] if splits else own  # they all end before the first one's backward
         known = amount * sum(forward[s] + backward[s] for s in summed)
         most = max(
             most,
@@ -134,14 +134,17 @@ def _least_s(
 def _least_of_any_cut_s(
     candidate: Candidate, ground: Ground, placement: Placement, times: _StageTimes
 ) -> float:
-    """Return the least time on any cut: all work evenly over ranks, or one micro-batch's way."""
+    """Return a lower bound of the time for any cut.
+
+    The larger of the total work divided over ranks, and one micro-batch's path through all stages.
+    """
     amount, smallest = _amounts(candidate, ground)
     work = amount * (sum(times.forward) + sum(times.backward)) / placement.num_ranks
     return max(work, smallest * (sum(times.least_forward) + sum(times.of_input)))
 
 
 def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
-    """Return how many of the largest micro-batches all of a replica are, and what the least is."""
+    """Return a replica's work in largest micro-batches, and the relative size of its smallest."""
     shares = microbatch_shares(
         ground.batch_size,
         candidate.replicas * candidate.microbatches,
@@ -152,7 +155,7 @@ def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
 
 
 def _copies(candidate: Candidate, partition: Partition, ground: Ground) -> list[int]:
-    """Return how many ranks hold each stage of pipelines with holes."""
+    """Return the number of ranks of each stage of pipelines with partial replicas."""
     if candidate.shared_by is not None:
         return copies_for(partition.counts, partition.costs, candidate.shared_by)
     placement = ground.placement(candidate)
@@ -162,10 +165,10 @@ def _copies(candidate: Candidate, partition: Partition, ground: Ground) -> list[
 def _least_in_rows_s(
     candidate: Candidate, ground: Ground, copies: Sequence[int], times: _StageTimes
 ) -> float:
-    """Return the least time of pipelines with holes, without sums of gradients.
+    """Return a lower bound of the time with partial replicas, without all-reduces.
 
-    Of the ranks that hold a stage the busiest has their mean share of its micro-batches at least.
-    As in `_least_s` it waits for the stages ahead, and they for it.
+    The busiest rank of a stage has at least the mean share of its micro-batches. As in `_least_s`,
+    it waits for the earlier stages, and they for it.
     """
     amount, smallest = _amounts(candidate, ground)
     forward, backward, of_input, of_weight, least_forward = times
@@ -185,7 +188,7 @@ def _least_in_rows_s(
 def _sums(
     candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: Ways
 ) -> list[float]:
-    """Return the least seconds of summing each stage's gradients behind its backward."""
+    """Return the shortest all-reduce time of each stage's gradients after its backward."""
     placement, cluster = ground.placement(candidate), ground.machine.summing
     found = []
     for number, stage in enumerate(stages):
@@ -200,7 +203,7 @@ def _sums(
 
 
 def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
-    """Return how much longer than the bound a table with waiting W probably takes."""
+    """Return how much longer than the bound a table with delayed W probably takes."""
     if candidate.schedule not in SPLITTING or candidate.stages == 1:
         return 0.0
     each = [sum(part) / candidate.stages for part in times]
@@ -217,7 +220,7 @@ def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
 def _least_bytes(
     candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways
 ) -> float:
-    """Return the least bytes of the fullest rank, wherever the model is cut: see `least_bytes`."""
+    """Return a lower bound of the fullest rank's bytes for any cut: see `least_bytes`."""
     placement = ground.placement(candidate)
     holders = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
     copies = candidate.replicas * max(holders) if ways.divided else 1
@@ -230,9 +233,9 @@ def _least_bytes(
 def least_bytes(
     ground: Ground, states: OptimizerMemory, copies: int, *, offloads: bool = False
 ) -> tuple[float, float]:
-    """Return the weights, gradients and optimizer of the model, and of its largest layer; bytes.
+    """Return the bytes of weights, gradients and optimizer, of the model and of its largest layer.
 
-    The optimizer's state is divided over so many copies.
+    The optimizer state is sharded over `copies` replicas.
     """
     everything = tuple(range(len(ground.layers)))
     each = (_lasting(ground.weights((i,), offloads), states, copies) for i in everything)

@@ -1,4 +1,4 @@
-"""The layouts that a search compares: all settings together that may stand in a line."""
+"""The layouts that a search compares: combinations of settings."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from gpipe_hpc.schedule import canonical_schedule, num_rows, num_stages, one_tab
 from gpipe_hpc.schedule.families.rerouted import ORDERS
 
 LEAST: Final = "least"
-"""In place of a way to recompute: nothing where that fits, else as little as does (``budget``)."""
+"""Recompute mode of a search: nothing if that fits, else as little as needed (``budget``)."""
 
 _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("one_f_one_b", MappingProxyType({})),
@@ -32,23 +32,25 @@ _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("dualpipe", MappingProxyType({})),
 )
 _MIRRORED: Final = frozenset({"chimera", "dualpipe", "gems"})
-"""Those of two directions: with one micro-batch half of the copies would idle.
+"""Bidirectional schedules: with one micro-batch half of the replicas would idle.
 
-``gems`` is laid out only where it is asked for: with one micro-batch under way on K ranks, each
-takes 2 K + 1 forwards, where ``one_f_one_b`` that recomputes everything takes 4.
+``gems`` is laid out only on request: with one micro-batch at a time on K ranks, each takes the
+time of 2 K + 1 forwards, compared with 4 for ``one_f_one_b`` with full recomputation.
 """
 SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "dualpipe"})
-"""Those in which weight gradients may wait."""
+"""Schedules that split the backward, so that weight gradients may be delayed."""
 _MOST_TRIED: Final = 16
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout, but for how copies combine their gradients, which is chosen once it is timed.
+    """One layout, except for how replicas combine gradients, which is chosen after timing.
 
-    Pipelines with holes are one replica on all ranks, as their table is; `rows`: of how many
-    pipelines that is, 1 where there are no holes. `simulates_cut`: whether the run is to look for a
-    faster cut than that with even stages, though nobody asked for it.
+    Attributes:
+      rows: number of pipelines that one table combines if there are partial replicas; then
+        `replicas` is 1. Otherwise 1.
+      simulates_cut: whether the run shall search for a faster cut by simulation, though the user
+        did not ask for it.
     """
 
     replicas: int
@@ -58,25 +60,25 @@ class Candidate:
     options: tuple[tuple[str, Any], ...] = ()
     recompute: str = LEAST
     offload: bool = False
-    precision: str | None = None  # where several are compared
+    precision: str | None = None  # set if several are compared
     rows: int = 1
     simulates_cut: bool = False
 
     @property
     def num_ranks(self) -> int:
-        """Return on how many ranks it is."""
+        """Return the number of ranks."""
         return self.replicas * self.stages
 
     @property
     def shared_by(self) -> int | None:
-        """Return how many ranks share the stages unequally, so the cut heeds it; None: equally."""
+        """Return how many ranks share the stages unequally, which affects the cut; else None."""
         return self.num_ranks if self.rows > 1 and "copies" not in dict(self.options) else None
 
     @property
     def written(self) -> "Candidate":
-        """Return it as a user asks for it: with holes as rows of stages, which ranks do not fill.
+        """Return the layout in the form of user settings, with partial replicas as rows of stages.
 
-        Of that, only the settings mean something.
+        Only the settings of the result are meaningful.
         """
         if self.rows == 1:
             return self
@@ -94,17 +96,17 @@ class Candidate:
 
     @property
     def num_stages(self) -> int:
-        """Return how many stages the model is cut into; ScheduleError where there is no table."""
+        """Return the number of stages of the model; raise ScheduleError if there is no table."""
         return num_stages(
             self.schedule, ranks=self.stages, microbatches=self.microbatches, **dict(self.options)
         )
 
     def samples(self, batch_size: int) -> int:
-        """Return the samples of the largest micro-batch."""
+        """Return the number of samples of the largest micro-batch."""
         return -(-batch_size // (self.replicas * self.microbatches))
 
     def of(self, base: Request) -> Request:
-        """Return the request for it; what it says nothing of is as in `base`."""
+        """Return the request for this layout; other settings are those of `base`."""
         return replace(
             base,
             stages=self.stages,
@@ -120,7 +122,10 @@ class Candidate:
         )
 
     def overrides(self) -> list[str]:
-        """Return it as it is written on a command line, with the ranks where these make holes."""
+        """Return the command-line settings of this layout.
+
+        If some replica is partial, they include the number of ranks.
+        """
         asked = self.written
         words = [
             f"pipeline.replicas={asked.replicas}",
@@ -138,13 +143,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """Out of which layouts one is to be found.
+    """The set of layouts among which a search chooses.
 
-    `base`: the settings that are asked for. Those whose name is in `fixed` stay as they are there;
-    names are the fields of `Request`, and those of `Outer`. `batch_size`: samples of a step, the
-    same in all layouts. `num_layers`: of the model, the most stages there can be. `offloads`: what
-    it tries of moving activations to the host. `precision`: of all its layouts, where others are
-    compared with them, which have a space of their own.
+    Attributes:
+      base: the requested settings.
+      batch_size: samples of a step, equal in all layouts.
+      num_layers: layers of the model, the maximum number of stages.
+      fixed: names of settings that keep their value of `base` (fields of `Request` and `Outer`).
+      offloads: values of offload to try.
+      precision: precision of all layouts if several are compared, each with its own space.
     """
 
     base: Request
@@ -156,11 +163,11 @@ class Space:
     precision: str | None = None
 
     def of(self, num_ranks: int) -> "Space":
-        """Return the same on another number of ranks."""
+        """Return the same space on another number of ranks."""
         return replace(self, num_ranks=num_ranks)
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Return (replicas, stages) that fill the ranks and get some work each."""
+        """Return the (replicas, stages) that fill all ranks and give each some work."""
         found = []
         for stages in range(1, self.num_ranks + 1):
             replicas, rest = divmod(self.num_ranks, stages)
@@ -173,11 +180,11 @@ class Space:
 
     @property
     def is_empty(self) -> bool:
-        """Say whether there is no layout."""
+        """Return whether there is no layout."""
         return not (self.shapes() or self.shapes_with_holes())
 
     def shapes_with_holes(self) -> list[tuple[int, int]]:
-        """Return (pipelines, stages of each) that ranks do not fill, so the last one has holes."""
+        """Return the (pipelines, stages) for which the last pipeline lacks some ranks."""
         found = []
         most, pinned = min(self.num_ranks - 1, self.num_layers), self.base.stages
         numbers: Iterable[int] = numbers_of_stages(most)
@@ -192,7 +199,7 @@ class Space:
         return found if found and self._may_have_holes(*found[0]) else []
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Yield all layouts; some may turn out to be refused."""
+        """Yield all layouts; some may prove to be invalid."""
         yield from self._whole()
         yield from self._with_holes()
 
@@ -217,7 +224,7 @@ class Space:
                         )
 
     def _may_have_holes(self, rows: int, stages: int) -> bool:
-        """Say whether what is asked for beside the layout goes with holes."""
+        """Return whether the other settings support partial replicas."""
         orders = self._orders()
         if not orders:
             return False
@@ -229,7 +236,7 @@ class Space:
         return True
 
     def _orders(self) -> tuple[str, ...]:
-        """Return the orders of rows with holes that may be."""
+        """Return the allowed orders of rows with partial replicas."""
         if "schedule" not in self.fixed:
             return tuple(o for o in ORDERS if not (self.base.compile and o in SPLITTING))
         given = self.base.schedule
@@ -262,7 +269,7 @@ class Space:
         return name not in self.fixed or getattr(self.base, name) in (None, value)
 
     def _microbatches(self, replicas: int) -> list[int]:
-        """Return numbers of micro-batches whose samples double, and none of which is empty."""
+        """Return numbers of micro-batches whose sizes double, with none empty."""
         share = self.batch_size // replicas
         if "microbatches" in self.fixed:
             given = self.base.microbatches
@@ -300,7 +307,7 @@ class Space:
 
 
 def numbers_of_stages(most: int) -> Iterator[int]:
-    """Yield numbers of stages to try: all up to 16, and as many more in growing steps."""
+    """Yield numbers of stages to try: all up to 16, then in growing steps."""
     stages = 1
     while stages <= most:
         yield stages

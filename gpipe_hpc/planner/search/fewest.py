@@ -1,4 +1,4 @@
-"""The least number of ranks on which a model fits into the memory of each."""
+"""The smallest number of ranks on which a model fits in memory."""
 
 import math
 from collections.abc import Callable
@@ -17,11 +17,13 @@ _MOST_RANKS: Final = 4096
 
 
 class Fewest(NamedTuple):
-    """The least number of ranks for which some layout of those tried fits.
+    """The smallest number of ranks for which some tried layout fits.
 
-    `layout`: one that fits, not the fastest. `first`: the least number that was tried; weights,
-    gradients and optimizer alone need as many. `nearest`: what of the next smaller number comes
-    nearest, if any was laid out. `schedules`: those that were tried.
+    Attributes:
+      layout: a layout that fits, not necessarily the fastest.
+      first: the first number tried, a lower bound from weights, gradients and optimizer state.
+      nearest: of the next smaller number of ranks, the layout that exceeds the memory least.
+      schedules: schedules that were tried.
     """
 
     num_ranks: int
@@ -31,13 +33,13 @@ class Fewest(NamedTuple):
     schedules: tuple[str, ...] = ()
 
     def fewer_text(self) -> str:
-        """Say what is known of fewer ranks; nothing where there are none."""
+        """Describe what is known about fewer ranks; empty if there are none."""
         if self.num_ranks == 1:
             return ""
         if self.num_ranks == self.first:
-            return "weights, gradients and optimizer alone need as many"
+            return "weights, gradients and optimizer state alone need that many"
         if not self.schedules:
-            return "on fewer no layout was tried, as the settings allow none"
+            return "no layout was tried on fewer, as the settings allow none"
         tried = ", ".join(self.schedules)
         return (
             f"no layout that was tried fits on fewer (tried: {tried}, as much recomputed as fits)"
@@ -45,10 +47,11 @@ class Fewest(NamedTuple):
 
 
 def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Ground]) -> Fewest:
-    """Return the least number of equal ranks on which some layout fits; ConfigError if none does.
+    """Return the smallest number of equal ranks on which some layout fits.
 
-    `space_of`, `ground_of`: for so many ranks. Tried are the schedules that keep least, with as
-    little recomputation as fits, for all sizes of micro-batches.
+    `space_of` and `ground_of` take a number of ranks. The schedules that keep the fewest
+    micro-batches are tried with minimal recomputation for all micro-batch sizes. Raises ConfigError
+    if no layout fits.
     """
     limit = most_bytes(space_of(1).base)
     assert limit is not None, "asked for within a memory"
@@ -70,19 +73,19 @@ def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Gr
         ""
         if nearest is None
         else (
-            f"; what comes nearest is {' '.join(nearest.candidate.overrides())}, whose rank "
+            f"; the closest is {' '.join(nearest.candidate.overrides())}, whose rank "
             f"{nearest.rank} needs {bytes_text(nearest.nbytes)}"
         )
     )
     raise ConfigError(
-        f"pipeline.memory_bytes: no layout that was tried on up to {most} ranks fits, expected "
-        f"room for the model, got {bytes_text(limit)} a rank{lacking}; allow more memory, or take "
-        f"a smaller batch, shorter samples or a model of smaller layers"
+        f"pipeline.memory_bytes: no layout that was tried on up to {most} ranks fits in "
+        f"{bytes_text(limit)} a rank{lacking}; allow more memory, or use a smaller batch, shorter "
+        f"samples or a model with smaller layers"
     )
 
 
 def _first(space: Space, ground: Ground, limit: float) -> int:
-    """Return the least number of ranks that could do; ConfigError where one layer is too much."""
+    """Return a lower bound of the number of ranks; raise ConfigError if one layer does not fit."""
     samples = space.batch_size
     ground.gauge(1)
     ways = Ways(by_host=False, divided="flat" in Choices.of(space.base, space.fixed, 1).shards)
@@ -91,16 +94,16 @@ def _first(space: Space, ground: Ground, limit: float) -> int:
     )
     if largest > limit:
         raise ConfigError(
-            f"pipeline.memory_bytes: one layer alone, with its gradient and optimizer, needs "
-            f"{bytes_text(largest)}, expected at most the {bytes_text(limit)} of a rank, got more "
-            f"by {bytes_text(largest - limit)} on any number of ranks; allow more memory, or split "
+            f"pipeline.memory_bytes: one layer alone, with its gradient and optimizer state, needs "
+            f"{bytes_text(largest)}, {bytes_text(largest - limit)} more than the "
+            f"{bytes_text(limit)} of a rank, on any number of ranks; allow more memory, or split "
             f"the layer"
         )
     return max(1, math.ceil(mean / limit))
 
 
 def _thrifty(space: Space) -> list[Candidate]:
-    """Return the layouts of a space that keep least, those of small micro-batches first."""
+    """Return the layouts of a space that need least memory, small micro-batches first."""
     is_fixed = "schedule" in space.fixed
     found = [each for each in space if each.written.schedule in _THRIFTY or is_fixed]
     return sorted(found, key=lambda each: (-each.stages, -each.microbatches))

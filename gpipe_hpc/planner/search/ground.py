@@ -1,4 +1,4 @@
-"""What all layouts of a search share: counts of each size of micro-batch, cuts, placements."""
+"""Cache of what all layouts of a search share: counts by micro-batch size, cuts, placements."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -26,14 +26,16 @@ from gpipe_hpc.planner.search.machine import Machine
 from gpipe_hpc.planner.stages import StageCount, count_stages
 from gpipe_hpc.schedule import Cluster, Placement, build
 
-_FEW: Final = 4  # micro-batches of a table that only shows its placement
+_FEW: Final = 4  # micro-batches of a table built only for its placement
 
 
 class Ground:
-    """Finds out each thing once, when it is first asked for.
+    """Cache of counts, cuts, placements and buckets for the layouts of a search.
 
-    `gauge_of`: the counts, or measured times, of a micro-batch of so many samples. `alone`: the
-    counts where it shares no casts of weights with others, as with offload; None: the same.
+    Args:
+      gauge_of: returns counts or measured times for a micro-batch of a number of samples.
+      alone: returns the counts without casts shared between micro-batches, as with offload; None if
+        they are equal.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Ground:
         pins: Pins = (),
         alone: Callable[[int], ModelCount] | None = None,
     ) -> None:
-        """Keep what is known; `policy`, `pins`: how the model is cut, as in a `Request`."""
+        """Store the machine and model; `policy` and `pins` of the cut are as in a `Request`."""
         self.machine, self.layers, self.batch_size = machine, layers, batch_size
         self._gauge_of, self._alone, self._policy, self._pins = gauge_of, alone, policy, pins
         self._leaves_cuts_open = False
@@ -59,29 +61,29 @@ class Ground:
         self._bucket_sizes: dict[tuple[range, float], tuple[int, ...]] = {}
 
     def on(self, cluster: Cluster) -> "Ground":
-        """Return the same for other ranks of the same speed; what is known stays known to both."""
+        """Return a cache for another cluster of ranks of the same speed, sharing all entries."""
         other = copy(self)
         other.machine = replace(self.machine, cluster=cluster)
         return other
 
     @property
     def simulates_cuts(self) -> bool:
-        """Say whether a run takes a faster cut where ranks hold several stages and one is found."""
+        """Return whether runs search for faster cuts by simulation if ranks hold several stages."""
         return bool(self._policy == SIMULATED)
 
     @property
     def cuts_by_time(self) -> bool:
-        """Say whether cuts are by time, simulated or not."""
+        """Return whether cuts are by time, simulated or not."""
         return self.simulates_cuts or bool(self._policy == BY_TIME)
 
     def with_open_cuts(self) -> "Ground":
-        """Return the same whose layouts take such cuts, which takes about half a second each."""
+        """Return a cache whose layouts search for simulated cuts, about half a second each."""
         other = copy(self)
         other._leaves_cuts_open = self.cuts_by_time
         return other
 
     def gauge(self, samples: int, *, offloads: bool = False) -> Known:
-        """Return what layers take on the machine for a micro-batch of so many samples."""
+        """Return the layer times on the machine for a micro-batch of `samples` samples."""
         key = samples, offloads and self._alone is not None
         if key not in self._gauges:
             if key[1]:
@@ -92,9 +94,9 @@ class Ground:
         return self._gauges[key]
 
     def check_pins(self, num_stages: int) -> None:
-        """Raise PartitionError unless some cut into so many stages has all pinned layers on theirs.
+        """Raise PartitionError unless some cut into `num_stages` stages satisfies all pins.
 
-        With more stages than layers there is no cut to ask of.
+        Nothing is checked with more stages than layers.
         """
         if num_stages <= len(self.layers):
             Ends.where(self._pins, len(self.layers), num_stages)
@@ -108,10 +110,10 @@ class Ground:
         *,
         offloads: bool = False,
     ) -> Partition:
-        """Return the cut into so many stages, on ranks of such paces.
+        """Return the cut into `num_stages` stages, for slowdowns `paces` of ranks.
 
-        `shared_by`: how many ranks hold the stages, where some are on one less than others. Raises
-        PartitionError where there is none.
+        `shared_by`: number of ranks that hold the stages if some stages have one rank less. Raises
+        PartitionError if there is no cut.
         """
         key = samples, offloads, num_stages, paces, shared_by
         if key not in self._cuts:
@@ -123,7 +125,7 @@ class Ground:
     def stages(
         self, samples: int, counts: tuple[int, ...], *, offloads: bool = False
     ) -> tuple[StageCount, ...]:
-        """Return what the stages of a cut cost, keep and exchange."""
+        """Return cost, memory and exchanged values of the stages of a cut."""
         key = samples, offloads, counts
         if key not in self._stages:
             gauge = self.gauge(samples, offloads=offloads)
@@ -131,13 +133,13 @@ class Ground:
         return self._stages[key]
 
     def placement(self, candidate: Candidate) -> Placement:
-        """Return where the stages of a layout are; its micro-batches are not those of a run."""
+        """Return the placement of a layout; its number of micro-batches is not that of the run."""
         key = candidate.schedule, candidate.options, candidate.stages
         if key not in self._placements:
             table = build(
                 candidate.schedule,
                 ranks=candidate.stages,
-                # Each of the rows that ranks do not fill has one.
+                # Each row needs at least one micro-batch.
                 microbatches=min(candidate.microbatches, max(_FEW, candidate.rows)),
                 **dict(candidate.options),
             )
@@ -145,7 +147,7 @@ class Ground:
         return self._placements[key]
 
     def weights(self, layers: tuple[int, ...], offloads: bool = False) -> tuple[Weight, ...]:
-        """Return the parameters of some layers, those tied among them once."""
+        """Return the parameters of some layers; parameters tied among them count once."""
         key = offloads, layers
         if key not in self._weights:
             samples = next(iter(self._gauges))[0]  # any will do
@@ -154,7 +156,7 @@ class Ground:
         return self._weights[key]
 
     def buckets(self, span: range, bucket_bytes: float) -> Buckets:
-        """Return the buckets of a stage's gradients, those that leave first ahead."""
+        """Return the gradient buckets of a stage, in the order in which they become ready."""
         key = span, bucket_bytes
         if key not in self._buckets:
             own = {n: sized for layer in span for n, sized in self._sizes[layer].items()}
@@ -162,7 +164,7 @@ class Ground:
         return self._buckets[key]
 
     def bucket_sizes(self, span: range, bucket_bytes: float) -> tuple[int, ...]:
-        """Return the bytes of each of these buckets."""
+        """Return the bytes of each bucket of a stage."""
         key = span, bucket_bytes
         if key not in self._bucket_sizes:
             own = {n: sized.num_bytes for layer in span for n, sized in self._sizes[layer].items()}

@@ -1,4 +1,4 @@
-"""What a step sends over the links of a cluster."""
+"""Bytes that a step sends over the links of a cluster."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from gpipe_hpc.schedule import Cluster, Placement
 
 
 class Load(NamedTuple):
-    """The bytes that a step sends over one way, and whether it leads from host to host."""
+    """Bytes that a step sends over one link, and whether it connects two hosts."""
 
     nbytes: float
     is_between: bool
@@ -22,7 +22,7 @@ Loads = dict[tuple[int, int], float]
 def boundary_loads(
     stages: Sequence[StageCount], placement: Placement, shares: Sequence[float]
 ) -> Loads:
-    """Return the bytes between the ranks of one replica, by (source, destination)."""
+    """Return the bytes sent between the ranks of one replica, by (source, destination)."""
     found: Loads = defaultdict(float)
     each = shares or [1.0] * placement.num_microbatches
     of_route = [0.0] * len(placement.routes)
@@ -46,9 +46,9 @@ def boundary_loads(
 def add_sums(
     found: Loads, cluster: Cluster, ranks: Sequence[int], nbytes: float, *, by_host: bool
 ) -> None:
-    """Add what summing so many bytes over some ranks sends: in a ring, of which none sends less.
+    """Add the bytes of a ring all-reduce over some ranks to the loads.
 
-    `by_host`: a ring in each host, and one of their first ranks.
+    `by_host`: a ring inside each host, and one of the first rank of each.
     """
     rings = [list(ranks)]
     if by_host:
@@ -63,7 +63,7 @@ def add_sums(
 
 
 def heaviest(cluster: Cluster, found: Loads) -> Load:
-    """Return the most that goes over one of the slowest ways that anything goes over."""
+    """Return the largest load among the slowest links in use."""
     if not found:
         return Load(0.0, False)
     ways = {way: cluster.link(*way) for way in found}

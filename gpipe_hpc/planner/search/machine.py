@@ -1,4 +1,4 @@
-"""What a search takes the ranks to be: how fast they compute, and how they are linked."""
+"""The hardware assumed by a search: compute rates and links of the ranks."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -18,13 +18,15 @@ FREE: Final = Link()
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks of one speed on a cluster, whose world ranks are numbered host by host.
+    """Ranks of equal speed on a cluster, numbered host by host.
 
-    `rates`: what a rank does a second in practice. `layer_s`: what the forward of a layer
-    takes besides, however few its samples are; each half of its backward takes as much.
-    `host_bytes_per_s`: of the copies of ``offload``; None: not known, and they take no time.
-    `prices`: what a step takes beside its layers. `clips`: whether gradients are clipped by their
-    norm. `cores`: of each host, where ranks are CPUs and that is known.
+    Attributes:
+      rates: sustained rates of a rank.
+      layer_s: constant overhead of a layer's forward, and of each half of its backward.
+      host_bytes_per_s: bandwidth of ``offload`` copies; None if unknown (then they are free).
+      prices: overheads of a step besides its layers.
+      clips: whether gradients are clipped by norm.
+      cores: cores of each host if ranks are CPUs and it is known.
     """
 
     cluster: Cluster
@@ -37,13 +39,13 @@ class Machine:
 
     @property
     def summing(self) -> Cluster:
-        """Return the ranks with the links that sums of gradients have."""
+        """Return the cluster with the links of gradient all-reduces."""
         link = self.prices.summing
         return self.cluster if link == FREE else replace(self.cluster, within=link)
 
     @property
     def crowd(self) -> Crowd | None:
-        """Return how many ranks share how many cores; None where that is not known."""
+        """Return how many ranks share how many cores of a host, or None if unknown."""
         return None if self.cores is None else Crowd(max(self.cluster.hosts), self.cores)
 
     @property
@@ -53,11 +55,11 @@ class Machine:
 
     @property
     def has_free_links(self) -> bool:
-        """Say whether nothing is known of the links: transfers take no time."""
+        """Return whether links are unknown, so that transfers take no time."""
         return self.cluster.within == FREE and self.cluster.between == FREE
 
     def priced(self, gauge: Gauge) -> Known:
-        """Return a gauge of seconds on this machine for one that counts FLOPs, or measures."""
+        """Convert a gauge of FLOPs to seconds on this machine; measured seconds are unchanged."""
         times = gauge.times
         if gauge.measure == COUNTED:
             times = tuple(map(self._seconds, work_of(gauge.count)))
@@ -72,13 +74,13 @@ class Machine:
 
 
 def on_hosts(num_ranks: int, num_hosts: int) -> tuple[int, ...]:
-    """Return the ranks of each host, all alike; ConfigError if they cannot be."""
+    """Divide ranks evenly over hosts; raise ConfigError if that is impossible."""
     if num_ranks % num_hosts:
         near = [n for n in (num_ranks // num_hosts, num_ranks // num_hosts + 1) if n]
         fitting = " or ".join(str(n * num_hosts) for n in near)
         raise ConfigError(
-            f"plan.hosts: expected hosts that all have as many of {num_ranks} ranks, got "
-            f"{num_hosts}; take {fitting} ranks, another number of hosts, or say in plan.links how "
-            f"many ranks each host has"
+            f"plan.hosts: {num_ranks} ranks cannot be divided evenly over {num_hosts} hosts; use "
+            f"{fitting} ranks, another number of hosts, or list the ranks of each host in "
+            f"plan.links"
         )
     return (num_ranks // num_hosts,) * num_hosts

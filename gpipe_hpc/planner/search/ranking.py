@@ -1,8 +1,8 @@
-"""The search: layouts by what they may take at best, the most promising simulated, the best ranked.
+"""Best-first search over layouts: bound all, simulate the most promising, rank the best.
 
-A best-first search by a lower bound: what cannot beat the best found is never laid out. It ends
-with the best of all, or when it has simulated so much that it would take minutes; then it says how
-much better than the best found any other layout could be.
+A layout whose lower bound cannot beat the best one found is never laid out. The search ends with
+the optimum, or at a limit of simulated actions; then it reports how much faster than the best one
+found any other layout could be.
 """
 
 import math
@@ -21,25 +21,30 @@ from gpipe_hpc.planner.search.ground import Ground
 from gpipe_hpc.planner.search.trial import Choices, TooMuch, Trial, try_out
 
 MOST_ACTIONS: Final = 1_000_000
-"""Of all tables that a search simulates: a million of them take 10 to 20 seconds."""
+"""Limit over all tables that a search simulates: a million actions take 10 to 20 seconds."""
 _LARGEST: Final = 400_000  # actions of one table
-_ENOUGH: Final = 24  # trials, ahead of those that only the bound asks for
+_ENOUGH: Final = 24  # trials that always run, before only the bound decides
 _FEW: Final = 6
-_CUT_AGAIN: Final = 12  # of the best: half a second each
-_WORTH_CUTTING: Final = 0.99  # of the time with even stages: less gain is no reason to ask for it
-_AS_GOOD: Final = 0.99  # of the time of the best found: what could be that fast is not looked for
+_CUT_AGAIN: Final = 12  # number of best layouts that get a simulated cut, half a second each
+_WORTH_CUTTING: Final = 0.99  # a simulated cut must save at least 1 % of the time
+_AS_GOOD: Final = 0.99  # layouts that could gain less than 1 % are not tried
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a search found: the layouts that fit, the fastest first.
+    """The result of a search: the layouts that fit, the fastest first, and counts of the others.
 
-    `num_layouts`: of the space; of them `num_refused` cannot be built, `num_large` have too large a
-    table to be simulated, `num_too_much` need more than the memory, and `num_unpinned` have
-    stages that cannot hold the pinned layers. `least_s`: what a layout that was not simulated takes
-    at least; None where all were, or cannot be faster. `is_of_even_cuts`: that holds for cuts with
-    even stages alone, as layouts whose ranks hold several stages were not tried on simulated ones.
-    `nearest`: of those that do not fit, the one that needs least.
+    Attributes:
+      num_layouts: size of the space.
+      num_refused: layouts that cannot be built.
+      num_large: layouts whose table is too large to simulate.
+      num_too_much: layouts that need too much memory.
+      least_s: lower bound of the time of layouts that were not simulated; None if they cannot be
+        faster.
+      nearest: of the layouts that do not fit, the one that needs least memory.
+      num_unpinned: layouts whose stages cannot satisfy the pins.
+      is_of_even_cuts: whether the bound holds only for cuts with even stages, because some layouts
+        whose ranks hold several stages were not tried with simulated cuts.
     """
 
     trials: tuple[Trial, ...]
@@ -56,14 +61,14 @@ class Ranking:
 
     @property
     def distance(self) -> float:
-        """Return by which share of its time the best could be slower than the best of all."""
+        """Return the largest share of the best layout's time that another layout could save."""
         if not self.trials or self.least_s is None:
             return 0.0
         return max(0.0, 1.0 - self.least_s / self.trials[0].step_s)
 
 
 def merged(rankings: Sequence[Ranking]) -> Ranking:
-    """Return one ranking of the layouts of several spaces."""
+    """Merge the rankings of several spaces."""
     nearest = [each.nearest for each in rankings if each.nearest is not None]
     least = [each.least_s for each in rankings if each.least_s is not None]
     return Ranking(
@@ -87,10 +92,11 @@ def _by_time(trial: Trial) -> tuple[float, int]:
 
 @dataclass
 class _Tally:
-    """What came of the layouts so far.
+    """Results of a search so far.
 
-    `asked`: by the layout of a trial, that which was asked for, which may have left open how much
-    it recomputes. `impossible`: those that cannot be built.
+    Attributes:
+      asked: the candidate from which each trial was made, which may leave the recomputation open.
+      impossible: candidates that cannot be built.
     """
 
     trials: list[Trial] = field(default_factory=list)
@@ -107,7 +113,7 @@ class _Tally:
         return min((each.step_s for each in self.trials), default=float("inf"))
 
     def add(self, candidate: Candidate, trial: Callable[[], Trial | TooMuch]) -> None:
-        """Try a layout, and note what came of it."""
+        """Try a layout and record the result."""
         self.num_actions += num_actions(candidate)
         try:
             found = trial()
@@ -125,12 +131,12 @@ class _Tally:
 
 
 def num_actions(candidate: Candidate) -> int:
-    """Return about how many actions of compute the table of a layout has."""
+    """Estimate the number of compute actions of a layout's table."""
     return 3 * candidate.num_stages * candidate.microbatches
 
 
 def most_bytes(base: Request) -> float | None:
-    """Return what the rank with the most memory may fill; None where there is no limit."""
+    """Return the largest memory limit of any rank, or None without limits."""
     given = base.memory_bytes
     assert not isinstance(given, str), "the settings were read"
     if given is None or isinstance(given, int | float):
@@ -139,13 +145,12 @@ def most_bytes(base: Request) -> float | None:
 
 
 def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ranking:
-    """Rank the layouts of a space by the time of a step, among those that fit into memory.
+    """Rank the layouts of a space that fit in memory by step time, then by memory.
 
-    Of layouts that take the same time the one that needs least memory is first. They are compared
-    on cuts with even stages. The best few are then tried on simulated cuts, too, unless the command
-    line says how to cut; one that gets faster takes such a cut, and its settings ask for it.
-    With `most_actions` of all tables together it stops. Raises PartitionError where no layout has
-    stages that can hold the pinned layers.
+    They are compared on cuts with even stages. The best few are then tried with simulated cuts,
+    unless the command line sets the partition; one that gets faster includes the setting for it.
+    The search stops after `most_actions` simulated actions. Raises PartitionError if no layout
+    satisfies the pins.
     """
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
     limit = most_bytes(space.base)
@@ -193,7 +198,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
         uncut = [pair for pair in behind if has_shared_ranks(ground.placement(pair[1]))]
         _cut_again(tally, ground, space, choices)
     if ground.simulates_cuts:
-        left += uncut  # tried or not: their bounds are of any cut
+        left += uncut  # tried or not: their bounds are valid for any cut
     return Ranking(
         tuple(tally.trials),
         num_layouts,
@@ -210,10 +215,10 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
 
 
 def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) -> None:
-    """Time the best layouts on simulated cuts, where ranks hold several stages.
+    """Time the best layouts with simulated cuts if ranks hold several stages.
 
-    If a run takes such cuts in any case, these times count; else a layout asks for its cut to be
-    simulated where that is worth while.
+    If runs simulate cuts anyway, these times replace the others; else a layout requests a simulated
+    cut if it is worthwhile.
     """
     opened = ground.with_open_cuts()
     worth = math.inf if ground.simulates_cuts else _WORTH_CUTTING
@@ -221,7 +226,7 @@ def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) ->
         if not has_shared_ranks(ground.placement(trial.candidate)):
             continue
         asking = replace(trial.candidate, simulates_cut=not ground.simulates_cuts)
-        with suppress(GpipeError):  # the cut that fits stays
+        with suppress(GpipeError):  # keep the cut that fits
             found = try_out(asking, opened, space.base, choices)
             if isinstance(found, Trial) and found.step_s < worth * trial.step_s:
                 tally.trials[at] = found
@@ -231,7 +236,7 @@ def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) ->
 def _nearest(
     hopeless: Sequence[tuple[Bound, Candidate]], ground: Ground, space: Space, choices: Choices
 ) -> TooMuch | None:
-    """Return what needs least of the layouts that cannot fit: a few are laid out."""
+    """Return the layout that needs least memory among some that cannot fit."""
     by_need = sorted(hopeless, key=lambda each: (each[0].nbytes, -each[1].microbatches))
     tally = _Tally()
     for _, candidate in by_need[:_FEW]:
@@ -247,7 +252,7 @@ def _simulate(
     tally: _Tally,
     most_actions: int,
 ) -> list[tuple[Bound, Candidate]]:
-    """Try layouts out, the most promising first; return those that were left."""
+    """Try layouts, the most promising first; return those not tried."""
 
     def run(candidate: Candidate) -> None:
         tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))

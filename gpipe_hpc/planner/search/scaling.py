@@ -1,4 +1,4 @@
-"""Times of layers for any micro-batch, from what a run measured for one size of them."""
+"""Scale layer times that a run measured to other micro-batch sizes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,15 +10,15 @@ from gpipe_hpc.planner.costs.gauges import MEASURED, Counted, LayerTimes, work_o
 from gpipe_hpc.planner.costs.rates import Rates
 from gpipe_hpc.planner.search.machine import Machine
 
-_FLOPS_A_BYTE: Final = 100.0  # what accelerators compute while they read a byte, about
+_FLOPS_A_BYTE: Final = 100.0  # typical ratio of FLOP/s to memory bytes/s of accelerators
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What layers took in a run, for a micro-batch of so many `samples`; `counted`: of that size.
+    """Layer times of a run for micro-batches of `samples` samples, with their counts.
 
-    For another size each layer takes its counted seconds there, times what it took over its counted
-    seconds for the size that was measured.
+    For another size, each layer's counted seconds are multiplied by its ratio of measured to
+    counted seconds at the measured size.
     """
 
     found: Calibration
@@ -27,19 +27,19 @@ class Scaling:
     counted: Counted
 
     def text(self) -> str:
-        """Say what times stand on."""
+        """Describe the source of the times."""
         found = self.found
         hosts = "one host" if found.hosts == 1 else f"{found.hosts} hosts"
         return (
             f"layers: scaled from calibration of {self.path} ({found.ranks} rank"
             f"{'s' * (found.ranks > 1)} on {hosts}, {found.device_name or found.device}, "
-            f"micro-batches of {self.samples} sample{'s' * (self.samples > 1)}): for other "
-            f"micro-batches what each took over what it counts as"
+            f"micro-batches of {self.samples} sample{'s' * (self.samples > 1)}); other sizes by "
+            f"the ratio of measured to counted time of each layer"
         )
 
     @cached_property
     def rates(self) -> Rates:
-        """Return the rates that its layers had together, where nothing else says any."""
+        """Return the mean rates of the measured layers, if no other rates are known."""
         works = work_of(self.counted.count)
         flops = sum(each.forward.flops + each.backward.flops for each in works)
         took_s = sum(each.forward + each.backward for each in self.found.layers)
@@ -47,9 +47,9 @@ class Scaling:
         return Rates.alike(rate, rate / _FLOPS_A_BYTE)
 
     def scaled(self, counted: Counted, machine: Machine, pace: float) -> Known:
-        """Return the layers for another micro-batch; `pace`: how slow the rank was that ran them.
+        """Scale the times to another micro-batch; `pace` is the slowdown of the measured rank.
 
-        A part that counts as nothing takes as long as it took for each sample.
+        Parts without counted work scale with the number of input bytes.
         """
         here, there = machine.priced(counted).times, machine.priced(self.counted).times
         more = sum(counted.count.inputs.tensors) / self.found.input_bytes

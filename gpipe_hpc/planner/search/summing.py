@@ -1,7 +1,7 @@
-"""When the gradients of all copies are summed, behind a table of compute that has been timed.
+"""Completion time of gradient all-reduces after a timed table of compute.
 
-The same as lowering the table and simulating its reductions, without doing either: so several ways
-to combine copies are compared at once.
+Equivalent to lowering the table and simulating its reductions, but faster, so that several ways to
+combine replicas are compared.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 
 class Ending(NamedTuple):
-    """The last backward of a stage on a rank: it starts, and ends."""
+    """Start and end of the last backward of a stage on a rank."""
 
     start_s: float
     end_s: float
 
 
 def endings(timelines: Sequence[Timeline]) -> list[set[Ending]]:
-    """Return when each stage has its last gradients, on each of its holders in each timeline."""
+    """Return the last backwards of each stage, over all its holders and timelines."""
     found: list[set[Ending]] = [set() for _ in range(timelines[0].num_stages)]
     for timeline in timelines:
         for row in timeline.events:
@@ -43,9 +43,9 @@ def copies_of(
 def sum_time(
     cluster: Cluster, ranks: Sequence[int], nbytes: float, num_buckets: int, *, by_host: bool
 ) -> ReductionTime:
-    """Return what it takes to sum so many bytes; `by_host`: inside each host first, then between.
+    """Return the time of an all-reduce; `by_host`: inside each host first, then between hosts.
 
-    The hosts are done with one bucket while their first ranks sum the one before.
+    The two levels are pipelined over buckets.
     """
     if not by_host:
         return cluster.reduction_time(ranks, nbytes, num_buckets)
@@ -60,28 +60,29 @@ def sum_time(
 
 
 class Sum(NamedTuple):
-    """The sum of a stage's gradients: what it takes, and the bytes of its buckets."""
+    """Time of the all-reduce of a stage's gradients, and the bytes of its buckets."""
 
     time: ReductionTime
     buckets: tuple[int, ...]
 
     @property
     def whole_s(self) -> float:
-        """Return what all buckets take, one after the other."""
+        """Return the time of all buckets one after another."""
         return self.time.bytes_s + len(self.buckets) * self.time.latency_s
 
     def halved(self) -> "Sum":
-        """Return the sum without telling all copies of it, or only that."""
+        """Return half of it: only the reduce-scatter or only the all-gather."""
         return self._replace(time=ReductionTime(*(part / 2 for part in self.time)))
 
 
 def summed_at(
     placement: Placement, ends: Sequence[set[Ending]], sums: Sequence[Sum], *, overlaps: bool
 ) -> float:
-    """Return when the last gradient is summed.
+    """Return the time at which the last gradient is all-reduced.
 
-    On each rank one bucket after the other, stages as they get ready. Where it `overlaps`, a bucket
-    leaves within the stage's last backward, once that has come as far.
+    Each rank reduces one bucket after another, stages in the order in which they are ready. With
+    `overlaps`, a bucket starts within the stage's last backward, as soon as its gradients are
+    complete.
     """
     free_at = [0.0] * placement.num_ranks
     done = 0.0
@@ -92,10 +93,10 @@ def summed_at(
         if not whole:
             continue
         holders = placement.holders(stage)
-        come = 0
+        ready_bytes = 0
         for nbytes in buckets:
-            come += nbytes
-            part = come / whole if overlaps else 1.0
+            ready_bytes += nbytes
+            part = ready_bytes / whole if overlaps else 1.0
             ready = max((start + (end - start) * part for start, end in ends[stage]), default=0.0)
             begin = max(ready, *(free_at[rank] for rank in holders))
             over = begin + time.bytes_s * nbytes / whole + time.latency_s

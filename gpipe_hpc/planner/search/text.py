@@ -1,4 +1,4 @@
-"""A ranking as text: what was compared, and a table of the best with settings to paste."""
+"""Format a ranking: what was compared, and a table of the best layouts with settings to copy."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -15,11 +15,11 @@ from gpipe_hpc.schedule import Link
 from gpipe_hpc.units import bytes_text, flops_text
 
 _NOTES: Final = (
-    "Simulated, not measured: layers as {layers}, transfers and sums of gradients as the links "
-    "say, {rest}. Memory is weights, gradients, optimizer, activations and workspace, {process}. "
-    "Off best cut: how much more the fullest rank has to do than in the best cut on such ranks "
-    "(<=: than in any cut, perhaps none is that good). Micro-batches of other sizes draw other "
-    "dropout; BatchNorm sees other batches."
+    "Simulated, not measured: layers are {layers}, transfers and gradient all-reduces follow the "
+    "links, {rest}. Memory is weights, gradients, optimizer, activations and workspace, {process}. "
+    "Off best cut: additional work of the most loaded rank compared with the best cut on such "
+    "ranks (<=: at most; perhaps no cut is better). With other micro-batch sizes, dropout draws "
+    "other random numbers and BatchNorm sees other batches."
 )
 _HEAD: Final = (
     "",
@@ -37,9 +37,9 @@ _HEAD: Final = (
 
 
 def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
-    """Say what ranks and links are taken to be, and what is not tried for want of that.
+    """Describe the assumed ranks and links, and what is not tried because they are unknown.
 
-    `measured`: how layers are measured, where their FLOPs are not counted.
+    `measured`: how layers are measured; empty if their FLOPs are counted.
     """
     machine = ground.machine
     cluster = machine.cluster
@@ -48,14 +48,14 @@ def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
     many = f"{len(cluster.hosts)} hosts of {each}" if len(cluster.hosts) > 1 else "one host"
     ranks = f"{cluster.num_ranks} ranks" if cluster.num_ranks > 1 else "1 rank"
     layers = measured or (
-        f"{machine.rates.text()}; {machine.layer_s:.2g} s a layer and pass beside that "
+        f"{machine.rates.text()}; plus {machine.layer_s:.2g} s a layer and pass "
         f"(plan.flops_per_s, plan.memory_bytes_per_s, plan.layer_s)"
     )
     lines = [f"{ranks} on {many}, {layers}"]
     if machine.has_free_links:
         lines.append(
-            "links: not known, so transfers and sums of gradients take no time; give plan.links, a "
-            "file, or plan.link_bytes_per_s"
+            "links: unknown, so transfers and gradient all-reduces take no time; set plan.links to "
+            "a file, or plan.link_bytes_per_s"
         )
     else:
         within, between = _link_text(cluster.within), _link_text(cluster.between)
@@ -66,23 +66,23 @@ def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
     if space.base.memory_bytes is None:
         offloaded = " or offloaded" * is_open
         lines.append(
-            f"memory: no limit given (pipeline.memory_bytes), so nothing is recomputed{offloaded}"
+            f"memory: no limit set (pipeline.memory_bytes), so nothing is recomputed{offloaded}"
         )
     elif is_open and True not in space.offloads:
         lines.append(
-            "offload: not tried, as it is not known how fast an accelerator copies to its host; "
-            "give plan.host_copy_bytes_per_s (a run with pipeline.layout=auto measures it)"
+            "offload: not tried, because the bandwidth from accelerator to host is unknown; set "
+            "plan.host_copy_bytes_per_s (a run with pipeline.layout=auto measures it)"
         )
     return "\n".join(lines)
 
 
 def precisions_text(searched: Iterable[tuple[Space, Ground]], *, is_measured: bool = False) -> str:
-    """Say how fast a rank is taken to be in each precision, where that is not measured."""
-    told = [
+    """List the compared precisions, with the assumed rates if layers are not measured."""
+    entries = [
         f"{s.precision}" + ("" if is_measured else f" {flops_text(g.machine.rates.products)}/s")
         for s, g in searched
     ]
-    return f"precisions: {', '.join(told)}; each trains with other numbers"
+    return f"precisions: {', '.join(entries)}; training results differ between them"
 
 
 def _link_text(link: Link) -> str:
@@ -92,7 +92,7 @@ def _link_text(link: Link) -> str:
 
 
 def counts_text(ranking: Ranking, num_ways: int) -> str:
-    """Say how many layouts were compared, and how sure the best is."""
+    """Describe how many layouts were compared, and how certain it is that the first is best."""
     simulated = ranking.num_simulated
     parts = [f"{simulated} simulated"] if simulated else []
     if ranking.num_too_much:
@@ -100,13 +100,13 @@ def counts_text(ranking: Ranking, num_ways: int) -> str:
     if ranking.num_refused:
         parts.append(f"{ranking.num_refused} cannot be built")
     if ranking.num_unpinned:
-        parts.append(f"{ranking.num_unpinned} have stages that cannot hold pipeline.pins")
+        parts.append(f"{ranking.num_unpinned} cannot satisfy pipeline.pins")
     if ranking.num_large:
         parts.append(f"{ranking.num_large} have too large a table")
     left = ranking.num_layouts - simulated - ranking.num_too_much
     left -= ranking.num_refused + ranking.num_large + ranking.num_unpinned
     if left > 0:
-        parts.append(f"{left} left out by what they take at least")
+        parts.append(f"{left} excluded by their lower bound")
     on = "on cuts with even stages, " * ranking.is_of_even_cuts
     sure = f"; {on}no layout is faster than the first"
     if not ranking.trials:
@@ -118,7 +118,7 @@ def counts_text(ranking: Ranking, num_ways: int) -> str:
 
 
 def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> str:
-    """Return the best layouts: a line of figures each, its settings, and why it is worse."""
+    """Return the best layouts: a line of figures each, its settings, and why it is not first."""
     shown = distinct(ranking.trials, most)
     rows = [list(_HEAD)]
     rows += [[str(number), *_figures(trial, batch_size)] for number, trial in enumerate(shown, 1)]
@@ -133,23 +133,26 @@ def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> s
 
 
 def notes_text(ground: Ground, layers: str, prices: str) -> str:
-    """Say what the figures stand on: where `layers` are from, and the setting that has `prices`."""
-    rest = "all else free: reading data, the optimizer's step, kernels that share a device"
+    """Describe the assumptions of the figures.
+
+    `layers` is the source of layer times, `prices` the setting with the overheads of a step.
+    """
+    rest = "and the rest is free: reading data, the optimizer step, kernels that share a device"
     if ground.machine.prices.measured is not None:
-        rest = f"what a step takes beside them as {prices} says; reading data is free"
+        rest = f"and step overheads are those of {prices}; reading data is free"
     is_known = ground.machine.prices.process_bytes > 0
-    process = f"and what a process takes beside tensors, as {prices} says"
+    process = f"and the process's memory besides tensors of {prices}"
     if not is_known:
-        process = "without what kernels and libraries take for themselves"
+        process = "without memory that kernels and libraries allocate themselves"
     lines = [_NOTES.format(layers=layers, rest=rest, process=process)]
     crowd = ground.machine.crowd
     return "\n".join(lines if crowd is None or not crowd.is_full else [*lines, f"{crowd}."])
 
 
 def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
-    """Return the first trials, without those that a better one is like in all but its schedule.
+    """Return the first trials, with at most two schedules per shape.
 
-    Of the schedules of one shape, size of micro-batches and recomputation the best two stay.
+    A shape is replicas, stages, micro-batches, recomputation and precision.
     """
     seen: dict[tuple[object, ...], int] = {}
     found: list[Trial] = []

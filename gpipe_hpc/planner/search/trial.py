@@ -1,4 +1,4 @@
-"""One layout of a search, laid out and simulated: what it takes, holds and sends."""
+"""Lay out and simulate one candidate of a search: step time, memory and traffic."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,11 +39,11 @@ from gpipe_hpc.schedule import (
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 _BUCKETS: Final = (25e6, 100e6)
-"""Sizes of buckets that are tried where none is asked for."""
+"""Bucket sizes that are tried if none is set."""
 
 
 class Combining(NamedTuple):
-    """How copies combine their gradients, as the settings of `Outer` that are chosen."""
+    """Settings of `Outer` that a search chooses for combining the gradients of replicas."""
 
     shard: str
     hierarchy: str | int
@@ -51,12 +51,12 @@ class Combining(NamedTuple):
 
     @property
     def is_by_host(self) -> bool:
-        """Say whether gradients are summed inside each host first."""
+        """Return whether gradients are reduced inside each host first."""
         return self.hierarchy == "host"
 
 
 class Choices(NamedTuple):
-    """What a search may choose of how copies combine their gradients, by setting."""
+    """Values to try for each setting of `Combining`."""
 
     shards: tuple[str, ...]
     hierarchies: tuple[str | int, ...]
@@ -64,7 +64,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, base: Request, fixed: frozenset[str], num_hosts: int) -> "Choices":
-        """Return them for a request of which some settings are fixed."""
+        """Return the values to try for a request with some fixed settings."""
         outer = base.combining
         is_usual = (
             outer.order == "backend" and outer.compress == "none" and not outer.uses_local_sgd
@@ -79,7 +79,7 @@ class Choices(NamedTuple):
         )
 
     def all(self) -> Iterator[Combining]:
-        """Yield all that go together: a flat shard goes with no other way to sum."""
+        """Yield all valid combinations; a flat shard excludes hierarchical reduction."""
         for shard in self.shards:
             for hierarchy in self.hierarchies:
                 if shard == "flat" and hierarchy != "none":
@@ -90,13 +90,16 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout that was simulated on the machine; seconds and bytes.
+    """A simulated layout; times in seconds, sizes in bytes.
 
-    `rank`: of a replica, the one that holds most, `nbytes`. `compute_s`: the mean over ranks of
-    what they compute in a step. `causes`: why they idle, as shares of the step, which sum to the
-    bubble. `load`: what goes over the slowest link. `combining`: None where there are no copies.
-    `beside_s`: of the step, what is behind pipeline and sums: clipping, optimizer, and all else.
-    `partition`, `placement`: its cut, and the ranks that hold its stages.
+    Attributes:
+      compute_s: mean compute time of ranks in a step.
+      causes: causes of idle time as shares of the step, which add up to the bubble.
+      nbytes, rank: peak memory of the fullest rank of a replica, and that rank.
+      load: traffic of the slowest link.
+      partition, placement: the cut, and the ranks that hold its stages.
+      combining: None without replicas.
+      beside_s: time after pipeline and all-reduces: clipping, optimizer and overhead.
     """
 
     candidate: Candidate
@@ -114,10 +117,7 @@ class Trial:
 
     @property
     def cut_distance(self) -> Distance | None:
-        """Return how far its cut is from the best one on these ranks, by the times of layers.
-
-        None for one rank, which has all of them.
-        """
+        """Return how far the cut is from the best one on these ranks, or None for one rank."""
         if self.placement.num_ranks == 1:
             return None
         costs = [each.forward + each.backward for each in self.partition.times]
@@ -130,11 +130,11 @@ class Trial:
 
     @property
     def recomputes(self) -> bool:
-        """Say whether something may be computed twice."""
+        """Return whether some layers may be recomputed."""
         return self.candidate.recompute != "never"
 
     def overrides(self, base: Request) -> list[str]:
-        """Return its settings as on a command line; of `outer` those that are not as in `base`."""
+        """Return its command-line settings; settings of `outer` only if they differ from `base`."""
         words = self.candidate.overrides()
         for name, value in () if self.combining is None else self.combining._asdict().items():
             if value != getattr(base.combining, name):
@@ -147,10 +147,11 @@ def _written(value: str | float) -> str:
 
 
 class TooMuch(NamedTuple):
-    """A layout that does not fit: what the rank needs that lacks most, and by how much too much.
+    """A layout that does not fit: the rank that exceeds its limit most, and its memory.
 
-    `lasting_bytes`: what of it is weights, gradients, optimizer and workspace. `lacks`: by how many
-    bytes each rank of a replica has too much, 0 where it fits.
+    Attributes:
+      lasting_bytes: part of `nbytes` that is weights, gradients, optimizer state and workspace.
+      lacks: bytes by which each rank of a replica exceeds its limit, 0 if it fits.
     """
 
     candidate: Candidate
@@ -164,11 +165,11 @@ class TooMuch(NamedTuple):
 def try_out(
     candidate: Candidate, ground: Ground, base: Request, choices: Choices
 ) -> Trial | TooMuch:
-    """Lay out a candidate and, if it fits into the memory that `base` allows, simulate it.
+    """Lay out a candidate and, if it fits in memory, simulate it.
 
-    With `LEAST` nothing is recomputed where that fits, else as little as does; where nothing fits,
-    what needs less: to recompute all that helps, or nothing. Raises what laying
-    out raises: PartitionError where nothing fits, ScheduleError where there is no such table.
+    With `LEAST` nothing is recomputed if that fits, else as little as needed. If nothing fits, the
+    result is the one of full and no recomputation that exceeds the memory less. Raises the errors
+    of laying out: PartitionError if no recomputation fits, ScheduleError if there is no such table.
     """
     laid = lay_out_in_memory(candidate, ground, base, choices)
     return laid if isinstance(laid, TooMuch) else laid.timed()
@@ -184,7 +185,7 @@ def lay_out_in_memory(
     if isinstance(plain, Laid):
         return plain
     if plain.lasting_bytes < plain.nbytes - plain.excess_bytes:
-        with suppress(PartitionError):  # nothing fits
+        with suppress(PartitionError):  # no recomputation fits
             return _laid_out(replace(candidate, recompute="budget"), ground, base, choices)
     thrifty = _laid_out(replace(candidate, recompute="except_last"), ground, base, choices)
     if isinstance(thrifty, Laid) or thrifty.excess_bytes < plain.excess_bytes:
@@ -197,7 +198,7 @@ def _laid_out(
 ) -> "Laid | TooMuch":
     asked, ways = candidate.of(base), list(choices.all())
     if candidate.recompute == "budget":
-        # It fills what is left, and the last way leaves most: the optimizer's state is divided.
+        # Recomputation fills the free memory, which is largest with a sharded optimizer state.
         ways = [way for way in ways if way.shard == ways[-1].shard]
     laid = Laid(candidate, ground, _combined(asked, ways[0]))
     limits = memory_limits(asked)
@@ -220,10 +221,10 @@ def _combined(asked: Request, way: Combining) -> Request:
 
 
 class Laid:
-    """A candidate's table of compute, and what it is timed with."""
+    """The compute table of a candidate, with everything needed to time it."""
 
     def __init__(self, candidate: Candidate, ground: Ground, asked: Request) -> None:
-        """Lay it out."""
+        """Lay out the candidate."""
         self.candidate, self.ground, self.asked = candidate, ground, asked
         samples = candidate.samples(ground.batch_size)
         gauge = ground.gauge(samples, offloads=candidate.offload)
@@ -251,11 +252,11 @@ class Laid:
 
     @property
     def is_alone(self) -> bool:
-        """Say whether no stage has another copy."""
+        """Return whether no stage has a replica."""
         return self.candidate.replicas == 1 and len(self.table.placement.routes) == 1
 
     def held(self, way: Combining) -> list[int]:
-        """Return what each rank holds at its fullest."""
+        """Return the peak memory of each rank."""
         placement, kept = self.table.placement, self.asked.kept_states
         sharing = None if self.is_alone else self._sharing(way)
         return [
@@ -277,12 +278,12 @@ class Laid:
         return Sharing.of(way.shard, self.candidate.replicas, buckets)
 
     def with_ways(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> "Laid":
-        """Return itself with the ways to combine copies that fit, and what ranks hold with each."""
+        """Set the fitting ways to combine gradients, with the memory of each; return self."""
         self._ways, self._held = ways, held
         return self
 
     def timed(self) -> Trial:
-        """Simulate it, and choose of the ways to combine copies that fit the fastest."""
+        """Simulate the layout and choose the fastest way to combine gradients."""
         ways, held = self._ways, self._held
         piped = Piped(self.table, self._costs(), self.ground.machine.prices)
         self._refuse_idle_copies(piped.slowest)
@@ -306,7 +307,7 @@ class Laid:
         )
 
     def _step(self, piped: Piped, way: Combining) -> StepTime:
-        """Return what a step takes whose gradients are summed in some way."""
+        """Return the step time with one way to combine gradients."""
         machine, placement, counts = self.ground.machine, self.table.placement, self._counts
         over_s = piped.end_s
         if not self.is_alone:
@@ -322,20 +323,20 @@ class Laid:
         return self.partition.counts
 
     def _refuse_idle_copies(self, timeline: Timeline) -> None:
-        """Refuse a table in which a rank holds a stage that has no micro-batch there."""
+        """Raise ScheduleError if a rank holds a stage without any micro-batch for it."""
         placement = self.table.placement
         for rank, row in enumerate(timeline.events):
             at_work = {event.action.stage for event in row if event.action.op in ENDS_BACKWARD}
             idle = set(placement.stages_of(rank)) - at_work
             if idle:
                 raise ScheduleError(
-                    f"schedule {self.table.name!r}: expected work for each copy of a stage, got "
-                    f"none of stage {min(idle)} on rank {rank} with "
-                    f"{self.candidate.microbatches} micro-batch(es); use more of them"
+                    f"schedule {self.table.name!r}: rank {rank} has no work for its replica of "
+                    f"stage {min(idle)} with {self.candidate.microbatches} micro-batch(es); use "
+                    f"more of them"
                 )
 
     def _costs(self) -> list[Costs]:
-        """Return what actions cost, once for all replicas that are alike."""
+        """Return the costs of actions, once for all replicas with equal links and speeds."""
         machine = self.ground.machine
         costs = action_costs(self.partition, self.stages, self.recomputed, self.shares)
         costs = with_copies(
@@ -353,7 +354,7 @@ class Laid:
         return Sum(time, buckets)
 
     def _load(self, way: Combining) -> Load:
-        """Return what a step sends over the slowest link."""
+        """Return the traffic of a step over the slowest link."""
         cluster, placement = self.ground.machine.cluster, self.table.placement
         first = boundary_loads(self.stages, placement, self.shares)
         found = {
@@ -372,7 +373,7 @@ class Laid:
 def _causes(
     timeline: Timeline, undelayed_s: float, step_s: float, reduction_s: float
 ) -> BubbleCauses:
-    """Return why ranks idle, as shares of a step; see `BubbleCauses`."""
+    """Return the causes of idle time as shares of a step; see `BubbleCauses`."""
     if not step_s:
         return BubbleCauses(0.0, 0.0, 0.0, 0.0)
     busy = timeline.busy

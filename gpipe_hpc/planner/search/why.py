@@ -1,16 +1,16 @@
-"""Why one layout is worse than another, in words."""
+"""Explain in words why one layout is slower than another."""
 
 from typing import Final
 
 from gpipe_hpc.planner.search.trial import Trial
 from gpipe_hpc.units import bytes_text
 
-_ALIKE: Final = 0.0005  # of the time: less is told as no difference
-_WORTH_TELLING: Final = 0.25  # of the whole difference
+_ALIKE: Final = 0.0005  # relative differences below this are reported as none
+_WORTH_TELLING: Final = 0.25  # of the total difference; smaller parts are not reported
 
 
 def parts_s(trial: Trial) -> dict[str, float]:
-    """Return the seconds of a step that the mean rank spends, by what on; they sum to the step."""
+    """Return the mean seconds of ranks in a step by activity; they add up to the step."""
     causes = trial.causes
     return {
         "compute": trial.compute_s,
@@ -18,12 +18,12 @@ def parts_s(trial: Trial) -> dict[str, float]:
         "imbalance": causes.imbalance * trial.step_s,
         "transfers": causes.transfers * trial.step_s,
         "reduction": causes.reduction_tail * trial.step_s,
-        "behind it": trial.beside_s,
+        "optimizer and overhead": trial.beside_s,
     }
 
 
 def why_worse(trial: Trial, best: Trial) -> str:
-    """Say by how much a layout is slower than the best, and where the time goes."""
+    """Describe how much slower a layout is than the best, and what takes the additional time."""
     slower = trial.step_s / best.step_s - 1
     if slower < _ALIKE:
         more = trial.nbytes - best.nbytes
@@ -32,8 +32,8 @@ def why_worse(trial: Trial, best: Trial) -> str:
     whole = trial.step_s - best.step_s
     more_s = {name: seconds - least[name] for name, seconds in own.items()}
     ranked = sorted(more_s, key=lambda name: -more_s[name])
-    told = [name for name in ranked if more_s[name] >= _WORTH_TELLING * whole] or ranked[:1]
-    reasons = [f"{_reason(name, trial, best)} +{1e3 * more_s[name]:.3g} ms" for name in told]
+    longer = [name for name in ranked if more_s[name] >= _WORTH_TELLING * whole] or ranked[:1]
+    reasons = [f"{_reason(name, trial, best)} +{1e3 * more_s[name]:.3g} ms" for name in longer]
     gains = [name for name in ranked if -more_s[name] >= _WORTH_TELLING * whole]
     saved = [f"{name} {1e3 * more_s[name]:.3g} ms" for name in gains]
     but = f", though {', '.join(saved)}" if saved else ""
@@ -41,7 +41,7 @@ def why_worse(trial: Trial, best: Trial) -> str:
 
 
 def _reason(name: str, trial: Trial, best: Trial) -> str:
-    """Return what takes longer, with the cause of more compute where that is known."""
+    """Return the name of a part, with the cause of additional compute if it is known."""
     if name != "compute":
         return name
     if trial.candidate.precision != best.candidate.precision:

@@ -1,1 +1,1 @@
-"""A plan as text."""
+"""Format plans as text."""

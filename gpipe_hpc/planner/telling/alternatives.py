@@ -1,4 +1,4 @@
-"""What would fit where a plan does not: a few other settings, laid out and forecast."""
+"""Find settings that fit in memory if a plan does not, by laying out a few and forecasting them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ _MOST_SHOWN: Final = 5
 
 
 class Batch(NamedTuple):
-    """The samples of a step, and pipeline.microbatches as it was given."""
+    """Number of samples of a step, and the value of pipeline.microbatches."""
 
     num_samples: int
     given_microbatches: int
@@ -28,9 +28,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Alternative:
-    """Settings to paste, and what they take: bytes of the fullest rank, FLOPs until a step ends.
+    """Settings to copy, with the bytes of the fullest rank and the step time in FLOPs.
 
-    `excess_bytes`: by how much the rank that lacks most exceeds what it may fill.
+    `excess_bytes`: largest number of bytes by which a rank exceeds its limit.
     """
 
     overrides: str
@@ -40,7 +40,7 @@ class Alternative:
 
 
 class Tried(NamedTuple):
-    """What was tried, and whether that was all that there was to try."""
+    """The alternatives that were tried, and whether these are all."""
 
     found: tuple[Alternative, ...]
     is_all: bool = True
@@ -64,11 +64,11 @@ def forecast_of(layout: Layout, request: Request, gauge: Gauge, num_samples: int
 def try_others(
     request: Request, batch: Batch, gauge_of: Callable[[int], Gauge], seconds: float
 ) -> Tried:
-    """Lay out and forecast a few other settings than those of a request.
+    """Lay out and forecast a few settings that differ from those of a request.
 
-    More micro-batches where the batch has samples for them, ``one_f_one_b``, and recomputation, in
-    all combinations that can be laid out; no order is searched. `gauge_of`: the counts of a
-    micro-batch, for so many times the micro-batches. Ends after so many seconds with what it has.
+    Tried are more micro-batches if the batch has enough samples, ``one_f_one_b``, and
+    recomputation, in all valid combinations; schedules are not searched. `gauge_of` returns the
+    counts for a multiple of the number of micro-batches. Stops after `seconds`.
     """
     began_s = time.perf_counter()
     gauges: dict[int, Gauge] = {}
@@ -89,7 +89,7 @@ def try_others(
 
 
 def _others(request: Request, batch: Batch) -> Iterator[tuple[int, Request]]:
-    """Yield how many times the micro-batches, and the request: the least changed first."""
+    """Yield the factor on micro-batches and the request, the smallest changes first."""
     schedules = [request.schedule] if request.schedule != "auto" else []
     if not request.options and request.schedule != "one_f_one_b":
         schedules.append("one_f_one_b")  # the options of one schedule are not those of another
@@ -109,7 +109,7 @@ def _others(request: Request, batch: Batch) -> Iterator[tuple[int, Request]]:
 
 
 def _overrides(request: Request, asked: Request, batch: Batch) -> str:
-    """Return what changes, as it is written on a command line."""
+    """Return the changed settings as written on a command line."""
     changed = []
     if asked.microbatches != request.microbatches:
         times = asked.microbatches // request.microbatches
@@ -122,8 +122,8 @@ def _overrides(request: Request, asked: Request, batch: Batch) -> str:
 
 
 def alternatives_text(tried: Tried, flops_per_s: float | None) -> str:
-    """Return those that fit, the fastest first; where none does, by how much the nearest misses."""
-    more = "" if tried.is_all else "; not all were tried, as time was up"
+    """List the alternatives that fit, the fastest first, or the one that exceeds memory least."""
+    more = "" if tried.is_all else "; not all were tried, because of the time limit"
     if not tried.found:
         return f"nothing else was tried{more}"
     fitting = sorted(
@@ -133,10 +133,9 @@ def alternatives_text(tried: Tried, flops_per_s: float | None) -> str:
     if not fitting:
         least = min(tried.found, key=lambda each: (each.excess_bytes, each.most_bytes))
         return (
-            f"none of {len(tried.found)} other settings fits{more}; {least.overrides} needs least: "
-            f"{bytes_text(least.most_bytes)} on the fullest rank, "
-            f"{bytes_text(least.excess_bytes)} too much; use more stages, or a "
-            f"smaller model"
+            f"none of {len(tried.found)} other settings fits{more}; {least.overrides} needs the "
+            f"least memory, {bytes_text(least.most_bytes)} on the fullest rank, "
+            f"{bytes_text(least.excess_bytes)} too much; use more stages, or a smaller model"
         )
     head = f"{len(fitting)} of {len(tried.found)} other settings fit, the fastest first{more}:"
     rows = [

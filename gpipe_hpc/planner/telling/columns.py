@@ -1,11 +1,11 @@
-"""Tables of text: columns that stand under one another, and neighbours that repeat as one."""
+"""Text tables with aligned columns, and folding of repeated items."""
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 
 class Group(NamedTuple):
-    """`period` items from `start` on that stand there `times` in a row."""
+    """A group of `period` items, starting at index `start`, that repeats `times` times."""
 
     start: int
     period: int
@@ -13,7 +13,7 @@ class Group(NamedTuple):
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Return rows as lines; the columns `left` begin at one place, the others end at one."""
+    """Format rows as lines; the columns in `left` are left-aligned, others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -25,7 +25,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
 
 
 def compressed(names: Sequence[str]) -> str:
-    """Return names in order with repeats folded: ``Embedding, 4 x (Attention, MLP), Norm``."""
+    """Join names in order with repeats folded: ``Embedding, 4 x (Attention, MLP), Norm``."""
     parts: list[str] = []
     for start, period, times in folded(names, longest=8):
         group = ", ".join(names[start : start + period])
@@ -35,14 +35,14 @@ def compressed(names: Sequence[str]) -> str:
 
 
 def folded(items: Sequence[Hashable], longest: int = 32) -> Iterator[Group]:
-    """Yield equal neighbours, and groups of up to `longest` neighbours that repeat, as one."""
+    """Yield repeated items and repeated groups of up to `longest` items as one group each."""
     numbers: dict[Hashable, int] = {}
     names = [numbers.setdefault(item, len(numbers)) for item in items]
     start = 0
     while start < len(names):
         repeats = {p: _repeats(names, start, p) for p in range(1, longest + 1)}
         repeated = {period: times for period, times in repeats.items() if times > 1}
-        # The group that swallows most items; the shorter of two that swallow as many.
+        # The group that covers most items; the shorter of two that cover equally many.
         period = max(repeated, key=lambda p: (p * repeated[p], -p), default=1)
         yield Group(start, period, repeated.get(period, 1))
         start += period * repeated.get(period, 1)

@@ -1,4 +1,4 @@
-"""A forecast as text: layers, the cut, ranks, and the step."""
+"""Format a forecast as text: layers, cut, ranks and step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,48 +20,51 @@ from gpipe_hpc.units import bytes_text, flops_text
 
 _MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
-    "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
-    "autograd keeps; workspace: what layers (with cuda cuBLAS, too) take as they run, gradients on "
-    "their way, a receive buffer posted ahead. {beside}{process} Transfers take no time."
+    "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations "
+    "saved by autograd; workspace: temporary memory of running layers (on cuda including cuBLAS), "
+    "gradients in transit and one receive buffer. {beside}{process} Transfers take no time."
 )
 _NOTES_WITH_TIME: Final = (
-    "Counted, not measured: activations that autograd keeps; workspace: what layers (with cuda "
-    "cuBLAS, too) take as they run, gradients on their way, a receive buffer posted ahead. "
-    "{beside}{process} The bubble is of counted FLOPs, without transfers. The step time has what "
-    "plan.links, plan.prices and plan.calibration tell; what they do not tell takes no time in it."
+    "Counted, not measured: activations saved by autograd; workspace: temporary memory of running "
+    "layers (on cuda including cuBLAS), gradients in transit and one receive buffer. "
+    "{beside}{process} The bubble is of counted FLOPs, without transfers. The step time uses "
+    "plan.links, plan.prices and plan.calibration; anything they do not contain takes no time."
 )
 
 _UPDATE: Final = (
-    "Update: what the optimizer holds while its step runs; as no activations are there, the sum "
-    "has it in place of activations and workspace where it is more. "
+    "Update: temporary memory of the optimizer step; it replaces activations and workspace in the "
+    "sum if it is larger, because they are not alive then. "
 )
 _SAVING: Final = (
-    "Saving: buffers on the host for checkpoints in the background and for neighbours. "
+    "Saving: host buffers for background checkpoints and for in-memory copies on other ranks. "
 )
 _OFFLOADED: Final = (
-    "Offloaded: activations in pinned memory of the host, which torch may round up to the next "
-    "power of two. "
+    "Offloaded: activations in pinned host memory, which torch may round up to powers of two. "
 )
 _NEIGHBOURS: Final = (
-    "Neighbours: four states in files in the host's memory, its own and another rank's, two on one "
-    "host; the sum is without them. "
+    "Neighbours: in-memory checkpoint files on the host, two each of this rank and of another "
+    "rank (only two on a single host); not part of the sum. "
 )
-_NOT_COUNTED: Final = "Not counted: what kernels and libraries take for themselves."
+_NOT_COUNTED: Final = "Not counted: memory that kernels and libraries allocate themselves."
 _PROCESS: Final = {
-    False: "Process: the host memory that a rank's process takes beside tensors",
-    True: "Beside: what is taken of the device beside torch's tensors; none of the host's memory",
+    False: "Process: host memory of a rank's process besides tensors",
+    True: "Other: device memory besides torch's tensors; host memory is not counted",
 }
-_AS_SAID: Final = ", as plan.prices or plan.calibration says."
+_AS_SAID: Final = ", from plan.prices or plan.calibration."
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the numbers stand on: the device's speed and memory, None where not given.
+    """Assumptions of a plan's numbers.
 
-    `limits`: the bytes that each rank may fill. `recompute`: as it was asked for; `can_cut`:
-    whether micro-batches have several samples; `others`: what other settings would need, in words,
-    where these do not fit. `step`: its seconds. `measured`: where the times of its
-    layers are from, empty where they are counted.
+    Attributes:
+      flops_per_s: speed of a rank, None if unknown.
+      limits: bytes that each rank may use, None if unlimited.
+      recompute: the requested recomputation.
+      can_cut: whether micro-batches have several samples.
+      others: description of other settings, if these do not fit.
+      step: simulated step time.
+      measured: source of the layer times, empty if they are counted.
     """
 
     flops_per_s: float | None = None
@@ -73,14 +76,14 @@ class Assumptions:
     measured: str = ""
 
     def fit(self, ranks: Sequence[RankForecast]) -> list[bool]:
-        """Say of each rank whether it stays within its memory, if that is known."""
+        """Return for each rank whether it stays within its memory limit."""
         if self.limits is None:
             return [True] * len(ranks)
         return [rank.total_bytes <= most for rank, most in zip(ranks, self.limits, strict=True)]
 
 
 def layer_table(model: ModelCount) -> str:
-    """Return the layers with repeats folded; the numbers of a line are those of one layer."""
+    """Format the layers with repeats folded; the numbers of a line are those of one layer."""
     rows = [["layers", "times", "layer", "parameters", *_FIGURES]]
     for start, period, times in folded(model.layers):
         last = start + period * times - 1
@@ -127,7 +130,7 @@ def stage_table(
     paces: Sequence[float] = (),
     pins: Pins = (),
 ) -> str:
-    """Return the cut: layers, ranks, parameters and share of the FLOPs of each stage."""
+    """Format the cut: layers, ranks, parameters and share of FLOPs of each stage."""
     placement = schedule.placement
     return cut_table(
         layers,
@@ -141,14 +144,14 @@ def stage_table(
 
 
 def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
-    """Return what each rank holds at its fullest and sends.
+    """Format the peak memory and sent bytes of each rank.
 
-    Casts of weights where there are any, the process where it was measured; whether it fits, if
-    that is asked.
+    Columns that are zero everywhere are left out. With memory limits, a column shows whether ranks
+    fit.
     """
     casts = any(rank.cast_bytes for rank in ranks)
     processes = any(rank.process_bytes for rank in ranks)
-    process = "beside" if any(rank.lies_apart for rank in ranks) else "process"
+    process = "other" if any(rank.lies_apart for rank in ranks) else "process"
     updates = any(rank.update_bytes for rank in ranks)
     saves = any(rank.saving_bytes and not rank.lies_apart for rank in ranks)
     saves_apart = any(rank.saving_bytes and rank.lies_apart for rank in ranks)
@@ -185,28 +188,28 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
 
 
 def _verdicts(ranks: Sequence[RankForecast], assumptions: Assumptions) -> list[list[str]]:
-    """Return a title and for each rank whether it fits; what it may fill where they differ."""
+    """Return a title and whether each rank fits, with the limits if they differ."""
     if assumptions.limits is None:
         return [[] for _ in range(1 + len(ranks))]
     rows = [["fits"], *([("NO", "yes")[fits]] for fits in assumptions.fit(ranks))]
     if len(set(assumptions.limits)) == 1:
         return rows
-    own = ["may fill", *map(bytes_text, assumptions.limits)]
+    own = ["limit", *map(bytes_text, assumptions.limits)]
     return [[limit, *row] for limit, row in zip(own, rows, strict=True)]
 
 
 def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> str:
-    """Return bubble and time of a step, and its FLOPs."""
+    """Format bubble, time and FLOPs of a step."""
     timeline, num_ranks = found.timeline, schedule.num_ranks
     lines = [
         f"{schedule.name}, {schedule.num_microbatches} micro-batches"
         f"{f' ({found.num_empty} of them empty)' if found.num_empty else ''} on {num_ranks} ranks: "
-        f"{flops_text(found.step_flops)} a step, recomputation included",
+        f"{flops_text(found.step_flops)} a step, including recomputation",
         f"expected bubble {100 * timeline.bubble:.1f} % (idle over total)",
     ]
     if found.step_flops:
         ideal = timeline.makespan * num_ranks / found.step_flops
-        lines[1] += f": a step takes {ideal:.3f} times as long as without"
+        lines[1] += f": a step takes {ideal:.3f} times as long as without idle time"
         lines.append(_parallelism_text(found.parallelism))
     if assumptions.step is not None:
         lines.append(_seconds_text(assumptions.step, assumptions))
@@ -229,15 +232,15 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
 
 
 def _parallelism_text(found: Parallelism) -> str:
-    """Return work and depth, and how many ranks could compute on average."""
+    """Format work, depth and average parallelism."""
     return (
-        f"work {flops_text(found.work)}, depth {flops_text(found.depth)} (longest chain of actions "
-        f"that need one another): average parallelism {found.average:.2f} (work over depth)"
+        f"work {flops_text(found.work)}, depth {flops_text(found.depth)} (longest chain of "
+        f"dependent actions): average parallelism {found.average:.2f} (work over depth)"
     )
 
 
 def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:
-    """Return the seconds of a step, and what they stand on."""
+    """Format the step time with its assumptions."""
     basis = assumptions.measured
     if not basis:
         rate = assumptions.flops_per_s
@@ -247,12 +250,17 @@ def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:
 
 
 class Sections(NamedTuple):
-    """What the plan says in words.
+    """Texts and settings for the sections of a plan.
 
-    Of what it is, who chose the cut, what was compared for the placement, what a budget of
-    memory chose, and what copies of stages sum. `paces`: how many times as long each stage takes,
-    where ranks are slow; `pins`: layers that have to be on their stages; `distance`: how far the
-    fullest rank is from that of the best cut.
+    Attributes:
+      heading: title of the plan.
+      cut_by: how the cut was chosen.
+      searched: compared placements.
+      recomputed: recomputation chosen by a memory budget.
+      summed: gradient all-reduces over replicas.
+      paces: slowdown of each stage if ranks differ.
+      pins: layers pinned to stages.
+      distance: additional work of the most loaded rank compared with the best cut.
     """
 
     heading: str
@@ -274,7 +282,7 @@ def report(
     assumptions: Assumptions,
     sections: Sections,
 ) -> str:
-    """Return the whole plan as text."""
+    """Return the complete plan as text."""
     table = stage_table(layers, model, counts, schedule, sections.paces, sections.pins)
     cut = "\n".join(filter(None, [table, sections.distance]))
     parts = [
@@ -283,9 +291,9 @@ def report(
         f"Cut {sections.cut_by}:\n{cut}",
         skip_table(model, counts),
         sections.searched and f"Placements compared:\n{sections.searched}",
-        sections.recomputed and f"Recomputed, to stay within the memory:\n{sections.recomputed}",
-        f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
-        sections.summed and f"Over copies: {sections.summed}",
+        sections.recomputed and f"Recomputed, to stay within memory:\n{sections.recomputed}",
+        f"Ranks, at peak memory:\n{rank_table(found.ranks, assumptions)}",
+        sections.summed and f"Replicas: {sections.summed}",
         step_text(found, schedule, assumptions),
         (_NOTES if assumptions.step is None else _NOTES_WITH_TIME).format(
             beside=_beside(found.ranks),
@@ -296,25 +304,25 @@ def report(
 
 
 def _process_text(ranks: Sequence[RankForecast]) -> str:
-    """Say which memory it is that processes take beside tensors, or that none is counted."""
+    """Describe the memory of processes besides tensors, or that it is not counted."""
     if not any(rank.process_bytes for rank in ranks):
         return _NOT_COUNTED
     return _PROCESS[any(rank.lies_apart for rank in ranks)] + _AS_SAID
 
 
 def _beside(ranks: Sequence[RankForecast]) -> str:
-    """Return what columns mean that not every plan has."""
-    told = (
+    """Describe the optional columns that this plan has."""
+    notes = (
         (_UPDATE, any(rank.update_bytes for rank in ranks)),
         (_OFFLOADED, any(rank.offloaded_bytes and rank.lies_apart for rank in ranks)),
         (_SAVING, any(rank.saving_bytes for rank in ranks)),
         (_NEIGHBOURS, any(rank.neighbour_bytes for rank in ranks)),
     )
-    return "".join(text for text, is_there in told if is_there)
+    return "".join(text for text, is_there in notes if is_there)
 
 
 def skip_table(model: ModelCount, counts: Sequence[int]) -> str:
-    """Return the skips that leave their stage, and how many do not; nothing without skips."""
+    """List the skip connections that leave their stage, with totals; empty without skips."""
     if not model.skips:
         return ""
     routes = skip_routes(model.skips, counts)
@@ -323,7 +331,7 @@ def skip_table(model: ModelCount, counts: Sequence[int]) -> str:
     straight = sum(destination > source + 1 for (source, destination), _ in crossing)
     title = (
         f"Skips, for one micro-batch: {len(model.skips)}, of which {within} within a stage, "
-        f"{len(crossing) - straight} with the boundary to the next, {straight} straight on:"
+        f"{len(crossing) - straight} to the next stage, {straight} to later stages:"
     )
     rows = [["skip", "layers", "stages", "bytes"]]
     for (source, destination), skip in crossing[:_MAX_SKIPS]:

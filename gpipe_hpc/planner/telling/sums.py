@@ -1,4 +1,4 @@
-"""What the copies of a stage send one another to sum their gradients, as text."""
+"""Describe the gradient all-reduces between the replicas of a stage."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,12 +17,11 @@ _WIDE: Final = 4  # bytes of a float32
 def sums_text(
     model: ModelCount, layout: Layout, outer: Outer, link_bytes_per_s: float | None = None
 ) -> str:
-    """Say over what gradients are summed, in how many buckets, and what each rank sends for it.
+    """Describe the reduced gradients: replicas, buckets, and bytes sent by each rank.
 
-    The bytes are those of a ring, of which none sends less in all: 2 (C - 1) / C of the gradients
-    for C copies (Patarasuk and Yuan, 2009), in two halves where the optimizer's state is divided.
-    With `link_bytes_per_s`, what a rank sends to another in a second, also how long that takes.
-    Nothing where no stage has a copy.
+    The bytes are those of a ring, the minimum: 2 (C - 1) / C of the gradients for C replicas
+    (Patarasuk and Yuan, 2009), in two halves if the optimizer state is sharded. `link_bytes_per_s`
+    adds the time that takes. Empty if no stage has a replica.
     """
     buckets, replicas = layout.tables.buckets, layout.replicas
     if not any(buckets):
@@ -31,41 +30,41 @@ def sums_text(
         parts = f", in {outer.parts} parts in turn" if outer.parts > 1 else ""
         return (
             f"parameters are averaged over {replicas} replicas every {outer.every} steps "
-            f"(outer.every={outer.every}){parts}{_compressed(outer)}; gradients are not summed "
+            f"(outer.every={outer.every}){parts}{_compressed(outer)}; gradients are not reduced "
             f"over replicas{_outer_step(model, layout, outer, link_bytes_per_s)}"
         )
     placement = layout.schedule.placement
     is_mirrored = any(len(placement.holders(stage)) > 1 for stage in range(len(buckets)))
-    over = [f"{replicas} replicas"] * (replicas > 1) + ["the copies of a stage"] * is_mirrored
+    over = [f"{replicas} replicas"] * (replicas > 1) + ["mirrored stages"] * is_mirrored
     counts = [len(each) for each in buckets]
     shown = " + ".join(map(str, counts))
     if len(counts) > _MOST_SHOWN:
         shown = f"{sum(counts)}"
     head = (
-        f"gradients are summed over {' and '.join(over)}: {shown} buckets of at most "
+        f"gradients are reduced over {' and '.join(over)}: {shown} buckets of at most "
         f"{bytes_text(outer.bucket_bytes)} or one parameter"
     )
     if outer.compress != "none":
         return f"{head}{_compressed(outer)}"
     sent = ring_bytes(model, layout)
     text = (
-        f"{head}; each rank sends {_span(sent)} a step for it in a ring, which sends the least"
+        f"{head}; each rank sends {_span(sent)} a step for it in a ring, the minimum"
         f"{_taking(max(sent), link_bytes_per_s)}"
     )
     if outer.shard == "flat":
         half = _taking(max(sent) / 2, link_bytes_per_s)
-        text += f"; half of it gathers parameters (UNSHARD), beside the next step's forwards{half}"
+        text += f"; half of it gathers parameters (UNSHARD) during the next step's forwards{half}"
     return text
 
 
 def _outer_step(
     model: ModelCount, layout: Layout, outer: Outer, link_bytes_per_s: float | None
 ) -> str:
-    """Say what an outer step sends, all parts together, and what that is for each step."""
+    """Describe the bytes sent by an outer step, in total and per step."""
     if outer.compress != "none":
         return ""
     sent = ring_bytes(model, layout, is_wide=True)
-    steps = f"beside {outer.behind} steps" if outer.behind else "while all wait"
+    steps = f"during {outer.behind} steps" if outer.behind else "while all ranks wait"
     return (
         f"; each rank sends {_span(sent)} for an outer step in a ring, {steps}"
         f"{_taking(max(sent), link_bytes_per_s)}: "
@@ -80,7 +79,7 @@ def _span(sent: Sequence[float]) -> str:
 
 
 def _taking(num_bytes: float, link_bytes_per_s: float | None) -> str:
-    """Say how long so many bytes take, if the link is known."""
+    """Return the time to send some bytes as a parenthesis, if the link is known."""
     if link_bytes_per_s is None:
         return ""
     return f" ({num_bytes / link_bytes_per_s:.3g} s at {bytes_text(link_bytes_per_s)}/s)"
@@ -91,9 +90,9 @@ def _compressed(outer: Outer) -> str:
 
 
 def ring_bytes(model: ModelCount, layout: Layout, *, is_wide: bool = False) -> list[float]:
-    """Return what each rank sends to sum gradients over all copies in a ring, in bytes.
+    """Return the bytes that each rank sends in a ring all-reduce of its gradients.
 
-    `is_wide`: each number in float32 or wider, as parameters are averaged.
+    `is_wide`: elements are sent in float32 or wider, as for averaged parameters.
     """
     placement = layout.schedule.placement
     spans = stage_layers(layout.partition.counts)

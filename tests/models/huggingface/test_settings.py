@@ -65,7 +65,7 @@ def test_larger_vocabulary_of_data_is_refused(config_file: Path, tmp_path: Path)
     """The model's stands in its own config: it was compared with nothing, and a step crashed."""
     settings = ["model=huggingface", f"model.path={config_file}", *DATA, "data.vocab_size=1000"]
     config = compose_config([*settings, f"run.dir={tmp_path}/run"])
-    message = r"bad data\.vocab_size, expected at most \d\d, .* has embeddings for, got 1000"
+    message = r"data\.vocab_size=1000 is too large: .* embeddings for \d\d tokens"
     with pytest.raises(ConfigError, match=message):
         make_plan(config)
     with pytest.raises(ConfigError, match=message):

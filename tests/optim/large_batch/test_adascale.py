@@ -268,9 +268,9 @@ def test_what_cannot_work_is_refused():
     measured = Pipeline(layers(), mean_square, noise_over="microbatches", microbatches=2)
     with pytest.raises(ConfigError, match="noise_over='microbatches'"):
         AdaScale(Pipeline(layers(), mean_square), scale=2)
-    with pytest.raises(ConfigError, match="expected a scale above 0, got 0"):
+    with pytest.raises(ConfigError, match="scale must be a finite number above 0, got 0"):
         AdaScale(measured, scale=0)
-    with pytest.raises(ConfigError, match="expected a smoothing of 0 or more, below 1, got 1"):
+    with pytest.raises(ConfigError, match="smoothing must be at least 0 and below 1, got 1"):
         AdaScale(measured, scale=2, smoothing=1)
     with pytest.raises(ConfigError, match="got that of an evaluation"):
         AdaScale(measured, scale=2).update(measured.evaluate(*DATA[0]))

@@ -216,9 +216,9 @@ def test_every_layout_makes_the_same_steps(config, tmp_path):
     ("make", "message"),
     [
         (lambda p: LARS(p, -1.0), "LARS: expected lr of 0 or more, got -1.0"),
-        (lambda p: LARS(p, momentum=1.0), "LARS: expected momentum of 0 or more, below 1, got 1.0"),
+        (lambda p: LARS(p, momentum=1.0), "LARS: momentum must be at least 0 and below 1, got 1.0"),
         (lambda p: LARS(p, trust=-0.1), "LARS: expected trust of 0 or more, got -0.1"),
-        (lambda p: LAMB(p, betas=(0.9, 1.0)), "LAMB: expected betas of 0 or more, below 1"),
+        (lambda p: LAMB(p, betas=(0.9, 1.0)), "LAMB: betas must be at least 0 and below 1"),
         (lambda p: LAMB(p, eps=-1.0), "LAMB: expected eps of 0 or more, got -1.0"),
     ],
 )

@@ -102,14 +102,14 @@ def test_a_foreign_file_is_refused(tmp_path, content):
 )
 def test_prices_of_other_settings_are_refused(name, value):
     check_prices(SOME, "prices.yaml", **ASKED)
-    with pytest.raises(ConfigError, match=f"expected prices for {name} {value}"):
+    with pytest.raises(ConfigError, match=f"expected {name} {value}"):
         check_prices(SOME, "prices.yaml", **{**ASKED, name: value})
 
 
 def test_prices_of_another_processor_are_refused_by_both_names():
     """Only the kind was compared: those of one processor were taken for another's."""
     assert check_prices(SOME, "prices.yaml", **ASKED) == []
-    said = "expected one measured on another one, which this machine has, got one of some processor"
+    said = "was measured on another cpu, some processor; this machine has another one"
     with pytest.raises(ConfigError, match=said):
         check_prices(SOME, "prices.yaml", **{**ASKED, "name": "another one"})
 
@@ -154,17 +154,17 @@ def test_a_plan_and_a_search_count_what_a_process_takes(tiny, tmp_path):
     for rank, without in zip(plan.forecast.ranks, bare.forecast.ranks, strict=True):
         assert rank.total_bytes == without.total_bytes + 100_000_000
     assert "  process  " in plan.text and "  process  " not in bare.text
-    assert "host memory that a rank's process takes" in plan.text
+    assert "host memory of a rank's process besides tensors" in plan.text
     assert "host memory" not in bare.text
     write_prices(path, replace(SOME, measured=HERE._replace(device="cuda")))
     plan = make_plan(compose_config([*priced, "train.device=cuda"]))
-    assert "  beside  " in plan.text and "  process  " not in plan.text
-    assert "taken of the device beside torch's tensors" in plan.text
+    assert "  other  " in plan.text and "  process  " not in plan.text
+    assert "device memory besides torch's tensors" in plan.text
 
 
 def test_an_unwritable_place_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="not writable"):
+    with pytest.raises(ConfigError, match="cannot write the prices"):
         write_prices(tmp_path / "file" / "prices.yaml", SOME)
 
 

@@ -80,7 +80,7 @@ def test_seconds_follow_the_rate_of_each_kind():
     assert Rates.alike(10, 80).seconds(work) == 6.5
     told = Rates(1e9, 2e9, 3e9, 4e9).text()
     assert "1.00 GFLOP/s a rank in matrix products, 2.00 GFLOP/s in conv" in told
-    assert told.endswith("4.00 GB/s read and written by all else")
+    assert told.endswith("4.00 GB/s read and written by other operations")
     assert Rates.alike(1e9).text() == "1.00 GFLOP/s a rank"
 
 

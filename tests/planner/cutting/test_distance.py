@@ -103,9 +103,9 @@ def test_the_bound_knows_on_which_ranks_layers_have_to_be():
 
 
 def test_it_is_said_in_words():
-    assert Distance(0.0, is_exact=False).text() == "no cut leaves the fullest rank less to do"
-    assert "has at most 4.0 % more to do" in Distance(0.04, is_exact=False).text()
-    assert "has 4.0 % more to do than in the best cut" in Distance(0.04, is_exact=True).text()
+    assert Distance(0.0, is_exact=False).text() == "no cut gives the most loaded rank less work"
+    assert "has at most 4.0 % more work" in Distance(0.04, is_exact=False).text()
+    assert "has 4.0 % more work than in the best cut" in Distance(0.04, is_exact=True).text()
 
 
 def test_a_cut_by_hand_is_held_against_the_best_and_one_for_holes_is_the_best():

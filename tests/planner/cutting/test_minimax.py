@@ -112,7 +112,7 @@ def test_empty_stages_only_when_asked_and_only_when_needed():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
 def test_bad_costs_name_the_layer(bad: float):
-    with pytest.raises(PartitionError, match=r"bad cost of layer 1"):
+    with pytest.raises(PartitionError, match=r"invalid cost of layer 1"):
         minimax([1.0, bad], 1)
 
 
@@ -132,7 +132,7 @@ def test_by_hand_accepts_what_fits():
         ([2, 1], r"expected 3 numbers of layers, got 2 in \[2, 1\]"),
         ([2, 2, 2], r"the 5 layers.*got 6 = 2 \+ 2 \+ 2; change the numbers by -1"),
         ([5, 1, -1], r"bad stage 2.*got -1"),
-        ([5, 0, 0], r"bad stage 1, expected a whole number of layers from 1 up, got 0"),
+        ([5, 0, 0], r"invalid stage 1: expected at least 1 layers, got 0"),
         ([2.0, 2, 1], r"bad stage 0.*got 2\.0"),
         ([True, 3, 1], r"bad stage 0.*got True"),
     ],

@@ -59,7 +59,9 @@ def test_a_checkpoint_that_does_not_tell_of_ranks_counts_as_whole_replicas():
 
 
 def test_a_cut_by_time_needs_an_example():
-    with pytest.raises(PartitionError, match=r"expected example=\(inputs, targets\), got none"):
+    with pytest.raises(
+        PartitionError, match=r"no example was passed; pass example=\(inputs, targets\)"
+    ):
         choose_partition("time", 2, gauge())
 
 

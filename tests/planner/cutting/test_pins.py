@@ -144,15 +144,15 @@ def test_a_layer_is_named_by_its_index_or_by_a_name_of_its_own():
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({12: 0}, "expected a layer of the model, 0 to 11, got 12"),
-        ({-13: 0}, "expected a layer of the model, 0 to 11, got -13"),
-        ({"Linear": 0}, r"got 'Linear', which 10 layers are called \(1 to 10\)"),
-        ({"Head": -1}, r"that one layer alone has \(Embedding, Tanh\), got 'Head'"),
-        ({True: 0}, "got True"),
-        ({11: 0, "Tanh": 1}, r"expected each layer once, got layers\.11 twice"),
-        ({0: "first"}, "expected a stage for layer 0.*got 'first'"),
+        ({12: 0}, "expected a layer index from 0 to 11, got 12"),
+        ({-13: 0}, "expected a layer index from 0 to 11, got -13"),
+        ({"Linear": 0}, r"'Linear' is the name of 10 layers \(1 to 10\)"),
+        ({"Head": -1}, r"no layer 'Head'; use an index .* or a unique name \(Embedding, Tanh\)"),
+        ({True: 0}, "no layer True"),
+        ({11: 0, "Tanh": 1}, r"layers\.11 is pinned twice"),
+        ({0: "first"}, "expected an integer stage for layer 0.*got 'first'"),
         ({0: True}, "got True"),
-        ([0, 1], r"expected stages by layer, got \[0, 1\]"),
+        ([0, 1], r"expected a mapping from layers to stages, got \[0, 1\]"),
     ],
 )
 def test_what_names_no_layer_or_stage_is_refused(given, what):
@@ -163,9 +163,9 @@ def test_what_names_no_layer_or_stage_is_refused(given, what):
 @pytest.mark.parametrize(
     ("pins", "what"),
     [
-        ((Pin(3, 3),), r"expected layers\.3 on a stage of 0 to 2, got stage 3"),
-        ((Pin(3, -4),), "got stage -4"),
-        ((Pin(0, 1),), r"got layers\.0 on stage 0 and layers\.0 on stage 1"),
+        ((Pin(3, 3),), r"layers\.3 is pinned to stage 3, but stages are 0 to 2"),
+        ((Pin(3, -4),), "pinned to stage -4"),
+        ((Pin(0, 1),), r"puts layers\.0 on stage 0 and layers\.0 on stage 1"),
         ((Pin(11, 1),), r"layers\.11 on stage 1 and layers\.11 on stage 2"),
         ((Pin(3, 1), Pin(5, 0)), r"layers\.3 on stage 1 and layers\.5 on stage 0"),
         ((Pin(3, 0), Pin(4, 2)), r"layers\.3 on stage 0 and layers\.4 on stage 2"),
@@ -179,7 +179,9 @@ def test_pins_that_no_cut_holds_are_named(pins, what):
 def test_a_cut_by_hand_has_to_hold_them():
     check_pinned((Pin(4, 1), Pin(11, -1)), [4, 4, 4])
     for pins in ((Pin(3, 1),), (Pin(4, 3),)):
-        with pytest.raises(PartitionError, match=r"got the cut \[4, 4, 4\] of pipeline.partition"):
+        with pytest.raises(
+            PartitionError, match=r"pipeline.partition=\[4, 4, 4\] puts it on another"
+        ):
             check_pinned(pins, [4, 4, 4])
 
 
@@ -229,7 +231,7 @@ def test_a_kept_cut_of_the_best_placement_holds_pins_that_are_new():
     unpinned = lay_out(replace(best, partition=kept, pins={10: 0}), GAUGE)
     assert "cannot hold" not in pinned.searched
     assert keeps(((10, 0),), unpinned.partition.counts)
-    assert "its stages cannot hold pipeline.pins" in unpinned.searched
+    assert "its stages cannot satisfy pipeline.pins" in unpinned.searched
     with pytest.raises(PartitionError, match="pins"):  # it was an AssertionError
         lay_out(replace(best, partition=kept, pins={2: 9}), GAUGE)
 
@@ -250,10 +252,10 @@ def test_a_cut_that_leaves_for_memory_holds_them():
 
 def test_stages_that_cannot_hold_them_are_not_chosen():
     found = fit_stages(replace(ASKED, stages="fit", pins={4: 1, 5: 2}), 4, GAUGE)
-    assert found.stages in (3, 4) and found.text.endswith("; 1, 2 cannot hold pipeline.pins")
+    assert found.stages in (3, 4) and found.text.endswith("; 1, 2 cannot satisfy pipeline.pins")
 
 
 def test_pins_are_refused_before_layers_are_measured():
     gauge = Counted(LAYERS, None)  # cannot be asked for times
-    with pytest.raises(PartitionError, match=r"pipeline\.pins: no cut into 3 stages holds them"):
+    with pytest.raises(PartitionError, match=r"pipeline\.pins: no cut into 3 stages puts"):
         choose_partition("time", 3, gauge, pins=(Pin(0, 1),))

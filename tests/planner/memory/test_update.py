@@ -182,7 +182,7 @@ def test_a_plan_counts_what_saving_keeps(tmp_path, layout, what):
         if len(found) > 1:
             assert own.neighbour_bytes - one <= files <= own.neighbour_bytes + one + 4 * near
         else:
-            assert 2 * files == pytest.approx(own.neighbour_bytes, rel=0.05), "two on one host"
+            assert 2 * files == pytest.approx(own.neighbour_bytes, rel=0.05), "two on a single host"
 
 
 def test_settings_say_what_is_saved():

@@ -141,7 +141,7 @@ def test_ranks_that_do_not_fit_are_named():
     assert [line.split()[-1] for line in lines] == ["fits", "yes", "NO"]
     assert "memory: rank 1 needs" in step_text(found, schedule, limit)
     advised = step_text(found, schedule, limit)
-    assert "to need less: more micro-batches" in advised and "recompute=budget" in advised
+    assert "to reduce it: more micro-batches" in advised and "recompute=budget" in advised
     told = replace(limit, others="2 of 3 other settings fit")
     assert "as counted)\n2 of 3 other settings fit" in step_text(found, schedule, told)
     exact = Assumptions(limits=[found.ranks[1].total_bytes] * 2)
