@@ -52,7 +52,7 @@ def test_neighbours_and_groups_of_the_layout_are_timed_and_written(tmp_path):
     assert cluster.within.bandwidth == pytest.approx(within.bytes_per_s, rel=1e-3)
     text = str(report)
     assert text.startswith("preflight of 4 ranks on 1 host: 2 x 2 ranks, 2 stages, schedule gpipe")
-    assert "boundaries within a host" in text and "ranks 0, 2 sum 64.0 kB" in text
+    assert "boundaries within a host" in text and "ranks 0, 2 all-reduce 64.0 kB" in text
     assert not (tmp_path / "run").exists()
 
 
@@ -200,7 +200,7 @@ def test_what_a_run_may_go_on_with_is_a_warning():
         facts(1, "a", "k2", came=60.0, python="3.12.1", device="H100"),
     ]
     doubts = "\n".join(running._doubts(NotPlanned(), each))
-    assert "memory was not planned" in doubts and "the data are not there" in doubts
+    assert "memory could not be planned" in doubts and "the data are not there" in doubts
     assert "clocks: " in doubts and "60.0 s ahead" in doubts
     assert "Python: rank 0 has 3.11.7, but ranks 1 (a) have 3.12.1" in doubts
     assert "device: rank 0 has cpu, but" in doubts

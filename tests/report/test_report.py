@@ -239,12 +239,12 @@ def test_a_trace_of_an_earlier_start_is_left_out(tmp_path):
     change_summary(folder, outcome="running", traced_step=None, first_step=5)
     record = read_record(folder)
     assert record.traced is None
-    assert record.doubts == ("the traced step is left out: step 5 is of an earlier start",)
+    assert record.doubts == ("the traced step is left out: step 5 is from an earlier start",)
     change_summary(folder, first_step=4)
     assert read_record(folder).traced is not None
     write_trace([timeline()] * 2, folder, 11)  # of one that had come further
     (folder / "trace" / "step_00000005.json").unlink()
-    assert "step 11 is of an earlier start" in read_record(folder).doubts[0]
+    assert "step 11 is from an earlier start" in read_record(folder).doubts[0]
 
 
 def test_a_checkpoint_in_the_background_is_one_with_two_stalls(tmp_path):
@@ -260,7 +260,7 @@ def test_a_checkpoint_in_the_background_is_one_with_two_stalls(tmp_path):
 def test_replicas_in_markdown_have_one_scale_of_time(tmp_path):
     quick, slow = timeline(), timeline([2 * FORWARD] * 4)
     text = render_markdown(report_of(read_record(leave(tmp_path, quick, slow))))
-    assert "replica 0, from 0 s on:" in text and "replica 1, from 0 s on:" in text
+    assert "replica 0, starting at 0 s:" in text and "replica 1, starting at 0 s:" in text
     rows = [line for line in text.splitlines() if line.startswith("rank ")]
     assert len(rows) == 8
     share = quick.makespan / slow.makespan
@@ -552,7 +552,7 @@ def test_a_run_that_validated_and_took_no_step_has_a_report(tmp_path):
     ("settings", "said"),
     [
         ([], "run.dir"),
-        (["run.dir=nowhere"], "not there"),
+        (["run.dir=nowhere"], "does not exist"),
         (["run.dir=."], "not a run with a finished step"),
         (["run.dir=a", "report.runs=[b]"], "report.runs"),
         (["run.dir=a", "report.format=pdf"], "report.format"),

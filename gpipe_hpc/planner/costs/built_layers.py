@@ -294,8 +294,8 @@ class Loss(NamedTuple):
             value = self.function(output, self.targets)
         except Exception as error:
             raise LossError(
-                f"loss: failed on the output of {where} ({described(output)}) and the targets of "
-                f"the example ({described(self.targets)}): {with_remedy(error, _FIT_LOSS)}"
+                f"loss: failed after {where}, on output {described(output)} and targets "
+                f"{described(self.targets)} of the example: {with_remedy(error, _FIT_LOSS)}"
             ) from error
         total: Tensor = value[0] if isinstance(value, tuple) else value
         return total

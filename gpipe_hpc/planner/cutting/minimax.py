@@ -60,8 +60,8 @@ def by_hand(
     for stage, count in enumerate(shown):
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise PartitionError(
-                f"partition: invalid stage {stage}: expected at least {least} layers, got "
-                f"{count!r} in {shown}; correct that number"
+                f"partition: invalid stage {stage}: expected a whole number of layers, at least "
+                f"{least}, got {count!r} in {shown}; correct that number"
             )
     if sum(shown) != num_layers:
         raise PartitionError(

@@ -98,7 +98,7 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
 def _layers_as(searching: Searching) -> str:
     """Say where the times of layers are from."""
     if searching.notes:
-        return "a run measured them (plan.calibration)"
+        return "measured by a run (plan.calibration)"
     return "measured here" if searching.measured else "counted"
 
 

@@ -260,7 +260,7 @@ def test_a_state_goes_on_as_it_was():
     second.restore(kept)
     assert second.gain == first.gain and second.progress == first.progress
     assert before + steps(second, other, 3, 6) == whole
-    with pytest.raises(CheckpointError, match="expected a state of progress, variance"):
+    with pytest.raises(CheckpointError, match="expected a state with keys progress, variance"):
         second.restore({"gain": 3.0})
 
 

@@ -215,11 +215,11 @@ def test_every_layout_makes_the_same_steps(config, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: LARS(p, -1.0), "LARS: expected lr of 0 or more, got -1.0"),
+        (lambda p: LARS(p, -1.0), "LARS: lr must be at least 0, got -1.0"),
         (lambda p: LARS(p, momentum=1.0), "LARS: momentum must be at least 0 and below 1, got 1.0"),
-        (lambda p: LARS(p, trust=-0.1), "LARS: expected trust of 0 or more, got -0.1"),
+        (lambda p: LARS(p, trust=-0.1), "LARS: trust must be at least 0, got -0.1"),
         (lambda p: LAMB(p, betas=(0.9, 1.0)), "LAMB: betas must be at least 0 and below 1"),
-        (lambda p: LAMB(p, eps=-1.0), "LAMB: expected eps of 0 or more, got -1.0"),
+        (lambda p: LAMB(p, eps=-1.0), "LAMB: eps must be at least 0, got -1.0"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused(make, message):

@@ -118,7 +118,7 @@ def test_one_of_version_3_did_not_say_in_which_memory_a_process_takes_something(
 
 
 def test_one_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"plan.calibration: .*is not readable"):
+    with pytest.raises(ConfigError, match=r"plan.calibration: cannot read .*"):
         read_calibration(tmp_path / "none.yaml")
 
 
@@ -269,7 +269,7 @@ def test_a_search_scales_a_calibration(run):
     config = compose_config(asked)
     found = compared(config)
     assert f"layers: scaled from calibration of {path} (2 ranks on one host" in found.text
-    assert "layers as a run measured them (plan.calibration)" in found.text
+    assert "layers are measured by a run (plan.calibration)" in found.text
     assert "step overheads are those of plan.calibration" in found.text
     ground = Searching.of(config, ()).ground
     assert ground.gauge(4).times == given.layers

@@ -87,7 +87,7 @@ def test_the_stages_of_a_cut_are_the_whole_model():
     ("stages", "message"),
     [
         ([{"layers.0.w": 4}], r"expected layers\.1\.w on a stage, got none \(1 missing"),
-        ([{"layers.0.w": 4}, {"layers.1.w": 6, "layers.0.w": 4}], r"on stages 0 and 1"),
+        ([{"layers.0.w": 4}, {"layers.1.w": 6, "layers.0.w": 4}], r"got stages 0 and 1"),
         ([{"layers.0.w": 4}, {"layers.1.w": 7}], r"expected 6 elements.*got 7 on stage 1"),
         ([{"layers.0.w": 4, "layers.9.w": 1}], r"expected no such parameter of layers\.9\.w"),
     ],
