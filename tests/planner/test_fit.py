@@ -56,7 +56,9 @@ def test_where_one_rank_has_no_room_the_model_is_cut_so_that_it_fits():
 def test_a_schedule_without_holes_takes_whole_replicas():
     found = fit(4, schedule="zb_v").request
     assert found.schedule == "zb_v" and found.stages * found.replicas == 4
-    with pytest.raises(ConfigError, match="no number of stages works for 13 ranks with these settings"):
+    with pytest.raises(
+        ConfigError, match="no number of stages works for 13 ranks with these settings"
+    ):
         fit(13, schedule="zb_v", microbatches=7)
 
 

@@ -1,4 +1,4 @@
-"""The answer of a search, in words: which layouts are best, or what they all lack."""
+"""Format the answer of a search: the best layouts, or what they all lack."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +21,11 @@ from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.search.from_settings import Came, Searching
 from gpipe_hpc.units import bytes_text
 
-_TOLD: Final = 8  # ranks of which it is said what they lack
+_MAX_LISTED: Final = 8  # maximum number of ranks listed with their shortage
 
 
 class Answer(NamedTuple):
-    """The best layout, None where none fits; what to say; the ranking."""
+    """The best layout (None if none fits), the text to print, and the ranking."""
 
     chosen: Trial | None
     text: str
@@ -33,16 +33,17 @@ class Answer(NamedTuple):
 
 
 def compared(config: Config, words: Sequence[str] = ()) -> Answer:
-    """Search the layouts that the settings allow; `words` are the command line, which stays.
+    """Search the layouts that the settings allow; settings on the command line, `words`, are fixed.
 
-    Raises ConfigError, ModelError or PartitionError for what cannot work on any number of ranks.
+    Raises ConfigError, ModelError or PartitionError for settings that are invalid on any number of
+    ranks.
     """
     check_planning(config, None)
     return _ranked(Searching.in_each_precision(config, words))
 
 
 def compared_on(config: Config, words: Sequence[str], came: Came) -> Answer:
-    """Search, as `compared` does, on the ranks of a run that has begun."""
+    """Search as `compared` does, on the ranks of a run that has started."""
     return _ranked([Searching.of(config, words, came)])
 
 
@@ -59,7 +60,7 @@ def _ranked(searches: Sequence[Searching]) -> Answer:
 
 
 def _fewest(searches: Sequence[Searching]) -> Fewest:
-    """Return the least number of ranks in any precision; ConfigError if there is none."""
+    """Return the smallest number of ranks in any precision; raise ConfigError if there is none."""
     found, refusals = [], []
     for each in searches:
         try:
@@ -96,19 +97,19 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
 
 
 def _layers_as(searching: Searching) -> str:
-    """Say where the times of layers are from."""
+    """Describe the source of the layer times."""
     if searching.notes:
         return "measured by a run (plan.calibration)"
     return "measured here" if searching.measured else "counted"
 
 
 def _rest_as(config: Config) -> str:
-    """Return the setting that the times of all else of a step are from, if they are known."""
+    """Return the setting from which the overheads of a step are taken."""
     return "plan.calibration" if config.plan.prices is None else "plan.prices"
 
 
 def _unfactored(space: Space) -> ConfigError:
-    """Return why no replicas x stages fill the ranks, with the next number that some do."""
+    """Return the error that no replicas x stages fill the ranks, with the nearest valid numbers."""
     most = space.num_layers * space.batch_size
     near = [n for n in range(space.num_ranks - 1, 0, -1) if not space.of(n).is_empty][:1]
     near += [
@@ -120,10 +121,9 @@ def _unfactored(space: Space) -> ConfigError:
         f"pipeline.{n}={getattr(space.base, n)}" for n in ("stages", "replicas") if n in space.fixed
     ]
     return ConfigError(
-        f"plan.ranks: {space.num_ranks} ranks cannot be factored, expected replicas x stages with "
-        f"at most {space.num_layers} stages, the layers of the model, and at most "
-        f"{space.batch_size} replicas, the samples of train.batch_size"
-        f"{' and ' * bool(fixed)}{', '.join(fixed)}, got none; take "
+        f"plan.ranks: {space.num_ranks} ranks cannot be divided into replicas x stages with at "
+        f"most {space.num_layers} stages (layers of the model) and at most {space.batch_size} "
+        f"replicas (train.batch_size){' and ' * bool(fixed)}{', '.join(fixed)}; use "
         f"{' or '.join(map(str, near)) or 'another number of'} ranks, or a larger batch"
     )
 
@@ -141,24 +141,25 @@ def _missing(nearest: TooMuch) -> str:
     candidate = nearest.candidate
     ranks = "1 rank" if candidate.num_ranks == 1 else f"{candidate.num_ranks} ranks"
     return (
-        f"on {ranks}, rank {nearest.rank} of what needs least ({' '.join(candidate.overrides())}) "
-        f"holds {bytes_text(nearest.nbytes)}, {bytes_text(nearest.excess_bytes)} too much "
+        f"on {ranks}, the closest layout ({' '.join(candidate.overrides())}) needs "
+        f"{bytes_text(nearest.nbytes)} on rank {nearest.rank}, {bytes_text(nearest.excess_bytes)} "
+        f"too much "
         f"({bytes_text(nearest.lasting_bytes)} of it weights, gradients, optimizer and workspace)"
         f"{_others_missing(nearest)}"
     )
 
 
 def _others_missing(nearest: TooMuch) -> str:
-    """Return what the other ranks lack, those first that lack most."""
+    """Describe the shortage of the other ranks, the largest first."""
     others = {r: lack for r, lack in enumerate(nearest.lacks) if lack and r != nearest.rank}
     worst = sorted(others, key=lambda rank: -others[rank])
-    told = [f"rank {rank} {bytes_text(others[rank])}" for rank in worst[:_TOLD]]
-    told += [f"and {len(worst) - _TOLD} more ranks less"] if len(worst) > _TOLD else []
-    return f"; the others lack: {', '.join(told)}" if told else ""
+    told = [f"rank {rank} {bytes_text(others[rank])}" for rank in worst[:_MAX_LISTED]]
+    told += [f"and {len(worst) - _MAX_LISTED} more ranks less"] if len(worst) > _MAX_LISTED else []
+    return f"; other ranks lack: {', '.join(told)}" if told else ""
 
 
 def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: int) -> str:
-    """Say what lacks, and how many ranks would do."""
+    """Describe what the closest layout lacks, and how many ranks suffice."""
     lines = []
     limit = searches[0].config.pipeline.memory_bytes
     if limit is None:
@@ -168,25 +169,25 @@ def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: in
     elif ranking.refusal and not ranking.num_too_much:
         return f"no layout can be built: {ranking.refusal}"
     else:
-        lines.append("no layout fits: the weights, gradients and optimizer alone are too much")
+        lines.append("no layout fits: weights, gradients and optimizer state alone are too large")
     least, each = limit, bytes_text(limit) if not isinstance(limit, list) else ""
     if isinstance(limit, list):
         least = min(map(float, limit))
-        each = f"{bytes_text(least)}, the least of pipeline.memory_bytes,"
+        each = f"{bytes_text(least)} (the smallest of pipeline.memory_bytes)"
     try:
         fewest = _fewest([_within(own, least) for own in searches])
     except ConfigError as error:
-        return f"{lines[0]}\nno number of ranks that would do was found: {error}"
+        return f"{lines[0]}\nno sufficient number of ranks was found: {error}"
     do = f"plan.ranks={fewest.num_ranks} {' '.join(fewest.layout.overrides())}"
     if fewest.num_ranks < num_ranks:
-        lines.append(f"fewer ranks of {each} would do, {fewest.num_ranks} of {num_ranks}: {do}")
+        lines.append(f"fewer ranks of {each} suffice, {fewest.num_ranks} of {num_ranks}: {do}")
     else:
-        lines.append(f"{fewest.num_ranks} ranks of {each} would do: {do}")
+        lines.append(f"{fewest.num_ranks} ranks of {each} suffice: {do}")
     return "\n".join(lines)
 
 
 def _within(searching: Searching, memory_bytes: float) -> Searching:
-    """Return the same search for ranks that may all fill so many bytes."""
+    """Return the same search with one memory limit for all ranks."""
     config = searching.config
     pipeline = replace(config.pipeline, memory_bytes=memory_bytes)
     return replace(searching, config=replace(config, pipeline=pipeline))

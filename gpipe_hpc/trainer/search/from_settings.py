@@ -1,4 +1,4 @@
-"""From the settings to a search over layouts: on what ranks, and what may be chosen."""
+"""Set up a search over layouts from the settings: the ranks, and what may be chosen."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,11 +58,11 @@ PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "outer": ("shard", "hierarchy", "bucket_bytes"),
     }
 )
-"""The settings that a search chooses, by section."""
+"""Settings that a search chooses, by section."""
 
 
 def fixed_by(words: Sequence[str]) -> frozenset[str]:
-    """Return which settings of a layout stand on a command line, and so stay as they are."""
+    """Return the layout settings on a command line, which the search keeps fixed."""
     found: set[str] = set()
     for word in words:
         name, is_set, value = word.lstrip("+").partition("=")
@@ -76,12 +76,14 @@ def fixed_by(words: Sequence[str]) -> frozenset[str]:
 
 
 class Came(NamedTuple):
-    """The ranks of a run that has begun.
+    """The ranks of a run that has started.
 
-    `rates`: of the fastest. `hosts`: the ranks of each. `paces`: how many times as long each
-    rank takes as the fastest, for the model's layers where these are measured (plan.costs), else
-    for matrix products; empty: they are alike. `host_copy_bytes_per_s`: of the slowest, None
-    on CPUs.
+    Attributes:
+      rates: rates of the fastest rank.
+      hosts: number of ranks of each host.
+      paces: slowdown of each rank relative to the fastest, for the model's layers if these are
+        measured (plan.costs), else for matrix products; empty if all are equal.
+      host_copy_bytes_per_s: device-to-host bandwidth of the slowest rank, None on CPUs.
     """
 
     rates: Rates
@@ -92,11 +94,13 @@ class Came(NamedTuple):
 
 @dataclass(frozen=True)
 class Searching:
-    """What a search is of: the settings, those that stay, the model, and what ranks are.
+    """A search: settings, fixed settings, model and ranks.
 
-    `doubts`: of the files that say what ranks are. `notes`: what the times of layers are scaled
-    from, and what that does not tell; nothing where they are counted or measured. `measured`: how
-    they are measured, empty where they are not.
+    Attributes:
+      doubts: warnings about the files that describe the ranks.
+      notes: source of scaled layer times and what it does not cover; empty if they are counted or
+        measured.
+      measured: how layers are measured, empty if they are not.
     """
 
     config: Config
@@ -109,9 +113,9 @@ class Searching:
 
     @classmethod
     def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
-        """Return the search that settings ask for; ConfigError for what cannot be searched.
+        """Return the search for the settings; raise ConfigError for unsearchable settings.
 
-        `words`: the command line; `came`: the ranks, where there are some.
+        `words`: the command line; `came`: the ranks, if they are running.
         """
         fixed = fixed_by(words)
         _refuse_what_is_no_search(config, fixed)
@@ -153,7 +157,7 @@ class Searching:
     def in_each_precision(
         cls, config: Config, words: Sequence[str], came: Came | None = None
     ) -> "tuple[Searching, ...]":
-        """Return one search for each precision of plan.precisions, or one of train.precision."""
+        """Return one search per precision of plan.precisions, or one for train.precision."""
         found = []
         for precision, rate in (config.plan.precisions or {config.train.precision: None}).items():
             train = replace(config.train, precision=precision)
@@ -162,7 +166,7 @@ class Searching:
         return tuple(found)
 
     def space(self, num_ranks: int) -> Space:
-        """Return the layouts on so many ranks."""
+        """Return the layouts on a number of ranks."""
         device = device_to_come(self.config.train.device)
         process_bytes = self.ground.machine.prices.process_bytes
         base = with_process(request_of(self.config), process_bytes, device)
@@ -183,7 +187,7 @@ class Searching:
         )
 
     def on(self, num_ranks: int) -> Ground:
-        """Return what is known of so many ranks, as the settings say how they are linked."""
+        """Return the cached costs for a number of ranks and their links."""
         cluster, given = self._cluster(num_ranks), self.space(num_ranks).base.paces
         paces = [float(pace) for pace in given or ()]
         # Where ranks came, times are those of the fastest.
@@ -194,41 +198,41 @@ class Searching:
         return self.ground.on(slow_once(cluster, paces, own))
 
     def _cluster(self, num_ranks: int) -> Cluster:
-        """Return the ranks; what is known of slow ones was measured, or stands in plan.links."""
+        """Return the cluster; slowdowns of ranks are measured, or read from plan.links."""
         if self.came is None:
             return cluster_of(self.config, num_ranks)
         found = cluster_of(self.config, num_ranks, self.came.hosts)
         return replace(found, paces=dict(enumerate(self.came.paces)) or found.paces)
 
     def num_ranks(self) -> int | None:
-        """Return on how many ranks; None: on as few as the memory allows."""
+        """Return the number of ranks, or None for as few as the memory allows."""
         if self.came is not None:
             return sum(self.came.hosts)
         found = _ranks_asked(self.config)
         if found is None and self.config.pipeline.memory_bytes is None:
             raise refuse(
                 "plan.ranks",
-                "with plan.search=true the ranks that layouts are compared for, or "
-                "pipeline.memory_bytes, to find how many are needed",
+                "a number of ranks with plan.search=true, or pipeline.memory_bytes to find how "
+                "many are needed",
                 None,
-                "set it, as plan.ranks=16, or pipeline.memory_bytes=24GB",
+                "set it, for example plan.ranks=16, or pipeline.memory_bytes=24GB",
             )
         return found
 
     def fewest(self) -> Fewest:
-        """Return the least number of ranks on which the model fits into pipeline.memory_bytes."""
+        """Return the smallest number of ranks on which the model fits in pipeline.memory_bytes."""
         if isinstance(self.config.pipeline.memory_bytes, list):
             raise refuse(
                 "pipeline.memory_bytes",
-                "one number for all ranks, where it is not known how many there are",
+                "one number for all ranks if the number of ranks is not set",
                 self.config.pipeline.memory_bytes,
-                "set plan.ranks, or give one number",
+                "set plan.ranks, or pass one number",
             )
         return fewest_ranks(self.space, lambda n: self.ground.on(_alike(n)))
 
 
 def _host_copies(config: Config, came: Came | None) -> float | None:
-    """Return the bytes a second of copies to the host; None where that is not known."""
+    """Return the device-to-host bandwidth in bytes/s, or None if unknown."""
     return config.plan.host_copy_bytes_per_s or (came and came.host_copy_bytes_per_s)
 
 
@@ -245,14 +249,14 @@ def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
     if isinstance(pipeline.partition, list):
         raise refuse(
             "pipeline.partition",
-            "a policy, as a search compares cuts into other numbers of stages",
+            "a policy, because a search compares cuts into different numbers of stages",
             pipeline.partition,
             "leave it out",
         )
     if config.outer.weights is not None:
         raise refuse(
             "outer.weights",
-            "null in a search, which compares other numbers of replicas",
+            "null in a search, which compares different numbers of replicas",
             config.outer.weights,
             "leave it out",
         )
@@ -261,21 +265,21 @@ def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
         how = f"outer.every={outer.every}" if outer.uses_local_sgd else "lr.noise_over=replicas"
         raise refuse(
             "pipeline.replicas",
-            f"a number on the command line with {how}, which trains otherwise with other replicas",
+            f"a number on the command line with {how}, whose result depends on it",
             None,
-            "set it; all else is searched",
+            "set it; the other settings are searched",
         )
     if config.train.accumulation > 1:
         raise refuse(
             "train.accumulation",
-            "1 in a search, which chooses how many micro-batches there are",
+            "1 in a search, which chooses the number of micro-batches",
             config.train.accumulation,
-            "leave it out: a rank keeps no more of micro-batches than its schedule does",
+            "leave it out: the schedule limits how many micro-batches a rank keeps",
         )
 
 
 def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callable[[int], Counted]:
-    """Return what counts a micro-batch of so many samples."""
+    """Return a function that counts a micro-batch of a number of samples."""
 
     def counted(num_samples: int) -> Counted:
         sample = microbatch(config.data, num_samples)
@@ -295,9 +299,9 @@ def _without_shared_casts(counted: Callable[[int], Counted], num_samples: int) -
 
 
 def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measured:
-    """Return what runs each layer of the model here, on a micro-batch of so many samples.
+    """Return a gauge that measures each layer in this process, for a micro-batch size.
 
-    It does so as this process is: on its threads, and no matter who else computes.
+    It uses the threads of this process, and emulates no load of other ranks.
     """
     layers = normalise_layers(build_target("model", config.model))
     return measured_as_a_rank(
@@ -306,14 +310,14 @@ def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measure
 
 
 def _share(config: Config, device: Device, came: Came | None) -> Share | None:
-    """Return what a rank of the first host computes with; None where the settings do not tell."""
+    """Return the share of a host that a rank has for measuring, or None if unknown."""
     if came is not None:
         return None if device.is_accelerator else share_of_bound(came.hosts[0])
     return share_of_rank(config, device, _ranks_asked(config))
 
 
 def _ranks_asked(config: Config) -> int | None:
-    """Return how many ranks the settings name, or the file of plan.links does."""
+    """Return the number of ranks from the settings or the file of plan.links."""
     found = config.plan.ranks or config.pipeline.ranks
     if found is None and config.plan.links is not None:
         found = read_cluster(config.plan.links).num_ranks
@@ -323,7 +327,7 @@ def _ranks_asked(config: Config) -> int | None:
 def _scaling(
     config: Config, counted: Callable[[int], Counted], device: Device
 ) -> tuple[Scaling | None, list[str]]:
-    """Return what plan.calibration says of layers, and doubts; ConfigError for another model."""
+    """Return the times of plan.calibration and warnings; raise ConfigError for another model."""
     path = config.plan.calibration
     if path is None:
         return None, []
@@ -331,9 +335,9 @@ def _scaling(
     samples, rest = divmod(found.input_bytes, sample_bytes)
     if rest or not samples:
         raise ConfigError(
-            f"plan.calibration: {path} is of another micro-batch, expected inputs of a multiple of "
-            f"{sample_bytes} bytes, got {found.input_bytes}; give that of a run of these settings, "
-            f"or leave plan.calibration out"
+            f"plan.calibration: {path} was measured with another micro-batch: expected inputs of a "
+            f"multiple of {sample_bytes} bytes, got {found.input_bytes}; pass the file of a run "
+            f"with these settings, or omit plan.calibration"
         )
     gauge = counted(samples)
     precision = config.train.precision
@@ -346,9 +350,9 @@ def _scaling(
 def _scaled(
     scaling: Scaling, machine: Machine, counted: Callable[[int], Counted], came: Came | None
 ) -> Callable[[int], Gauge]:
-    """Return what scales a run's times to a micro-batch of so many samples.
+    """Return a function that scales a run's times to a micro-batch size.
 
-    Where ranks came, they were those of rank 0: times are those of the fastest.
+    The times are those of rank 0, and are converted to the fastest rank.
     """
     pace = came.paces[0] if came is not None and came.paces else 1.0
     return lambda num_samples: scaling.scaled(counted(num_samples), machine, pace)
@@ -357,9 +361,9 @@ def _scaled(
 def _measuring(
     config: Config, counted: Callable[[int], Counted], came: Came | None, share: Share | None
 ) -> Callable[[int], Gauge]:
-    """Return what measures the layers here for a micro-batch of so many samples.
+    """Return a function that measures the layers here for a micro-batch size.
 
-    Where ranks came, this is rank 0: times are those of the fastest.
+    This is rank 0 if ranks are running; times are converted to the fastest rank.
     """
     pace = came.paces[0] if came is not None and came.paces else 1.0
 

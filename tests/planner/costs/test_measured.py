@@ -298,7 +298,7 @@ def test_a_loss_that_fails_is_not_blamed_on_the_last_layer():
         with pytest.raises(ModelError, match=said) as refusal:
             measure_layers(layers, inputs, classes, loss)
         text = str(refusal.value)
-        assert text.startswith("loss: failed on the output of layers.0 (Linear)")
+        assert text.startswith("loss: failed after layers.0 (Linear)")
         assert "output float32[2, 3] and targets int64[2]" in text
         assert (
             "correct the loss" if loss is broken else "class indices must be at least 0"

@@ -101,7 +101,9 @@ def test_stage_layers():
 
 
 def test_empty_stages_only_when_asked_and_only_when_needed():
-    with pytest.raises(PartitionError, match=r"more stages than layers: the model has 2 layers, got 3"):
+    with pytest.raises(
+        PartitionError, match=r"more stages than layers: the model has 2 layers, got 3"
+    ):
         minimax([1, 1], 3)
     assert minimax([1, 1], 3, allow_empty=True) == [1, 1, 0]
     assert minimax([1, 1, 1], 3, allow_empty=True) == [1, 1, 1]

@@ -204,9 +204,9 @@ def test_ranks_that_know_how_fast_they_copy_to_their_host_may_offload():
 def test_a_model_that_fits_nowhere_says_what_lacks_and_how_many_ranks_would_do():
     found = answer("plan.ranks=1", "pipeline.memory_bytes=1MB")
     assert found.chosen is None
-    said = re.search(r"rank 0 of what needs least .* too much", found.text)
+    said = re.search(r"the closest layout .* on rank 0, .* too much", found.text)
     assert said, found.text
-    (more,) = re.findall(r"would do: plan\.ranks=(\d+)", found.text)
+    (more,) = re.findall(r"suffice: plan\.ranks=(\d+)", found.text)
     assert answer(f"plan.ranks={more}", "pipeline.memory_bytes=1MB").chosen is not None
 
 
@@ -216,15 +216,13 @@ def test_where_fewer_ranks_would_do_or_limits_differ_that_is_said():
     whole = "pipeline.normalise_over_replicas=true"
     prime = answer("plan.ranks=7", "pipeline.memory_bytes=1MB", whole)
     assert prime.chosen is None
-    said = r"fewer ranks of 1.00 MB would do, (\d) of 7: plan.ranks=\1 (.*)"
+    said = r"fewer ranks of 1.00 MB suffice, (\d) of 7: plan.ranks=\1 (.*)"
     ((fewer, words),) = re.findall(said, prime.text)
     found = answer(f"plan.ranks={fewer}", "pipeline.memory_bytes=1MB", *words.split())
     assert int(fewer) < 7 and found.chosen is not None
     several = answer("plan.ranks=2", "pipeline.memory_bytes=[0.92MB,0.95MB]")
     assert several.chosen is None
-    said = (
-        r"(\d+) ranks of 920 kB, the least of pipeline.memory_bytes, would do: plan.ranks=\1 (.*)"
-    )
+    said = r"(\d+) ranks of 920 kB \(the smallest of .*\) suffice: plan.ranks=\1 (.*)"
     ((more, words),) = re.findall(said, several.text)
     found = answer(f"plan.ranks={more}", "pipeline.memory_bytes=0.92MB", *words.split())
     assert found.chosen is not None
@@ -243,16 +241,16 @@ def test_without_ranks_the_least_number_is_found():
     ("words", "said"),
     [
         ([], "plan.ranks"),
-        (["plan.ranks=3", "plan.hosts=2"], "take 2 or 4 ranks"),
-        (["plan.ranks=37", "train.batch_size=4"], "37 ranks cannot be factored"),
+        (["plan.ranks=3", "plan.hosts=2"], "use 2 or 4 ranks"),
+        (["plan.ranks=37", "train.batch_size=4"], "37 ranks cannot be divided"),
         (["plan.ranks=4", "pipeline.partition=[3,2]"], "pipeline.partition"),
-        (["plan.ranks=4", "plan.calibration=x.yaml"], "plan.calibration: x.yaml is not readable"),
+        (["plan.ranks=4", "plan.calibration=x.yaml"], "plan.calibration: cannot read x.yaml"),
         (["plan.ranks=4", "train.device=cuda", "plan.flops_per_s=null"], "plan.flops_per_s"),
         (["pipeline.memory_bytes=[1MB,2MB]"], "set plan.ranks"),
         (["pipeline.memory_bytes=10kB"], "one layer alone"),
         (["plan.ranks=4", "train.accumulation=2"], "train.accumulation"),
-        (["plan.ranks=4", "outer=diloco"], "outer.every=64, which trains otherwise"),
-        (["plan.ranks=4", *ADASCALE], "lr.noise_over=replicas, which trains otherwise"),
+        (["plan.ranks=4", "outer=diloco"], "outer.every=64, whose result depends"),
+        (["plan.ranks=4", *ADASCALE], "lr.noise_over=replicas, whose result depends"),
         (["plan.ranks=4", "pipeline.stages=3", "pipeline.schedule=zb_v"], "take 3 or 6 ranks"),
     ],
 )
@@ -357,7 +355,7 @@ def test_why_no_layout_can_be_built_is_said():
     )
     assert found.chosen is None and limited.chosen is None
     assert limited.text.splitlines()[-1].startswith("no layout can be built: ")
-    assert "at most 5 stages, got 8" in limited.text
+    assert "the model has 5 layers, got 8 stages" in limited.text
 
 
 def test_all_ranks_that_lack_memory_are_named():

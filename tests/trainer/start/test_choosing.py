@@ -128,7 +128,7 @@ def test_a_run_whose_best_layout_has_holes_trains_in_it(tmp_path):
 
 
 def test_where_nothing_fits_it_is_said_what_lacks(tmp_path):
-    with pytest.raises(ConfigError, match=r"auto found no layout[\s\S]* too much[\s\S]*would do"):
+    with pytest.raises(ConfigError, match=r"auto found no layout[\s\S]* too much[\s\S]*suffice"):
         chosen(tmp_path, "pipeline.memory_bytes=1MB", ranks=1)
 
 
