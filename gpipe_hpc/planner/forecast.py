@@ -202,7 +202,7 @@ def held_bytes(
     ]
 
 
-class Least(NamedTuple):
+class MemoryLowerBound(NamedTuple):
     """Bytes that a rank holds permanently, and the activations of one micro-batch."""
 
     lasting_bytes: int
@@ -220,7 +220,7 @@ def least_bytes(
     placement: Placement,
     optimizer_states: int | OptimizerMemory,
     sharing: Sharing | None = None,
-) -> list[Least]:
+) -> list[MemoryLowerBound]:
     """Return a lower bound of each rank's memory for any schedule, recomputation and offload.
 
     A backward needs the activations of its stage for one micro-batch, kept or recomputed.
@@ -228,7 +228,7 @@ def least_bytes(
     stages = count_stages(model, counts)
     each = [min(stage.activation_bytes, stage.lives(stage.layers).full) for stage in stages]
     return [
-        Least(
+        MemoryLowerBound(
             rank_states(model, stages, placement, rank, optimizer_states, sharing).total_bytes,
             max((each[stage] for stage in placement.stages_of(rank)), default=0),
         )

@@ -10,8 +10,8 @@ from gpipe_hpc.planner.buckets import sharing_of
 from gpipe_hpc.planner.budget.fitting import Budget, choose_recompute
 from gpipe_hpc.planner.costs.gauges import Gauge
 from gpipe_hpc.planner.cutting.partition import ALIKE, SIMULATED, Paces, Partition
-from gpipe_hpc.planner.cutting.pins import Ends
-from gpipe_hpc.planner.cutting.roomier import lacks_memory, roomier_cut
+from gpipe_hpc.planner.cutting.pins import EndRanges
+from gpipe_hpc.planner.cutting.roomier import fitting_cut, lacks_memory
 from gpipe_hpc.planner.cutting.simulated import faster_cut, has_shared_ranks
 from gpipe_hpc.planner.forecast import activation_memory, flop_costs, held_bytes, rank_states
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, given_paces, memory_limits
@@ -58,13 +58,13 @@ def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
     try:
         found = _on_cut(request, partition, gauge)
     except PartitionError:  # no recomputation fits
-        roomier = roomier_cut(request, partition, _thrifty(request), gauge)
+        roomier = fitting_cut(request, partition, _thrifty(request), gauge)
         if roomier is None:
             raise
         return _on_cut(request, roomier, gauge)
     if request.recompute == "budget" or not lacks_memory(request, partition, found.table, gauge):
         return found
-    roomier = roomier_cut(request, partition, found.table, gauge)
+    roomier = fitting_cut(request, partition, found.table, gauge)
     return found if roomier is None else _on_cut(request, roomier, gauge)
 
 
@@ -426,7 +426,7 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             continue
         head = f"auto: {placement} with {each} stage{'s' * (each > 1)} a rank"
         try:
-            Ends.where(given.pins, len(given.costs), ranks * each)
+            EndRanges.where(given.pins, len(given.costs), ranks * each)
         except PartitionError as error:
             refusal = refusal or error
             lines.append(f"{head}: its stages cannot satisfy pipeline.pins")

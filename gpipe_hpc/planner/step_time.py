@@ -90,7 +90,7 @@ class StepTime:
         return line if self.crowd is None else f"{line}\n{self.crowd}"
 
 
-class Piped:
+class SimulatedTable:
     """A table simulated for each kind of replica, before gradients are all-reduced."""
 
     def __init__(self, table: Schedule, each: Sequence[Costs], prices: Prices = FREE) -> None:
@@ -208,7 +208,7 @@ def _both(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, 
 
 def reduced_s(
     placement: Placement,
-    piped: Piped,
+    piped: SimulatedTable,
     sums: Sequence[Sum],
     outer: Outer,
     counts: Sequence[int],

@@ -12,8 +12,8 @@ from gpipe_hpc.checkpoint.in_memory.place import Place
 from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.device.host.open_files import allow_files, num_open
 from gpipe_hpc.planner.forecast import RankForecast
-from gpipe_hpc.preflight.clocks import Attendance, attend, farthest
-from gpipe_hpc.preflight.room import NOTHING_KEPT, Kept, Room, Rooms, own_rooms
+from gpipe_hpc.preflight.clocks import ClockBounds, attend, farthest
+from gpipe_hpc.preflight.room import NOTHING_KEPT, Kept, MemoryNeed, MemoryNeeds, own_memory_needs
 from gpipe_hpc.settings import Config
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -52,27 +52,27 @@ class Files(NamedTuple):
 class Found(NamedTuple):
     """Findings about some ranks, reduced to the worst of each kind to keep messages small."""
 
-    attendance: Attendance
+    attendance: ClockBounds
     files: Files
-    rooms: dict[str, Rooms]
+    needs: dict[str, MemoryNeeds]
 
     def then(self, behind: "Found") -> "Found":
         """Merge the findings with those of other ranks."""
-        kinds = [*self.rooms, *(kind for kind in behind.rooms if kind not in self.rooms)]
-        none = Rooms()
+        kinds = [*self.needs, *(kind for kind in behind.needs if kind not in self.needs)]
+        none = MemoryNeeds()
         return Found(
             farthest(self.attendance, behind.attendance),
             max(self.files, behind.files),
-            {k: self.rooms.get(k, none).then(behind.rooms.get(k, none)) for k in kinds},
+            {k: self.needs.get(k, none).then(behind.needs.get(k, none)) for k in kinds},
         )
 
     def lacking(self) -> list[str]:
         """Return one sentence for each shortage."""
-        rooms = [str(room) for each in self.rooms.values() for room in each.lacking()]
-        return [*rooms, *([str(self.files)] if self.files.lack > 0 else [])]
+        needs = [str(need) for each in self.needs.values() for need in each.lacking()]
+        return [*needs, *([str(self.files)] if self.files.lack > 0 else [])]
 
 
-def skew_text(attendance: Attendance) -> str | None:
+def skew_text(attendance: ClockBounds) -> str | None:
     """Describe whose clocks differ too much, or return None."""
     if attendance.skew_s <= MOST_SKEW_S:
         return None
@@ -83,17 +83,17 @@ def skew_text(attendance: Attendance) -> str | None:
     )
 
 
-def kinds_of(rooms: tuple[Room, ...]) -> dict[str, Rooms]:
-    """Group rooms by kind of memory."""
-    return {room.what: Rooms((room,)) for room in rooms}
+def needs_by_kind(needs: tuple[MemoryNeed, ...]) -> dict[str, MemoryNeeds]:
+    """Group memory needs by the name of the memory."""
+    return {need.what: MemoryNeeds((need,)) for need in needs}
 
 
 def look_at(config: Config, world: World, planned: RankForecast | None, kept: Kept) -> Found:
     """Return the merged findings of all ranks, after their pipelines are built; collective."""
-    rooms = own_rooms(config, world.device, world.rank, planned, is_built=True, kept=kept)
+    needs = own_memory_needs(config, world.device, world.rank, planned, is_built=True, kept=kept)
     files = Files.of(world.rank)
     attendance = attend(world.everybody, world.rank, socket.gethostname())
-    own = Found(attendance, files, kinds_of(rooms))
+    own = Found(attendance, files, needs_by_kind(needs))
     return world.everybody.merge_object(own, Found.then)
 
 

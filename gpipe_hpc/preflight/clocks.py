@@ -23,7 +23,7 @@ class Reading(NamedTuple):
         return f"rank {self.rank} on {self.host}"
 
 
-class Attendance(NamedTuple):
+class ClockBounds(NamedTuple):
     """The latest entry of any rank into a barrier, and the earliest exit."""
 
     came: Reading
@@ -37,7 +37,7 @@ class Attendance(NamedTuple):
 
 def attend(
     everybody: Gathering, rank: int, host: str, clock: Callable[[], float] = time.time
-) -> Attendance:
+) -> ClockBounds:
     """Run a barrier and return this rank's times of entry and exit.
 
     A first barrier lets all ranks enter the second at about the same time.
@@ -45,9 +45,9 @@ def attend(
     meet(everybody)
     came_s = clock()
     meet(everybody)
-    return Attendance(Reading(came_s, rank, host), Reading(clock(), rank, host))
+    return ClockBounds(Reading(came_s, rank, host), Reading(clock(), rank, host))
 
 
-def farthest(ahead: Attendance, behind: Attendance) -> Attendance:
+def farthest(ahead: ClockBounds, behind: ClockBounds) -> ClockBounds:
     """Merge two attendances, for `Gathering.merge_object`."""
-    return Attendance(max(ahead.came, behind.came), min(ahead.left, behind.left))
+    return ClockBounds(max(ahead.came, behind.came), min(ahead.left, behind.left))

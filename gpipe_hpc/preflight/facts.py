@@ -16,7 +16,7 @@ from gpipe_hpc.errors import DeviceError
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.preflight.before import Files
 from gpipe_hpc.preflight.clocks import Reading
-from gpipe_hpc.preflight.room import Room
+from gpipe_hpc.preflight.room import MemoryNeed
 
 _SIDE: Final = 256  # small enough for all sums to be exact in float32
 
@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     shm_free_bytes: int | None
     planned_bytes: int | None
     files: Files
-    rooms: tuple[Room, ...]
+    needs: tuple[MemoryNeed, ...]
     came: Reading
     left: Reading
 
@@ -50,7 +50,7 @@ class Facts(NamedTuple):
         rank: int,
         device: Device,
         planned: RankForecast | None,
-        rooms: tuple[Room, ...],
+        needs: tuple[MemoryNeed, ...],
         attended: tuple[Reading, Reading],
     ) -> "Facts":
         """Collect the facts of this rank."""
@@ -67,7 +67,7 @@ class Facts(NamedTuple):
             shutil.disk_usage(shm).free if shm.is_dir() else None,
             None if planned is None else planned.total_bytes,
             Files.of(rank),
-            rooms,
+            needs,
             *attended,
         )
 

@@ -22,7 +22,7 @@ class Line(Protocol):
         """Post a receive; return a function that waits for the message."""
 
 
-class ChannelLine:
+class ChannelConnection:
     """Two channels as used for stage boundaries, for example in shared memory."""
 
     def __init__(self, transport: Transport, out: PlacedChannel, into: PlacedChannel) -> None:
@@ -51,7 +51,7 @@ def _place(num_elements: int, dtype: torch.dtype) -> int:
     return 0 if dtype == torch.int64 else num_elements.bit_length()
 
 
-class GroupLine:
+class GroupConnection:
     """The connection of two ranks in a process group for gradient all-reduces."""
 
     def __init__(self, group: Group, peer: int, device: Device) -> None:

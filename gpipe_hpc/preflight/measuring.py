@@ -13,7 +13,7 @@ from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.engine.stages.wiring import Wiring, wire
 from gpipe_hpc.errors import DeviceError
 from gpipe_hpc.planner import Layout, hand_out
-from gpipe_hpc.preflight.lines import ChannelLine, GroupLine
+from gpipe_hpc.preflight.lines import ChannelConnection, GroupConnection
 from gpipe_hpc.preflight.pairs import Pair, in_rounds, ring
 from gpipe_hpc.preflight.timing import SUMS, Way, time_line
 
@@ -74,7 +74,9 @@ def _time_channels(
             if world.rank not in pair:
                 continue
             peer = sum(pair) - world.rank
-            line = ChannelLine(wiring.transport, placed[world.rank, peer], placed[peer, world.rank])
+            line = ChannelConnection(
+                wiring.transport, placed[world.rank, peer], placed[peer, world.rank]
+            )
             with together(world, _what(pair, "the channels")):
                 ways += time_line(line, world.device, world.rank, peer, most_bytes) or ()
                 wiring.transport.finish()
@@ -89,7 +91,7 @@ def _time_group(world: World, group: Group, most_bytes: int) -> list[Way]:
             if world.rank not in pair:
                 continue
             peer = sum(pair) - world.rank
-            line = GroupLine(group, peer, world.device)
+            line = GroupConnection(group, peer, world.device)
             with together(world, _what(pair, "the group")):
                 found = time_line(line, world.device, world.rank, peer, most_bytes) or ()
                 ways += [way._replace(carries=SUMS) for way in found]

@@ -23,7 +23,7 @@ from gpipe_hpc.units import bytes_text, ranges_text
 _NUM_GENERATIONS: Final = 2  # in-memory checkpoints kept, with checkpoint.neighbour_every
 
 
-class Room(NamedTuple):
+class MemoryNeed(NamedTuple):
     """The planned and free bytes of a memory that consecutive ranks share.
 
     Attributes:
@@ -111,7 +111,7 @@ def folder_of_copies(config: Config) -> Path:
     return Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
 
 
-def own_rooms(
+def own_memory_needs(
     config: Config,
     device: Device,
     rank: int,
@@ -119,7 +119,7 @@ def own_rooms(
     *,
     is_built: bool,
     kept: Kept = NOTHING_KEPT,
-) -> tuple[Room, ...]:
+) -> tuple[MemoryNeed, ...]:
     """Return the memory that this rank needs, by kind; empty without a forecast.
 
     `is_built`: its weights are already allocated. `kept`: in-memory checkpoints on its host.
@@ -133,20 +133,20 @@ def own_rooms(
     host, ranks = socket.gethostname(), (rank, rank)
     if device.is_accelerator:
         free = device.memory_free()
-        rooms = [Room(device.identity, f"{device.name}", host, ranks, needed_bytes, free)]
+        needs = [MemoryNeed(device.identity, f"{device.name}", host, ranks, needed_bytes, free)]
         host_bytes = in_memory_bytes + planned.saving_bytes + planned.offloaded_bytes
     else:
-        rooms, host_bytes = [], needed_bytes + in_memory_bytes
+        needs, host_bytes = [], needed_bytes + in_memory_bytes
     if host_bytes:
         # Containers of one kernel may have separate limits, set by control groups.
         place = f"{kernel_identity()} {shared_identity('cgroup')}"
-        rooms.append(Room(place, "memory", host, ranks, host_bytes, free_bytes()))
+        needs.append(MemoryNeed(place, "memory", host, ranks, host_bytes, free_bytes()))
     if copies_bytes:
         folder = folder_of_copies(config)
         own = "" if kept.is_shared else f"{kernel_identity()} {shared_identity('mnt')} "
         place = f"{own}{folder}"
-        rooms.append(Room(place, str(folder), host, ranks, copies_bytes, _free_in(folder)))
-    return tuple(rooms)
+        needs.append(MemoryNeed(place, str(folder), host, ranks, copies_bytes, _free_in(folder)))
+    return tuple(needs)
 
 
 def _free_in(folder: Path) -> int:
@@ -159,16 +159,16 @@ def _existing(folder: Path) -> Path:
     return next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
 
 
-class Rooms(NamedTuple):
+class MemoryNeeds(NamedTuple):
     """Memory findings of consecutive ranks, of one kind, reduced to at most three entries.
 
     Ranks of a host are normally consecutive. So entries in the middle are complete, and only the
     one with the largest shortage matters; the first and last may continue with neighbouring ranks.
     """
 
-    kept: tuple[Room, ...] = ()
+    kept: tuple[MemoryNeed, ...] = ()
 
-    def then(self, behind: "Rooms") -> "Rooms":
+    def then(self, behind: "MemoryNeeds") -> "MemoryNeeds":
         """Merge with the findings of the following ranks."""
         if not self.kept or not behind.kept:
             return self if self.kept else behind
@@ -183,15 +183,15 @@ class Rooms(NamedTuple):
                     free_bytes=min(frees, default=None),
                 )
             ]
-        return Rooms(_few([*ahead, *middle, *others]))
+        return MemoryNeeds(_few([*ahead, *middle, *others]))
 
-    def lacking(self) -> list[Room]:
-        """Return the entries with a shortage."""
-        return [room for room in self.kept if room.lack_bytes > 0]
+    def lacking(self) -> list[MemoryNeed]:
+        """Return the needs that exceed the free memory."""
+        return [need for need in self.kept if need.lack_bytes > 0]
 
 
-def _few(rooms: Sequence[Room]) -> tuple[Room, ...]:
-    if len(rooms) <= 3:
-        return tuple(rooms)
-    worst = max(rooms[1:-1], key=lambda room: room.lack_bytes)
-    return rooms[0], worst, rooms[-1]
+def _few(needs: Sequence[MemoryNeed]) -> tuple[MemoryNeed, ...]:
+    if len(needs) <= 3:
+        return tuple(needs)
+    worst = max(needs[1:-1], key=lambda need: need.lack_bytes)
+    return needs[0], worst, needs[-1]

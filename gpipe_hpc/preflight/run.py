@@ -20,13 +20,13 @@ from gpipe_hpc.planner.costs.speed import paces_of_times, seconds_of_work
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.planner.links import WITHIN, Links
 from gpipe_hpc.preflight.before import skew_text
-from gpipe_hpc.preflight.clocks import Attendance, attend, farthest
+from gpipe_hpc.preflight.clocks import ClockBounds, attend, farthest
 from gpipe_hpc.preflight.facts import Facts, try_device
 from gpipe_hpc.preflight.folder import check_folder
 from gpipe_hpc.preflight.layout import Planned, plan_layout
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure
 from gpipe_hpc.preflight.report import Report, host_number, slow_texts
-from gpipe_hpc.preflight.room import Room, own_rooms, probe_copies
+from gpipe_hpc.preflight.room import MemoryNeed, own_memory_needs, probe_copies
 from gpipe_hpc.preflight.settings import check_settings
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.settings import Config
@@ -76,7 +76,9 @@ def _run_checks(config: Config, world: World) -> Report | None:
         own = None if forecasts is None else forecasts[mesh.stage_rank_of(world.rank)]
         forecast = None if own is None else RankForecast(**own)
         kept = probe_copies(config, world)
-        rooms = own_rooms(config, world.device, world.rank, forecast, is_built=False, kept=kept)
+        needs = own_memory_needs(
+            config, world.device, world.rank, forecast, is_built=False, kept=kept
+        )
     assert isinstance(config.preflight.bytes, int | float), "the settings were read"
     layout = None if planned is None else planned.layout
     measured = measure(world, mesh, layout, int(config.preflight.bytes))
@@ -84,7 +86,7 @@ def _run_checks(config: Config, world: World) -> Report | None:
     with together(world, "gathering the findings"):
         work_s = seconds_of_work(world.device, config.train.precision)
         attended = attend(world.everybody, world.rank, socket.gethostname())
-        facts = Facts.of(world.rank, world.device, forecast, rooms, attended)
+        facts = Facts.of(world.rank, world.device, forecast, needs, attended)
         gathered = world.everybody.gather_object(_RankFindings(facts, measured, work_s), root=0)
         report = None
         if gathered is not None and planned is not None:
@@ -182,16 +184,16 @@ def _sums(received: Sequence[_RankFindings]) -> list[Sum]:
 
 
 def _lacking(facts: Sequence[Facts]) -> list[str]:
-    rooms: dict[tuple[str, str], Room] = {}
-    for room in (room for each in facts for room in each.rooms):
-        key = room.what, room.place
-        rooms[key] = room if key not in rooms else _joined(rooms[key], room)
+    needs: dict[tuple[str, str], MemoryNeed] = {}
+    for need in (need for each in facts for need in each.needs):
+        key = need.what, need.place
+        needs[key] = need if key not in needs else _joined(needs[key], need)
     files = max(each.files for each in facts)
-    lacking = [str(room) for room in rooms.values() if room.lack_bytes > 0]
+    lacking = [str(need) for need in needs.values() if need.lack_bytes > 0]
     return [*lacking, *([str(files)] if files.lack > 0 else [])]
 
 
-def _joined(one: Room, other: Room) -> Room:
+def _joined(one: MemoryNeed, other: MemoryNeed) -> MemoryNeed:
     """Merge the findings of ranks that share a memory, whether or not they are consecutive."""
     frees = [free for free in (one.free_bytes, other.free_bytes) if free is not None]
     return one._replace(
@@ -208,7 +210,7 @@ def _doubts(planned: Planned, facts: Sequence[Facts]) -> list[str]:
             f"memory could not be planned, so it was not compared with the free memory: "
             f"{planned.why_not}"
         )
-    attended = (Attendance(each.came, each.left) for each in facts)
+    attended = (ClockBounds(each.came, each.left) for each in facts)
     skew = skew_text(reduce(farthest, attended))
     doubts += [] if skew is None else [skew]
     for what, of in (("Python", "python"), ("device", "device")):

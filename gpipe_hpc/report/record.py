@@ -28,7 +28,7 @@ _MOST_ALIKE: Final = 3  # more events that differ only in numbers are folded int
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
-class Happening(NamedTuple):
+class LogEvent(NamedTuple):
     """An event in the logs of a run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Record:
     others: tuple[Mapping[str, Any], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     traced: ReadStep | None = None
-    happened: tuple[Happening, ...] = ()
+    happened: tuple[LogEvent, ...] = ()
     num_starts: int = 0
     doubts: tuple[str, ...] = ()
 
@@ -141,7 +141,7 @@ def read_record(folder: Path) -> Record:
     )
 
 
-def _no_run(folder: Path, doubts: Sequence[str], happened: Sequence[Happening]) -> ConfigError:
+def _no_run(folder: Path, doubts: Sequence[str], happened: Sequence[LogEvent]) -> ConfigError:
     last_error = next((e.text for e in reversed(happened) if e.level in ("ERROR", "CRITICAL")), "")
     got = "; ".join(doubts) or f"it has no {METRICS_FILE} and no {SUMMARY_FILE}"
     if last_error:
@@ -255,9 +255,9 @@ def _traced(
     return traced
 
 
-def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[Happening, ...], int]:
+def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[LogEvent, ...], int]:
     """Return the events logged by all ranks, by time, and the number of starts."""
-    found: dict[tuple[str, str], Happening] = {}
+    found: dict[tuple[str, str], LogEvent] = {}
     num_starts = 0
     for path in sorted(logs.glob("rank*.log")):
         for line in _log_lines(path, doubts):
@@ -273,7 +273,7 @@ def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[Happening, ...], int
             before = found.get(key)
             ranks = {int(told["rank"]), *(before.ranks if before else ())}
             first = before.moment if before else moment
-            found[key] = Happening(min(first, moment), level, tuple(sorted(ranks)), text)
+            found[key] = LogEvent(min(first, moment), level, tuple(sorted(ranks)), text)
     return tuple(_fold(sorted(found.values()))), num_starts
 
 
@@ -287,9 +287,9 @@ def _log_lines(path: Path, doubts: list[str]) -> Iterator[str]:
         doubts.append(f"logs/{path.name} cannot be read ({why})")
 
 
-def _fold(happened: list[Happening]) -> Iterator[Happening]:
+def _fold(happened: list[LogEvent]) -> Iterator[LogEvent]:
     """Yield events; of many that differ only in numbers, the first with their count."""
-    kinds: dict[str, list[Happening]] = {}
+    kinds: dict[str, list[LogEvent]] = {}
     for each in happened:
         kinds.setdefault(_NUMBERS.sub("#", each.text), []).append(each)
     folded = {id(e) for kind in kinds.values() if len(kind) > _MOST_ALIKE for e in kind[1:]}

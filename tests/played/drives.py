@@ -37,7 +37,7 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.recorder import DeviceClock
 from gpipe_hpc.engine.run import Intake
-from gpipe_hpc.preflight.lines import GroupLine
+from gpipe_hpc.preflight.lines import GroupConnection
 from tests.played.backend import RANKS, OnHost, group_over
 from tests.played.device import PlayedDevice
 
@@ -412,7 +412,7 @@ def handed_on(device: PlayedDevice) -> None:
 def lines(device: PlayedDevice) -> None:
     """Messages that are timed."""
     with group_over(device, knows_device=True) as (group, _):
-        line = GroupLine(group, 1, HostDevice())
+        line = GroupConnection(group, 1, HostDevice())
         line.send(torch.full((2,), 7.0))
         assert line.expect(2, torch.float32)().tolist() == [7.0] * 2
 

@@ -11,7 +11,7 @@ from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.preflight.before import Files, look_before_run, skew_text
-from gpipe_hpc.preflight.clocks import Attendance, Reading
+from gpipe_hpc.preflight.clocks import ClockBounds, Reading
 
 LITTLE = RankForecast((0,), 1, 4, 0, 4, 8, 0, 0, 100, 0)
 
@@ -63,7 +63,7 @@ def test_the_limit_of_open_files_is_raised_and_what_is_lacking_told(few_files, c
 
 def test_clocks_far_apart_are_told_with_both_hosts():
     def attended(came_s):
-        return Attendance(Reading(came_s, 4, "b"), Reading(100.0, 0, "a"))
+        return ClockBounds(Reading(came_s, 4, "b"), Reading(100.0, 0, "a"))
 
     assert skew_text(attended(100.9)) is None
     told = skew_text(attended(103.0))

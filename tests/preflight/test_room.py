@@ -17,17 +17,17 @@ from gpipe_hpc.config import compose_config
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.preflight import room as looking
-from gpipe_hpc.preflight.room import Kept, Room, Rooms, own_rooms, probe_copies
+from gpipe_hpc.preflight.room import Kept, MemoryNeed, MemoryNeeds, own_memory_needs, probe_copies
 
 GB = 10**9
 
 
 def room(rank, host, needed, free):
-    return Room(f"id of {host}", "memory", host, (rank, rank), needed, free)
+    return MemoryNeed(f"id of {host}", "memory", host, (rank, rank), needed, free)
 
 
 def merged(rooms):
-    return reduce(Rooms.then, (Rooms((each,)) for each in rooms))
+    return reduce(MemoryNeeds.then, (MemoryNeeds((each,)) for each in rooms))
 
 
 def test_ranks_of_one_host_share_its_memory():
@@ -60,9 +60,11 @@ def test_whatever_groups_merge_the_host_that_lacks_most_is_found(hosts, needs, d
         for _ in range(ranks):
             rooms.append(room(len(rooms), str(number), needs[len(rooms)], free))
     cut = data.draw(st.integers(0, len(rooms)))
-    parts = [Rooms((each,)) for each in rooms]
-    ahead, behind = (reduce(Rooms.then, half, Rooms()) for half in (parts[:cut], parts[cut:]))
-    assert ahead.then(behind).kept == reduce(Rooms.then, parts).kept or len(hosts) > 3
+    parts = [MemoryNeeds((each,)) for each in rooms]
+    ahead, behind = (
+        reduce(MemoryNeeds.then, half, MemoryNeeds()) for half in (parts[:cut], parts[cut:])
+    )
+    assert ahead.then(behind).kept == reduce(MemoryNeeds.then, parts).kept or len(hosts) > 3
     lacks = {}
     for each in rooms:
         lacks[each.host] = lacks.get(each.host, -each.free_bytes) + each.needed_bytes
@@ -93,11 +95,12 @@ PLANNED = RankForecast(
 def test_what_a_rank_needs_is_what_it_does_not_have_yet():
     config = compose_config([])
     before, built = (
-        own_rooms(config, HostDevice(), 3, PLANNED, is_built=is_built) for is_built in (False, True)
+        own_memory_needs(config, HostDevice(), 3, PLANNED, is_built=is_built)
+        for is_built in (False, True)
     )
     assert [each.needed_bytes for each in before] == [460]
     assert [each.needed_bytes for each in built] == [360]
-    assert own_rooms(config, HostDevice(), 3, None, is_built=True) == ()
+    assert own_memory_needs(config, HostDevice(), 3, None, is_built=True) == ()
 
 
 def kept(hosts, root):
@@ -141,14 +144,14 @@ def test_a_folder_that_several_machines_share_keeps_each_state_once(tmp_path, mo
     shared = Kept(2, is_shared=True)
     assert kept("aa", tmp_path) == [(shared, shared)] * 2
     words = ["checkpoint.neighbour_every=5", f"checkpoint.neighbour_dir={tmp_path}"]
-    rooms = Rooms()
+    rooms = MemoryNeeds()
     for rank in range(2):
         MACHINE.name = f"machine of {rank}"
-        memory, copies = own_rooms(
+        memory, copies = own_memory_needs(
             compose_config(words), HostDevice(), rank, PLANNED, is_built=True, kept=shared
         )
         assert memory.needed_bytes == 360
-        rooms = rooms.then(Rooms((copies,)))
+        rooms = rooms.then(MemoryNeeds((copies,)))
     assert [(each.ranks, each.needed_bytes) for each in rooms.kept] == [((0, 1), 1200)]
 
 
@@ -156,7 +159,7 @@ def test_copies_of_states_need_memory_backed_room(tmp_path):
     """They are of weights and optimizer; those files take the host's memory."""
     folder = tmp_path / "to come"
     words = ["checkpoint.neighbour_every=5", f"checkpoint.neighbour_dir={folder}"]
-    memory, copies = own_rooms(
+    memory, copies = own_memory_needs(
         compose_config(words), HostDevice(), 0, PLANNED, is_built=True, kept=Kept(2)
     )
     assert (memory.what, memory.needed_bytes) == ("memory", 360 + 600)
@@ -170,6 +173,6 @@ def test_what_is_offloaded_needs_room_on_the_host():
         is_accelerator=True, identity="gpu", name="some GPU", memory_free=lambda: 10**12
     )
     planned = replace(PLANNED, offloaded_bytes=3000, lies_apart=True)
-    on_device, on_host = own_rooms(compose_config([]), device, 0, planned, is_built=False)
+    on_device, on_host = own_memory_needs(compose_config([]), device, 0, planned, is_built=False)
     assert on_device.needed_bytes == planned.total_bytes == PLANNED.total_bytes
     assert on_host.needed_bytes == planned.saving_bytes + 3000

@@ -17,7 +17,7 @@ from gpipe_hpc.preflight.before import Files
 from gpipe_hpc.preflight.clocks import Reading
 from gpipe_hpc.preflight.facts import Facts
 from gpipe_hpc.preflight.report import Report, hosts_text, slow_texts, time_text
-from gpipe_hpc.preflight.room import Room
+from gpipe_hpc.preflight.room import MemoryNeed
 from gpipe_hpc.preflight.run import preflight
 from gpipe_hpc.preflight.timing import CHANNELS, SUMS, Way
 
@@ -134,14 +134,14 @@ def test_a_sum_that_comes_out_wrong_is_told(tmp_path, monkeypatch):
 
 def test_a_slow_line_is_found_and_named(tmp_path, monkeypatch):
     """One pair of four waits for each of its messages."""
-    send = measuring.ChannelLine.send
+    send = measuring.ChannelConnection.send
 
     def late(self, message):
         if {self._out.source_rank, self._out.destination_rank} == {2, 3}:
             time.sleep(0.05)
         send(self, message)
 
-    monkeypatch.setattr(measuring.ChannelLine, "send", late)
+    monkeypatch.setattr(measuring.ChannelConnection, "send", late)
     report = looked_at(tmp_path, 4)
     slow = {(way.source, way.destination) for way in report.links.slow()}
     assert {(2, 3), (3, 2)} <= slow
@@ -163,7 +163,7 @@ def facts(rank, host="a", machine="k1", came=0.0, **changed):
         shm_free_bytes=10**9,
         planned_bytes=10**6 * (1 + rank),
         files=Files(-100, rank, host, 300, 1024),
-        rooms=(),
+        needs=(),
         came=Reading(came, rank, host),
         left=Reading(came + 0.002, rank, host),
     )
@@ -183,8 +183,8 @@ def test_hosts_are_told_with_the_least_that_is_free():
 
 def test_ranks_that_are_dealt_in_turn_share_their_hosts_memory():
     """Rank by rank there is room; the quick look in a run sees rows of ranks alone."""
-    room = Room("place", "memory", "a", (0, 0), 6, 10)
-    each = [facts(0, rooms=(room,)), facts(1, "b"), facts(2, rooms=(room._replace(ranks=(2, 2)),))]
+    room = MemoryNeed("place", "memory", "a", (0, 0), 6, 10)
+    each = [facts(0, needs=(room,)), facts(1, "b"), facts(2, needs=(room._replace(ranks=(2, 2)),))]
     (told,) = running._lacking(each)
     assert "memory of a" in told and "12 B" in told
 

@@ -9,7 +9,7 @@ import pytest
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.preflight.lines import ChannelLine, GroupLine
+from gpipe_hpc.preflight.lines import ChannelConnection, GroupConnection
 from gpipe_hpc.preflight.timing import sizes_up_to, time_line
 from gpipe_hpc.schedule import Channel
 
@@ -124,10 +124,10 @@ def time_both(world):
     transport = world.transport([there, back])
     ends = (there, back) if world.rank == 0 else (back, there)
     peer = 1 - world.rank
-    found = [time_line(ChannelLine(transport, *ends), world.device, world.rank, peer, MOST)]
+    found = [time_line(ChannelConnection(transport, *ends), world.device, world.rank, peer, MOST)]
     transport.finish()
     group = world.group([(0, 1)])
-    line = GroupLine(group, peer, world.device)
+    line = GroupConnection(group, peer, world.device)
     found.append(time_line(line, world.device, world.rank, peer, MOST))
     return found
 

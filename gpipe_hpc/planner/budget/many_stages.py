@@ -79,7 +79,7 @@ def select(
 
 
 def _best(used: Integers, costs: Integers) -> Indices:
-    """Return the indices of the partial selections that no other selection dominates."""
+    """Return the indices of the Pareto-optimal partial selections."""
     sums = list(used.T)
     if len(sums) == 1:
         return thinned(undominated(sums[0], costs), MAX_SELECTIONS)

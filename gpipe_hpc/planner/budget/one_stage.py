@@ -1,9 +1,8 @@
 """All useful combinations of recomputed and kept layers of one stage, by dynamic programming.
 
-The layers are processed in order; each is kept or recomputed. A front holds the choices that no
-other choice beats in both memory and cost. Two fronts are merged if the remaining layers cannot
-distinguish them: the last layer and each storage that a later layer may also keep have been treated
-alike.
+The layers are processed in order; each is kept or recomputed. A front holds the Pareto-optimal
+choices in memory and cost. Two fronts are merged if the remaining layers cannot distinguish them:
+the last layer and each storage that a later layer may also keep have been treated alike.
 """
 
 from bisect import bisect_right
@@ -109,7 +108,7 @@ class _Origins(NamedTuple):
 
 
 class _Front(NamedTuple):
-    """The undominated choices for the layers processed so far."""
+    """The Pareto-optimal choices for the layers processed so far."""
 
     kept_bytes: Integers
     full_bytes: Integers
@@ -172,7 +171,7 @@ def _merged(
     longest: int,
     again: bool | None = None,
 ) -> _Front:
-    """Return the undominated choices of several fronts, thinned out to `longest` per weight."""
+    """Return the Pareto-optimal choices of several fronts, thinned out to `longest` per weight."""
     kept = np.concatenate([front.kept_bytes for front in fronts])
     full = np.concatenate([front.full_bytes for front in fronts])
     costs = np.concatenate([front.costs for front in fronts])
@@ -197,9 +196,10 @@ def _best(amounts: Sequence[Integers], costs: Integers, longest: int) -> Indices
 
 
 def undominated_by_one(first: Integers, second: Integers, costs: Integers) -> Indices:
-    """Return the indices of the triples that no single other triple dominates, by ascending cost.
+    """Return the indices of the triples that no single other triple beats in all three values.
 
-    A triple beaten in `first` by one triple and in `second` by another is not dominated.
+    They are sorted by ascending cost. A triple beaten in `first` by one triple and in `second` by
+    another is kept.
     """
     order = np.lexsort((second, first, costs))
     # The cheaper triples form a staircase: `second` falls as `first` rises.
@@ -221,7 +221,7 @@ def undominated_by_one(first: Integers, second: Integers, costs: Integers) -> In
 
 
 def undominated(amounts: Integers, costs: Integers) -> Indices:
-    """Return the indices of the pairs that no other pair dominates, by ascending amounts."""
+    """Return the indices of the Pareto-optimal pairs (both small), by ascending amounts."""
     order = np.lexsort((costs, amounts))
     cheapest = np.minimum.accumulate(costs[order])
     wins = np.ones(len(order), dtype=np.bool_)

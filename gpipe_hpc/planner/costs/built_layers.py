@@ -91,7 +91,7 @@ def usual(times_s: Sequence[float]) -> float:
     return fmean(time_s for time_s in times_s if time_s <= _DISTURBED * abs(least_s))
 
 
-class Took(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of one pass on the device, and of the host to launch it."""
 
     device: float
@@ -99,7 +99,7 @@ class Took(NamedTuple):
 
 
 # Output and stashes of a run, and the times of its parts.
-_Run = tuple[list[Any], Sequence[Took]]
+_Run = tuple[list[Any], Sequence[PassSeconds]]
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class BuiltLayers:
     bench: Bench
 
     def measured(self) -> tuple[list[Any], tuple[Seconds, ...], tuple[Seconds, ...]]:
-        """Measure all passes; return results, then device and host seconds of each repetition.
+        """Measure forward and backward repeatedly; return results, device times and host times.
 
-        Results are output and stashes, detached.
+        Results are the last output and stashes, detached; times have one entry per repetition.
         """
         results, whole = self._repeated(self.trained)
         _, halves = self._repeated(partial(self.trained, is_split=True))
@@ -129,10 +129,10 @@ class BuiltLayers:
         of_device = tuple(Seconds(*(took.device for took in row)) for row in rows)
         return results, of_device, tuple(Seconds(*(took.host for took in row)) for row in rows)
 
-    def _repeated(self, run: Callable[[], _Run]) -> tuple[list[Any], list[Sequence[Took]]]:
+    def _repeated(self, run: Callable[[], _Run]) -> tuple[list[Any], list[Sequence[PassSeconds]]]:
         """Call `run` repeatedly; return the last results, and all times after the warm-up."""
         warmup, wanted = self.bench.warmup, self.bench.repetitions
-        times: list[Sequence[Took]] = []
+        times: list[Sequence[PassSeconds]] = []
         for _ in range(warmup + wanted):
             results: list[Any] = []  # free the last results before the next repetition
             results, seconds = run()
@@ -157,9 +157,12 @@ class BuiltLayers:
                 ends, *in_forward = ordered(forward)
             seeds = [torch.ones_like(end) for end in ends]
             _, *in_backward = ordered(lambda: _backward(ends, seeds))
-            parts = [Took(*in_forward), Took(*in_backward) if ends else Took(0.0, 0.0)]
+            parts = [
+                PassSeconds(*in_forward),
+                PassSeconds(*in_backward) if ends else PassSeconds(0.0, 0.0),
+            ]
             if deferred is not None:
-                parts.append(Took(*ordered(deferred.run)[1:]))
+                parts.append(PassSeconds(*ordered(deferred.run)[1:]))
         return map_tensors(_detached, results), parts
 
     def bare(self) -> _Run:
@@ -167,7 +170,7 @@ class BuiltLayers:
         forward, _ = self._forward()
         with self._errors_named(), torch.no_grad():
             _, *took = self.bench.clock.ordered(forward, device=self.bench.device)
-        return [], [Took(*took)]
+        return [], [PassSeconds(*took)]
 
     def through(self) -> tuple[float, ...]:
         """Time one forward and backward from an idle device until it is idle again.

@@ -12,16 +12,16 @@ import yaml
 from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.planner.costs.counted import ModelCount
 from gpipe_hpc.planner.costs.gauges import LayerTimes
-from gpipe_hpc.planner.costs.origin import doubts_of_device
+from gpipe_hpc.planner.costs.origin import device_warnings
 from gpipe_hpc.planner.costs.prices import (
     FREE,
     OLDER_KEY,
     Measured,
     Prices,
     Reader,
+    link_content,
+    prices_content,
     process_key,
-    told_link,
-    told_prices,
 )
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.yaml_files import read_yaml
@@ -98,8 +98,8 @@ def write_calibration(path: Path, found: Calibration) -> None:
     content["model"] = [list(each) for each in found.model]
     content["layers"] = [dict(each._asdict()) for each in found.layers]
     content["optimizer"], content["cores"] = measured.optimizer, measured.cores
-    content["prices"] = told_prices(found.prices, found.device)
-    content["links"] = {name: told_link(getattr(found, name)) for name in _LINKS}
+    content["prices"] = prices_content(found.prices, found.device)
+    content["links"] = {name: link_content(getattr(found, name)) for name in _LINKS}
     content["notes"] = list(found.notes)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     aside.write_text(
@@ -203,7 +203,7 @@ def check_calibration(
     if own != found.model:
         at = next(at for at, pair in enumerate(own) if pair != found.model[at])
         _mismatch(path, "model", f"{own[at][1]} FLOPs in layers.{at}", str(found.model[at][1]))
-    return doubts_of_device("plan.calibration", path, device, found.device_name, name, _REMEDY)
+    return device_warnings("plan.calibration", path, device, found.device_name, name, _REMEDY)
 
 
 def _mismatch(path: str | Path, what: str, expected: str, got: str) -> NoReturn:

@@ -38,8 +38,8 @@ class ModelCount:
       parameter_names: names of each layer's parameters, in the order of its weights. Equal specs
         share one `LayerCount` but may name parameters differently, as blocks of Hugging Face models
         do.
-      names: names that each layer stashes and pops.
-      skips: the same as pairs of layers.
+      names: names of the skip connections that start (stashes) and end (pops) at each layer.
+      skips: the skip connections as pairs of layers.
       library_bytes: device memory that libraries keep once layers have run.
     """
 

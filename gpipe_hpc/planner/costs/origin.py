@@ -5,7 +5,7 @@ from pathlib import Path
 from gpipe_hpc.errors import ConfigError
 
 
-def doubts_of_device(
+def device_warnings(
     setting: str, path: str | Path, kind: str, measured: str, here: str | None, remedy: str
 ) -> list[str]:
     """Return warnings about the device on which a file was measured.

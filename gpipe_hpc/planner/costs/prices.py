@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import yaml
 
 from gpipe_hpc.errors import ConfigError, os_remedy
-from gpipe_hpc.planner.costs.origin import doubts_of_device
+from gpipe_hpc.planner.costs.origin import device_warnings
 from gpipe_hpc.schedule import Costs, Link
 from gpipe_hpc.schedule.costs import Cost
 from gpipe_hpc.yaml_files import read_yaml
@@ -109,7 +109,7 @@ def write_prices(path: str | Path, prices: Prices) -> None:
     """
     assert prices.measured is not None, "prices that are written were measured"
     own = prices.measured
-    told = {"format": _FORMAT, "measured": own._asdict(), **told_prices(prices, own.device)}
+    told = {"format": _FORMAT, "measured": own._asdict(), **prices_content(prices, own.device)}
     path = Path(path)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -132,20 +132,20 @@ def process_key(device: str) -> str:
     return "host_process_bytes" if device == "cpu" else "device_process_bytes"
 
 
-def told_prices(prices: Prices, device: str) -> dict[str, Any]:
+def prices_content(prices: Prices, device: str) -> dict[str, Any]:
     """Return the content of a prices file, without the circumstances of the measurement."""
     return {
         "action_s": prices.action_s,
         "step_s": prices.step_s,
         process_key(device): prices.process_bytes,
-        "send": told_link(prices.send),
-        "sum": told_link(prices.summing),
+        "send": link_content(prices.send),
+        "sum": link_content(prices.summing),
         "update": prices.update._asdict(),
         "norm": prices.norm._asdict(),
     }
 
 
-def told_link(link: Link) -> dict[str, float]:
+def link_content(link: Link) -> dict[str, float]:
     """Return a link in the form used in files."""
     return dict(zip(_LINK, (link.latency, link.bandwidth), strict=True))
 
@@ -202,7 +202,7 @@ def check_prices(
                 f"plan.prices: {path} does not match these settings: expected {what} {expected}, "
                 f"got {got}; {_OTHER}"
             )
-    return doubts_of_device("plan.prices", path, device, known.name, name, _OTHER)
+    return device_warnings("plan.prices", path, device, known.name, name, _OTHER)
 
 
 class Reader:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.planner.costs.built_layers import Bench, Loss, Seconds, Took, usual
+from gpipe_hpc.planner.costs.built_layers import Bench, Loss, PassSeconds, Seconds, usual
 from gpipe_hpc.planner.costs.walk import Visit
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -99,9 +99,11 @@ def in_stage(members: Sequence[Member], bench: Bench) -> InStage:
     except ModelError as error:
         log.debug("layers are timed alone, not one after the other: %s", error)
         return UNKNOWN
-    forward = [Took(each.own.forward, each.host.forward) for each in chosen]
-    backward = [Took(each.own.backward, each.host.backward) for each in chosen]
-    bare = _part(bare_s, [Took(each.own.bare_forward, each.host.bare_forward) for each in chosen])
+    forward = [PassSeconds(each.own.forward, each.host.forward) for each in chosen]
+    backward = [PassSeconds(each.own.backward, each.host.backward) for each in chosen]
+    bare = _part(
+        bare_s, [PassSeconds(each.own.bare_forward, each.host.bare_forward) for each in chosen]
+    )
     if len(trained_s) == 1:
         both = _part(trained_s[0], [*forward, *backward])
         return InStage(both, both, bare)
@@ -142,7 +144,7 @@ def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
     return [usual(column) for column in zip(*rows[1:], strict=True)]  # the first one warms up
 
 
-def _part(together_s: float, alone: Sequence[Took]) -> Part:
+def _part(together_s: float, alone: Sequence[PassSeconds]) -> Part:
     """Return the correction that explains the time of layers run together.
 
     On a CPU there is no host time; it is also unknown if layers make the host wait.
@@ -159,7 +161,7 @@ def _part(together_s: float, alone: Sequence[Took]) -> Part:
 
 
 def _explaining(
-    together_s: float, alone: Sequence[Took], made: Callable[[float], Part], most: float
+    together_s: float, alone: Sequence[PassSeconds], made: Callable[[float], Part], most: float
 ) -> Part:
     """Return, of the corrections made from numbers up to `most`, the one that explains the time.
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Given(NamedTuple):
-    """The input of a layer: a nested value, and one for each name that it pops."""
+    """Input of a layer: a nested value, and one for each skip connection that ends at the layer."""
 
     value: Any
     popped: tuple[Any, ...] = ()

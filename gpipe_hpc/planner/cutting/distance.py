@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gpipe_hpc.planner.cutting.partition import Partition
-from gpipe_hpc.planner.cutting.pins import Ends, Pins
+from gpipe_hpc.planner.cutting.pins import EndRanges, Pins
 from gpipe_hpc.schedule import Placement
 
 
@@ -96,12 +96,12 @@ def least_of_fullest(
 ) -> float:
     """Return a lower bound of the most loaded rank's work over all cuts that respect the pins.
 
-    `paces` are slowdowns of ranks. With `Ends`, each layer is on one of a range of stages in every
-    such cut. So layers that only some ranks may hold are work of these ranks alone, which
+    `paces` are slowdowns of ranks. With `EndRanges`, each layer is on one of a range of stages in
+    each such cut. So layers that only some ranks may hold are work of these ranks alone, which
     `_least_of_some` bounds, and the best of a layer's stages gives its ranks at least the load of
     `_least_with`.
     """
-    ends = Ends.where(pins, len(costs), placement.num_stages)
+    ends = EndRanges.where(pins, len(costs), placement.num_stages)
     spans = [
         range(bisect_right(ends.high, layer) - 1, bisect_right(ends.low, layer))
         for layer in range(len(costs))
@@ -119,7 +119,7 @@ def _least_with(
     costs: Sequence[float],
     placement: Placement,
     paces: Sequence[float],
-    ends: Ends,
+    ends: EndRanges,
     spans: Sequence[range],
 ) -> float:
     """Return the largest lower bound that any single layer implies for the most loaded rank.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.planner.cutting.pins import Ends, Pins
+from gpipe_hpc.planner.cutting.pins import EndRanges, Pins
 
 
 def minimax(
@@ -32,7 +32,7 @@ def minimax(
     _check_sizes(len(costs), stages, allow_empty)
     used = min(stages, len(costs))
     prefix = [0, *accumulate(integers(costs))]
-    ends = Ends.where(pins, len(costs), used) if costs else Ends((0,), (0,))
+    ends = EndRanges.where(pins, len(costs), used) if costs else EndRanges((0,), (0,))
     limit = _least_bottleneck(prefix, ends)
     return _most_even(prefix, ends, limit) + [0] * (stages - used)
 
@@ -98,7 +98,7 @@ def integers(costs: Sequence[float]) -> list[int]:
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
-def _least_bottleneck(prefix: list[int], ends: Ends) -> int:
+def _least_bottleneck(prefix: list[int], ends: EndRanges) -> int:
     """Return the smallest stage cost limit for which some cut with allowed ends exists."""
     stages = len(ends.low) - 1
     low = max((b - a for a, b in pairwise(prefix)), default=0)
@@ -113,7 +113,7 @@ def _least_bottleneck(prefix: list[int], ends: Ends) -> int:
     return high
 
 
-def _furthest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
+def _furthest(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
     """Return how many layers the first 0, 1, ... stages can hold at most under the limit."""
     reach = [0]
     for most in ends.high[1:]:
@@ -121,7 +121,7 @@ def _furthest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
     return reach
 
 
-def _earliest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
+def _earliest(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
     """Return how many layers must precede stage k = 0, 1, ... so that the rest still fits."""
     start = [len(prefix) - 1]
     for least in ends.low[-2::-1]:
@@ -129,7 +129,7 @@ def _earliest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
     return start[::-1]
 
 
-def _most_even(prefix: list[int], ends: Ends, limit: int) -> list[int]:
+def _most_even(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
     """Return the cut with the smallest sum of squares among those within the limit.
 
     Dynamic programming over the ends of stages. The price of a stage satisfies the quadrangle

@@ -7,7 +7,7 @@ from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import layer_parameters, stage_layers
 from gpipe_hpc.planner.costs.gauges import MEASURED, Gauge, LayerTimes
 from gpipe_hpc.planner.cutting.minimax import by_hand, minimax, uniform
-from gpipe_hpc.planner.cutting.pins import Ends, Pin, Pins, check_pinned
+from gpipe_hpc.planner.cutting.pins import EndRanges, Pin, Pins, check_pinned
 from gpipe_hpc.planner.cutting.uneven import copies_for, cut_for_paces, cut_for_ranks, paces_in_rows
 from gpipe_hpc.schedule import Costs
 
@@ -200,7 +200,7 @@ def choose_partition(
             f"number of layers of each stage"
         )
     uniform(len(layers), num_stages)  # raises for too many stages before measuring
-    Ends.where(pins, len(layers), num_stages)
+    EndRanges.where(pins, len(layers), num_stages)
     times = gauge.times
     costs = tuple(each.forward + each.backward for each in times)
     made = Partition(

@@ -77,7 +77,7 @@ def _index_of(key: object, layers: Sequence[Layer]) -> int:
     )
 
 
-class Ends(NamedTuple):
+class EndRanges(NamedTuple):
     """Smallest and largest value of each ``end[0]`` to ``end[K]`` over all valid cuts.
 
     Every stage has at least one layer.
@@ -87,14 +87,14 @@ class Ends(NamedTuple):
     high: tuple[int, ...]
 
     @classmethod
-    def free(cls, num_layers: int, num_stages: int) -> "Ends":
+    def free(cls, num_layers: int, num_stages: int) -> "EndRanges":
         """Return the ranges without pins."""
         inner = range(1, num_stages)
         low = (0, *inner, num_layers)
         return cls(low, (0, *(num_layers - num_stages + k for k in inner), num_layers))
 
     @classmethod
-    def where(cls, pins: Pins, num_layers: int, num_stages: int) -> "Ends":
+    def where(cls, pins: Pins, num_layers: int, num_stages: int) -> "EndRanges":
         """Return the ranges for which each pinned layer is on its stage.
 
         Raises PartitionError, naming two pins, if no cut satisfies them.
@@ -113,7 +113,7 @@ class Ends(NamedTuple):
 def holds(pins: Pins, num_layers: int, num_stages: int) -> bool:
     """Return whether some cut into `num_stages` stages satisfies all pins."""
     try:
-        Ends.where(pins, num_layers, num_stages)
+        EndRanges.where(pins, num_layers, num_stages)
     except PartitionError:
         return False
     return True

@@ -12,7 +12,7 @@ from gpipe_hpc.planner.budget.one_stage import stage_choices
 from gpipe_hpc.planner.costs.counted import ModelCount
 from gpipe_hpc.planner.costs.gauges import Gauge
 from gpipe_hpc.planner.cutting.partition import Partition
-from gpipe_hpc.planner.cutting.uneven import Room, cut_where
+from gpipe_hpc.planner.cutting.uneven import StageConstraint, cut_where
 from gpipe_hpc.planner.forecast import held_bytes, lasting_bytes
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planner.request import Request
@@ -39,7 +39,7 @@ def lacks_memory(request: Request, partition: Partition, table: Schedule, gauge:
     return excess_bytes(held, limits) > 0
 
 
-def roomier_cut(
+def fitting_cut(
     request: Request, partition: Partition, table: Schedule, gauge: Gauge
 ) -> Partition | None:
     """Return the fastest cut that keeps all ranks within their memory, or None if there is none.
@@ -84,7 +84,7 @@ def roomier_cut(
         return (own.at_least_bytes(each) if chooses else own.bytes(each)) > limits[route[stage]]
 
     paces = partition.paces or (1.0,) * placement.num_stages
-    counts = cut_where(partition.costs, paces, Room(fits, is_spent), partition.pins)
+    counts = cut_where(partition.costs, paces, StageConstraint(fits, is_spent), partition.pins)
     return None if counts is None else partition._replace(counts=tuple(counts))
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate, islice, pairwise
 from typing import Final
 
 from gpipe_hpc.planner.cutting.partition import Partition
-from gpipe_hpc.planner.cutting.pins import Ends
+from gpipe_hpc.planner.cutting.pins import EndRanges
 from gpipe_hpc.schedule import Placement
 
 _EVEN_STAGES: Final = (0.0, 0.4, 0.6, 0.8, 0.9)
@@ -38,7 +38,7 @@ def faster_cut(
     cuts. The layers of `partition.pins` stay on their stages.
     """
     num_layers, num_stages = len(partition.costs), placement.num_stages
-    where = Ends.where(partition.pins, num_layers, num_stages)
+    where = EndRanges.where(partition.pins, num_layers, num_stages)
     times: dict[_Ends, float] = {}
 
     def took(ends: _Ends) -> float:
@@ -66,7 +66,7 @@ def _with_ends(partition: Partition, ends: _Ends) -> Partition:
     return partition._replace(counts=tuple(end - start for start, end in pairwise(ends)))
 
 
-def _evened(partition: Partition, placement: Placement, where: Ends) -> Iterator[_Ends]:
+def _evened(partition: Partition, placement: Placement, where: EndRanges) -> Iterator[_Ends]:
     """Yield cuts with balanced rank loads, with stages from arbitrary to even sizes."""
     paces = partition.rank_paces or (1.0,) * placement.num_ranks
     holders = [placement.holders(stage) for stage in range(placement.num_stages)]
@@ -97,7 +97,7 @@ def _evened(partition: Partition, placement: Placement, where: Ends) -> Iterator
         yield ends
 
 
-def _moves(ends: _Ends, where: Ends) -> Iterator[_Ends]:
+def _moves(ends: _Ends, where: EndRanges) -> Iterator[_Ends]:
     """Yield ends with one end moved by a power of two, or a group of consecutive ends by up to two.
 
     Ends in the way are pushed along. Moving a group exchanges a layer of a distant stage for one
@@ -115,7 +115,7 @@ def _moves(ends: _Ends, where: Ends) -> Iterator[_Ends]:
                 yield from _pushed(ends, {i: ends[i] + step for i in range(k, other + 1)}, where)
 
 
-def _near(ends: _Ends, where: Ends) -> Iterator[_Ends]:
+def _near(ends: _Ends, where: EndRanges) -> Iterator[_Ends]:
     """Yield ends with one end moved by one or two layers, or two neighbouring ends by one."""
     for k in range(1, len(ends) - 1):
         for step in (1, -1, 2, -2):
@@ -126,7 +126,7 @@ def _near(ends: _Ends, where: Ends) -> Iterator[_Ends]:
                 yield from _pushed(ends, to, where)
 
 
-def _pushed(ends: Sequence[int], to: Mapping[int, int], where: Ends) -> Iterator[_Ends]:
+def _pushed(ends: Sequence[int], to: Mapping[int, int], where: EndRanges) -> Iterator[_Ends]:
     """Yield the ends with some set to given values and others pushed along, if that is valid."""
     moved = [to.get(k, end) for k, end in enumerate(ends)]
     for k in range(1, len(ends) - 1):

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from gpipe_hpc.planner.cutting.minimax import integers, minimax
-from gpipe_hpc.planner.cutting.pins import Ends, Pins
+from gpipe_hpc.planner.cutting.pins import EndRanges, Pins
 from gpipe_hpc.schedule.families.rerouted import num_copies
 
 
@@ -43,7 +43,7 @@ def cut_for_ranks(
     prefix = [0, *accumulate(integers(costs))]
     work = _Work.of(prefix, stages, ranks, paces)
     most, _ = work.dealt(even)
-    where = Ends.where(pins, len(costs), stages)
+    where = EndRanges.where(pins, len(costs), stages)
     found = next(filter(None, (work.best(limit, max, where) for limit in work.limits(most))))
     evenest = work.best(found[0], _plus_square, where)
     assert evenest is not None, "one was just found"
@@ -69,7 +69,7 @@ def cut_for_paces(costs: Sequence[float], paces: Sequence[float], pins: Pins = (
         (prefix[end] - prefix[start]) * weight
         for (start, end), weight in zip(pairwise(ends), weights, strict=True)
     )
-    where = Ends.where(pins, len(costs), len(paces))
+    where = EndRanges.where(pins, len(costs), len(paces))
     limit, _ = _best_of_paces(prefix, weights, where, limit, max)
     return _best_of_paces(prefix, weights, where, limit, _plus_square)[1]
 
@@ -78,7 +78,7 @@ Asked = Callable[[int, int, int], bool]
 """Predicate of a stage index and the range of its layers: start and end (exclusive)."""
 
 
-class Room(NamedTuple):
+class StageConstraint(NamedTuple):
     """Predicates that limit the layers of each stage.
 
     Attributes:
@@ -91,12 +91,12 @@ class Room(NamedTuple):
     is_spent: Asked
 
 
-ROOM_FOR_ALL: Final = Room(lambda *_: True, lambda *_: False)
+NO_CONSTRAINT: Final = StageConstraint(lambda *_: True, lambda *_: False)
 _WIDER: Final = (1.0, 1.25, 1.5, 2.0, 4.0)  # multiples of the bottleneck of the unlimited cut
 
 
 def cut_where(
-    costs: Sequence[float], paces: Sequence[float], room: Room, pins: Pins = ()
+    costs: Sequence[float], paces: Sequence[float], room: StageConstraint, pins: Pins = ()
 ) -> list[int] | None:
     """Return the cut of `cut_for_paces` among those whose stages all fit, or None if there is none.
 
@@ -104,7 +104,7 @@ def cut_where(
     """
     prefix, weights = [0, *accumulate(integers(costs))], integers(paces)
     ends = [0, *accumulate(cut_for_paces(costs, paces, pins))]
-    where = Ends.where(pins, len(costs), len(paces))
+    where = EndRanges.where(pins, len(costs), len(paces))
     least = max(
         (prefix[end] - prefix[start]) * weight
         for (start, end), weight in zip(pairwise(ends), weights, strict=True)
@@ -122,12 +122,12 @@ def cut_where(
 def _best_of_paces(
     prefix: list[int],
     weights: Sequence[int],
-    where: Ends,
+    where: EndRanges,
     limit: int,
     plus: Callable[[int, int], int],
 ) -> tuple[int, list[int]]:
     """Return the lowest price and its cut, among cuts whose stages all take at most the limit."""
-    found = _best_where(prefix, weights, where, limit, plus, ROOM_FOR_ALL)
+    found = _best_where(prefix, weights, where, limit, plus, NO_CONSTRAINT)
     assert found is not None, "the limit is that of some cut"
     return found
 
@@ -135,10 +135,10 @@ def _best_of_paces(
 def _best_where(
     prefix: list[int],
     weights: Sequence[int],
-    where: Ends,
+    where: EndRanges,
     limit: int,
     plus: Callable[[int, int], int],
-    room: Room,
+    room: StageConstraint,
 ) -> tuple[int, list[int]] | None:
     """Return the lowest price and its cut, among cuts within the limit that fit, or None."""
     num_layers = len(prefix) - 1
@@ -268,7 +268,7 @@ class _Work(NamedTuple):
         return most, copies
 
     def _weights(self, stage: int, num_high: int) -> Iterator[tuple[int, int]]:
-        """Yield whether a stage may have a rank in the last row, with its weight."""
+        """Yield the options of a stage, 0 or 1 ranks in the last row, each with its weight."""
         if self.num_high - num_high < self.stages - stage:
             yield 0, self.of_fewer[stage]
         if num_high < self.num_high:
@@ -284,7 +284,7 @@ class _Work(NamedTuple):
         yield most
 
     def best(
-        self, limit: int, plus: Callable[[int, int], int], where: Ends
+        self, limit: int, plus: Callable[[int, int], int], where: EndRanges
     ) -> tuple[int, list[int]] | None:
         """Return the lowest price and its cut, among cuts in which no rank exceeds a limit.
 

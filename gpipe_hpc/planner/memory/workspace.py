@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def above(self) -> Iterator[Callable[[], int]]:
-        """Yield a function that returns the peak of live bytes since the start, above the start."""
+        """Yield a function that returns the largest rise of live bytes since the start."""
         self.most = before = self.now
         with self:
             yield lambda: self.most - before

@@ -27,14 +27,14 @@ class Bound(NamedTuple):
     nbytes: float
 
 
-class Ways(NamedTuple):
+class CombiningOptions(NamedTuple):
     """Options decided after timing: reducing inside hosts first, and sharding optimizer state."""
 
     by_host: bool
     divided: bool
 
 
-def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bound:
+def bound(candidate: Candidate, ground: Ground, base: Request, ways: CombiningOptions) -> Bound:
     """Return lower bounds of a layout's time and memory, valid for any order of its table.
 
     The time is for the fastest cut and equal ranks, each as fast as the fastest; the run uses
@@ -186,7 +186,7 @@ def _least_in_rows_s(
 
 
 def _sums(
-    candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: Ways
+    candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: CombiningOptions
 ) -> list[float]:
     """Return the shortest all-reduce time of each stage's gradients after its backward."""
     placement, cluster = ground.placement(candidate), ground.machine.summing
@@ -218,7 +218,7 @@ def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
 
 
 def _least_bytes(
-    candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways
+    candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: CombiningOptions
 ) -> float:
     """Return a lower bound of the fullest rank's bytes for any cut: see `least_bytes`."""
     placement = ground.placement(candidate)

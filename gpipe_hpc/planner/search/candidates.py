@@ -78,7 +78,7 @@ class Candidate:
     def written(self) -> "Candidate":
         """Return the layout in the form of user settings, with partial replicas as rows of stages.
 
-        Only the settings of the result are meaningful.
+        The result is only for printing settings; it cannot be laid out.
         """
         if self.rows == 1:
             return self

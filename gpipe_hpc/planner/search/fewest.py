@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, GpipeError
-from gpipe_hpc.planner.search.bounds import Ways, least_bytes
+from gpipe_hpc.planner.search.bounds import CombiningOptions, least_bytes
 from gpipe_hpc.planner.search.candidates import Candidate, Space
 from gpipe_hpc.planner.search.ground import Ground
 from gpipe_hpc.planner.search.ranking import most_bytes
-from gpipe_hpc.planner.search.trial import Choices, Laid, TooMuch, lay_out_in_memory
+from gpipe_hpc.planner.search.trial import Choices, LaidOut, MemoryExcess, lay_out_in_memory
 from gpipe_hpc.units import bytes_text
 
 _THRIFTY: Final = ("one_f_one_b", "v_half", "zb_v", "interleaved")
@@ -29,7 +29,7 @@ class Fewest(NamedTuple):
     num_ranks: int
     layout: Candidate
     first: int
-    nearest: TooMuch | None = None
+    nearest: MemoryExcess | None = None
     schedules: tuple[str, ...] = ()
 
     def fewer_text(self) -> str:
@@ -56,14 +56,14 @@ def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Gr
     limit = most_bytes(space_of(1).base)
     assert limit is not None, "asked for within a memory"
     first = _first(space_of(1), ground_of(1), limit)
-    nearest: TooMuch | None = None
+    nearest: MemoryExcess | None = None
     tried: dict[str, None] = {}
     most = min(_MOST_RANKS, max(len(ground_of(1).layers), first) * 2)
     for num_ranks in range(first, most + 1):
-        closest: TooMuch | None = None
+        closest: MemoryExcess | None = None
         for candidate in _thrifty(space_of(num_ranks)):
             found = _lay_out(candidate, ground_of(num_ranks), space_of(num_ranks))
-            if isinstance(found, Laid):
+            if isinstance(found, LaidOut):
                 return Fewest(num_ranks, found.candidate, first, nearest, tuple(tried))
             tried[candidate.schedule] = None
             if found and (closest is None or found.excess_bytes < closest.excess_bytes):
@@ -88,7 +88,9 @@ def _first(space: Space, ground: Ground, limit: float) -> int:
     """Return a lower bound of the number of ranks; raise ConfigError if one layer does not fit."""
     samples = space.batch_size
     ground.gauge(1)
-    ways = Ways(by_host=False, divided="flat" in Choices.of(space.base, space.fixed, 1).shards)
+    ways = CombiningOptions(
+        by_host=False, divided="flat" in Choices.of(space.base, space.fixed, 1).shards
+    )
     mean, largest = least_bytes(
         ground, space.base.kept_states.among(1), samples if ways.divided else 1
     )
@@ -109,7 +111,7 @@ def _thrifty(space: Space) -> list[Candidate]:
     return sorted(found, key=lambda each: (-each.stages, -each.microbatches))
 
 
-def _lay_out(candidate: Candidate, ground: Ground, space: Space) -> Laid | TooMuch | None:
+def _lay_out(candidate: Candidate, ground: Ground, space: Space) -> LaidOut | MemoryExcess | None:
     choices = Choices.of(space.base, space.fixed, 1)
     try:
         return lay_out_in_memory(candidate, ground, space.base, choices)

@@ -20,7 +20,7 @@ from gpipe_hpc.planner.cutting.partition import (
     Partition,
     choose_partition,
 )
-from gpipe_hpc.planner.cutting.pins import Ends, Pins
+from gpipe_hpc.planner.cutting.pins import EndRanges, Pins
 from gpipe_hpc.planner.search.candidates import Candidate
 from gpipe_hpc.planner.search.machine import Machine
 from gpipe_hpc.planner.stages import StageCount, count_stages
@@ -99,7 +99,7 @@ class Ground:
         Nothing is checked with more stages than layers.
         """
         if num_stages <= len(self.layers):
-            Ends.where(self._pins, len(self.layers), num_stages)
+            EndRanges.where(self._pins, len(self.layers), num_stages)
 
     def partition(
         self,

@@ -15,10 +15,10 @@ from typing import Final
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.planner.cutting.simulated import has_shared_ranks
 from gpipe_hpc.planner.request import Request
-from gpipe_hpc.planner.search.bounds import Bound, Ways, bound
+from gpipe_hpc.planner.search.bounds import Bound, CombiningOptions, bound
 from gpipe_hpc.planner.search.candidates import Candidate, Space
 from gpipe_hpc.planner.search.ground import Ground
-from gpipe_hpc.planner.search.trial import Choices, TooMuch, Trial, try_out
+from gpipe_hpc.planner.search.trial import Choices, MemoryExcess, Trial, try_out
 
 MOST_ACTIONS: Final = 1_000_000
 """Limit over all tables that a search simulates: a million actions take 10 to 20 seconds."""
@@ -54,7 +54,7 @@ class Ranking:
     num_large: int
     num_too_much: int
     least_s: float | None = None
-    nearest: TooMuch | None = None
+    nearest: MemoryExcess | None = None
     refusal: str = ""
     num_unpinned: int = 0
     is_of_even_cuts: bool = False
@@ -104,7 +104,7 @@ class _Tally:
     unpinned: list[PartitionError] = field(default_factory=list)
     num_too_much: int = 0
     num_actions: int = 0
-    nearest: TooMuch | None = None
+    nearest: MemoryExcess | None = None
     asked: dict[Candidate, Candidate] = field(default_factory=dict)
     impossible: set[Candidate] = field(default_factory=set)
 
@@ -112,7 +112,7 @@ class _Tally:
     def best_s(self) -> float:
         return min((each.step_s for each in self.trials), default=float("inf"))
 
-    def add(self, candidate: Candidate, trial: Callable[[], Trial | TooMuch]) -> None:
+    def add(self, candidate: Candidate, trial: Callable[[], Trial | MemoryExcess]) -> None:
         """Try a layout and record the result."""
         self.num_actions += num_actions(candidate)
         try:
@@ -170,7 +170,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
             tally.refused.append(error)
             continue
         try:
-            ways = Ways("host" in choices.hierarchies, "flat" in choices.shards)
+            ways = CombiningOptions("host" in choices.hierarchies, "flat" in choices.shards)
             found = bound(candidate, ground, space.base, ways)
         except GpipeError as error:
             tally.refused.append(error)
@@ -235,7 +235,7 @@ def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) ->
 
 def _nearest(
     hopeless: Sequence[tuple[Bound, Candidate]], ground: Ground, space: Space, choices: Choices
-) -> TooMuch | None:
+) -> MemoryExcess | None:
     """Return the layout that needs least memory among some that cannot fit."""
     by_need = sorted(hopeless, key=lambda each: (each[0].nbytes, -each[1].microbatches))
     tally = _Tally()

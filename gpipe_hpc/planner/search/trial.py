@@ -20,7 +20,7 @@ from gpipe_hpc.planner.search.links import Load, add_sums, boundary_loads, heavi
 from gpipe_hpc.planner.search.summing import Sum, copies_of, sum_time
 from gpipe_hpc.planner.shares import microbatch_shares
 from gpipe_hpc.planner.step_time import (
-    Piped,
+    SimulatedTable,
     StepTime,
     action_costs,
     held_by_ranks,
@@ -146,7 +146,7 @@ def _written(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value / 1e6:g}MB"
 
 
-class TooMuch(NamedTuple):
+class MemoryExcess(NamedTuple):
     """A layout that does not fit: the rank that exceeds its limit most, and its memory.
 
     Attributes:
@@ -164,7 +164,7 @@ class TooMuch(NamedTuple):
 
 def try_out(
     candidate: Candidate, ground: Ground, base: Request, choices: Choices
-) -> Trial | TooMuch:
+) -> Trial | MemoryExcess:
     """Lay out a candidate and, if it fits in memory, simulate it.
 
     With `LEAST` nothing is recomputed if that fits, else as little as needed. If nothing fits, the
@@ -172,35 +172,35 @@ def try_out(
     of laying out: PartitionError if no recomputation fits, ScheduleError if there is no such table.
     """
     laid = lay_out_in_memory(candidate, ground, base, choices)
-    return laid if isinstance(laid, TooMuch) else laid.timed()
+    return laid if isinstance(laid, MemoryExcess) else laid.timed()
 
 
 def lay_out_in_memory(
     candidate: Candidate, ground: Ground, base: Request, choices: Choices
-) -> "Laid | TooMuch":
+) -> "LaidOut | MemoryExcess":
     """Lay out a candidate as `try_out` does, without simulating it."""
     if candidate.recompute != LEAST:
         return _laid_out(candidate, ground, base, choices)
     plain = _laid_out(replace(candidate, recompute="never"), ground, base, choices)
-    if isinstance(plain, Laid):
+    if isinstance(plain, LaidOut):
         return plain
     if plain.lasting_bytes < plain.nbytes - plain.excess_bytes:
         with suppress(PartitionError):  # no recomputation fits
             return _laid_out(replace(candidate, recompute="budget"), ground, base, choices)
     thrifty = _laid_out(replace(candidate, recompute="except_last"), ground, base, choices)
-    if isinstance(thrifty, Laid) or thrifty.excess_bytes < plain.excess_bytes:
+    if isinstance(thrifty, LaidOut) or thrifty.excess_bytes < plain.excess_bytes:
         return thrifty
     return plain
 
 
 def _laid_out(
     candidate: Candidate, ground: Ground, base: Request, choices: Choices
-) -> "Laid | TooMuch":
+) -> "LaidOut | MemoryExcess":
     asked, ways = candidate.of(base), list(choices.all())
     if candidate.recompute == "budget":
         # Recomputation fills the free memory, which is largest with a sharded optimizer state.
         ways = [way for way in ways if way.shard == ways[-1].shard]
-    laid = Laid(candidate, ground, _combined(asked, ways[0]))
+    laid = LaidOut(candidate, ground, _combined(asked, ways[0]))
     limits = memory_limits(asked)
     if laid.is_alone:
         ways = ways[:1]
@@ -213,14 +213,14 @@ def _laid_out(
     rank = max(range(len(least)), key=lambda at: least[at] - limits[at])
     lasting = least[rank] - round(laid.peaks[rank])
     lacks = tuple(max(0.0, have - most) for have, most in zip(least, limits, strict=True))
-    return TooMuch(candidate, rank, least[rank], lasting, lacks[rank], lacks)
+    return MemoryExcess(candidate, rank, least[rank], lasting, lacks[rank], lacks)
 
 
 def _combined(asked: Request, way: Combining) -> Request:
     return replace(asked, outer=replace(asked.combining, **way._asdict()))
 
 
-class Laid:
+class LaidOut:
     """The compute table of a candidate, with everything needed to time it."""
 
     def __init__(self, candidate: Candidate, ground: Ground, asked: Request) -> None:
@@ -277,7 +277,7 @@ class Laid:
         )
         return Sharing.of(way.shard, self.candidate.replicas, buckets)
 
-    def with_ways(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> "Laid":
+    def with_ways(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> "LaidOut":
         """Set the fitting ways to combine gradients, with the memory of each; return self."""
         self._ways, self._held = ways, held
         return self
@@ -285,7 +285,7 @@ class Laid:
     def timed(self) -> Trial:
         """Simulate the layout and choose the fastest way to combine gradients."""
         ways, held = self._ways, self._held
-        piped = Piped(self.table, self._costs(), self.ground.machine.prices)
+        piped = SimulatedTable(self.table, self._costs(), self.ground.machine.prices)
         self._refuse_idle_copies(piped.slowest)
         steps = {way: self._step(piped, way) for way in ways}
         best = min(ways, key=lambda way: (steps[way].total_s, max(held[way.shard])))
@@ -306,7 +306,7 @@ class Laid:
             beside_s=step_s - steps[best].reduction_s - timeline.end_of_compute,
         )
 
-    def _step(self, piped: Piped, way: Combining) -> StepTime:
+    def _step(self, piped: SimulatedTable, way: Combining) -> StepTime:
         """Return the step time with one way to combine gradients."""
         machine, placement, counts = self.ground.machine, self.table.placement, self._counts
         over_s = piped.end_s

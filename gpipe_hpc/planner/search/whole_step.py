@@ -9,7 +9,7 @@ from gpipe_hpc.planner.search.summing import Sum, copies_of, sum_time
 from gpipe_hpc.planner.shares import microbatch_shares
 from gpipe_hpc.planner.stages import count_stages
 from gpipe_hpc.planner.step_time import (
-    Piped,
+    SimulatedTable,
     StepTime,
     action_costs,
     held_by_ranks,
@@ -32,7 +32,7 @@ def step_of(
     costs = action_costs(partition, stages, layout.recomputed, shares)
     costs = with_copies(costs, table, stages, layout.recomputed, machine.host_bytes_per_s)
     each = of_replicas(machine.cluster, table, costs, layout.replicas)
-    piped = Piped(table, each, machine.prices)
+    piped = SimulatedTable(table, each, machine.prices)
     over_s = piped.end_s
     if any(layout.tables.buckets):
         sums = _sums(layout, gauge, machine, outer)

@@ -16,7 +16,7 @@ from gpipe_hpc.planner.search.text import (
     precisions_text,
     table_text,
 )
-from gpipe_hpc.planner.search.trial import Choices, TooMuch, Trial
+from gpipe_hpc.planner.search.trial import Choices, MemoryExcess, Trial
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.search.from_settings import Came, Searching
 from gpipe_hpc.units import bytes_text
@@ -137,7 +137,7 @@ def _fewest_text(fewest: Fewest, config: Config) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _missing(nearest: TooMuch) -> str:
+def _missing(nearest: MemoryExcess) -> str:
     candidate = nearest.candidate
     ranks = "1 rank" if candidate.num_ranks == 1 else f"{candidate.num_ranks} ranks"
     return (
@@ -149,7 +149,7 @@ def _missing(nearest: TooMuch) -> str:
     )
 
 
-def _others_missing(nearest: TooMuch) -> str:
+def _others_missing(nearest: MemoryExcess) -> str:
     """Describe the shortage of the other ranks, the largest first."""
     others = {r: lack for r, lack in enumerate(nearest.lacks) if lack and r != nearest.rank}
     worst = sorted(others, key=lambda rank: -others[rank])

@@ -15,9 +15,9 @@ from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import LayerSpec, normalise_layers
 from gpipe_hpc.planner import Counted, Example, Partition, Request, choose_partition, lay_out
 from gpipe_hpc.planner.cutting.minimax import minimax
-from gpipe_hpc.planner.cutting.pins import Ends, Pin, check_pinned, holds, pins_text, read_pins
+from gpipe_hpc.planner.cutting.pins import EndRanges, Pin, check_pinned, holds, pins_text, read_pins
 from gpipe_hpc.planner.cutting.uneven import (
-    Room,
+    StageConstraint,
     copies_for,
     cut_for_paces,
     cut_for_ranks,
@@ -64,7 +64,7 @@ def test_the_intervals_are_those_of_all_cuts_that_hold_the_pins(problem):
     assert holds(pins, len(costs), stages) == bool(held)
     if held:
         among = [*zip(*([0, *accumulate(cut)] for cut in held), strict=True)]
-        low, high = Ends.where(pins, len(costs), stages)
+        low, high = EndRanges.where(pins, len(costs), stages)
         assert (list(low), list(high)) == ([*map(min, among)], [*map(max, among)])
 
 
@@ -103,7 +103,7 @@ def test_cuts_for_slow_ranks_holes_and_memory_are_the_best_that_hold_the_pins(pr
     assert found in held and took(found) == min(map(took, held))
 
     most = data.draw(st.lists(st.integers(1, 6), min_size=stages, max_size=stages))
-    room = Room(lambda stage, start, end: end - start <= most[stage], lambda *_: True)
+    room = StageConstraint(lambda stage, start, end: end - start <= most[stage], lambda *_: True)
     fitting = [cut for cut in held if all(n <= m for n, m in zip(cut, most, strict=True))]
     roomy = cut_where(costs, paces, room, pins)
     assert (roomy is None) == (not fitting)
@@ -173,7 +173,7 @@ def test_what_names_no_layer_or_stage_is_refused(given, what):
 )
 def test_pins_that_no_cut_holds_are_named(pins, what):
     with pytest.raises(PartitionError, match=what):
-        Ends.where(pins, 12, 3)
+        EndRanges.where(pins, 12, 3)
 
 
 def test_a_cut_by_hand_has_to_hold_them():

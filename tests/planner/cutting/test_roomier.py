@@ -15,8 +15,8 @@ from gpipe_hpc.models import LayerSpec, normalise_layers
 from gpipe_hpc.planner import Counted, Example, Request, lay_out
 from gpipe_hpc.planner.budget.fitting import choose_recompute
 from gpipe_hpc.planner.cutting.partition import Partition
-from gpipe_hpc.planner.cutting.roomier import roomier_cut
-from gpipe_hpc.planner.cutting.uneven import Room, cut_where
+from gpipe_hpc.planner.cutting.roomier import fitting_cut
+from gpipe_hpc.planner.cutting.uneven import StageConstraint, cut_where
 from gpipe_hpc.planner.forecast import held_bytes, lasting_bytes, rank_states
 from gpipe_hpc.planner.layout import cut
 from gpipe_hpc.planner.memory.by_rank import excess_bytes
@@ -80,7 +80,7 @@ def test_no_cut_that_fits_is_faster(costs, most, paces):
         pairs = zip(pairwise(ends), paces, strict=True)
         return max(sum(costs[a:b]) * pace for (a, b), pace in pairs)
 
-    fits = Room(lambda stage, start, end: end - start <= most[stage], lambda *_: True)
+    fits = StageConstraint(lambda stage, start, end: end - start <= most[stage], lambda *_: True)
     found = cut_where(costs, paces, fits)
     assert (found is None) == (not fitting)
     if found is not None:
@@ -223,7 +223,7 @@ def fastest_that_fits(asked, gauge):
 
 def assert_best_of_all_cuts(layers, asked, gauge=None):
     gauge = gauge or counted(layers)
-    found = roomier_cut(asked, cut(asked, gauge), table_of(asked), gauge)
+    found = fitting_cut(asked, cut(asked, gauge), table_of(asked), gauge)
     best = fastest_that_fits(asked, gauge)
     assert (found is None) == (best is None)
     if found is not None:
@@ -241,7 +241,7 @@ def test_a_stage_that_ends_behind_a_wide_output_may_fit_if_it_ends_later():
     limit = max(needs(asked, (4, 2), gauge))
     assert max(needs(asked, (2, 4), gauge)) > limit
     asked = replace(asked, memory_bytes=[limit] * 2)
-    found = roomier_cut(
+    found = fitting_cut(
         asked, Partition((2, 4), gauge_costs(gauge), "FLOPs"), table_of(asked), gauge
     )
     assert found is not None and found.counts in ((3, 3), (4, 2))

@@ -16,7 +16,7 @@ from gpipe_hpc.planner import Counted, Example, Request, lay_out
 from gpipe_hpc.planner.costs.rates import Rates
 from gpipe_hpc.planner.forecast import flop_costs, forecast
 from gpipe_hpc.planner.search import ranking
-from gpipe_hpc.planner.search.bounds import Ways, bound
+from gpipe_hpc.planner.search.bounds import CombiningOptions, bound
 from gpipe_hpc.planner.search.candidates import Candidate, Space
 from gpipe_hpc.planner.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planner.search.ground import Ground
@@ -24,7 +24,14 @@ from gpipe_hpc.planner.search.machine import Machine, on_hosts
 from gpipe_hpc.planner.search.ranking import merged, search
 from gpipe_hpc.planner.search.summing import copies_of, sum_time
 from gpipe_hpc.planner.search.text import counts_text
-from gpipe_hpc.planner.search.trial import Choices, Laid, TooMuch, Trial, lay_out_in_memory, try_out
+from gpipe_hpc.planner.search.trial import (
+    Choices,
+    LaidOut,
+    MemoryExcess,
+    Trial,
+    lay_out_in_memory,
+    try_out,
+)
 from gpipe_hpc.planner.search.why import parts_s, why_worse
 from gpipe_hpc.planner.shares import microbatch_shares
 from gpipe_hpc.schedule import Cluster, Link, simulate_job
@@ -203,7 +210,7 @@ def test_pipelines_with_holes_are_among_the_layouts(ranks, batch, holes_win):
 
     space = two_each()
     ways = all_ways(ground, space)
-    allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
+    allowed = CombiningOptions("host" in ways.hierarchies, "flat" in ways.shards)
     of_rows = {}
     for candidate, trial in every_trial(ground, space):
         known = bound(candidate, ground, space.base, allowed)
@@ -231,7 +238,7 @@ def test_of_ranks_of_unequal_paces_holes_are_among_the_layouts_too():
     space = space_of(ground, microbatches=2, paces=(1.0, 1.0, 1.0, 3.0, 1.0))
     space = replace(space, fixed=frozenset({"microbatches"}))
     ways = all_ways(ground, space)
-    allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
+    allowed = CombiningOptions("host" in ways.hierarchies, "flat" in ways.shards)
     tried = []
     for candidate, trial in every_trial(ground, space):
         known = bound(candidate, ground, space.base, allowed)
@@ -262,7 +269,7 @@ def test_no_layout_beats_its_bound_and_those_left_out_are_no_better():
     ground = ground_of(6, 2, 12)
     space = space_of(ground)
     ways = all_ways(ground, space)
-    allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
+    allowed = CombiningOptions("host" in ways.hierarchies, "flat" in ways.shards)
     least = {}
     for candidate, trial in every_trial(ground, space):
         known = bound(candidate, ground, space.base, allowed)
@@ -320,7 +327,7 @@ def test_the_fewest_ranks_are_the_first_number_on_which_any_layout_fits():
         if any(isinstance(each, Trial) for _, each in every_trial(on(ranks), spaces(ranks)))
     ]
     assert fitting == [found.num_ranks] and found.num_ranks > 2
-    assert isinstance(found.nearest, TooMuch) and found.nearest.nbytes > limit
+    assert isinstance(found.nearest, MemoryExcess) and found.nearest.nbytes > limit
     assert found.first <= found.num_ranks and "one_f_one_b" in found.schedules
     with pytest.raises(ConfigError, match="one layer alone"):
         fewest_ranks(lambda ranks: space_of(on(ranks), memory_bytes=10_000), on)
@@ -383,7 +390,10 @@ def searched_whole(monkeypatch):
         return search(space, ground)
 
     shared = [c for c in space if c.num_stages > c.stages]
-    bounds = {c: bound(c, ground, space.base, Ways(by_host=False, divided=False)) for c in shared}
+    bounds = {
+        c: bound(c, ground, space.base, CombiningOptions(by_host=False, divided=False))
+        for c in shared
+    }
     return searched, {candidate: each.seconds for candidate, each in bounds.items()}
 
 
@@ -468,14 +478,14 @@ def test_what_lacks_where_nothing_fits_is_told_of_the_least():
 
     def held(recompute):
         found = lay_out_in_memory(replace(chosen, recompute=recompute), ground, free.base, ways)
-        assert isinstance(found, Laid)
+        assert isinstance(found, LaidOut)
         return found.held(next(ways.all()))
 
     least, most = max(held("except_last")), max(held("never"))
     assert least < 0.9 * most
     base = replace(free.base, memory_bytes=[0.99 * each for each in held("except_last")])
     found = try_out(chosen, ground, base, ways)
-    assert isinstance(found, TooMuch) and found.candidate.recompute == "except_last"
+    assert isinstance(found, MemoryExcess) and found.candidate.recompute == "except_last"
     assert found.excess_bytes <= 0.011 * least
 
 
