@@ -1,8 +1,7 @@
 """Checkpoints that any layout can load: torch.distributed.checkpoint, keyed by global names.
 
-A checkpoint is a folder. It is written under another name and appears by one rename, so a folder
-with its final name was complete; its manifest has digests of all files, which show whether it still
-is. Nothing in its files is executed.
+A checkpoint is a folder. It is written under a temporary name and renamed when it is complete; its
+manifest contains digests of all files, which detect later damage. Nothing in its files is executed.
 """
 
 from gpipe_hpc.checkpoint.background import BackgroundSaver

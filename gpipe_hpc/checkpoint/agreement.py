@@ -1,4 +1,4 @@
-"""Refusals that all ranks share: where one finds a fault, every rank raises it."""
+"""Collective errors: if one rank fails, every rank raises its error."""
 
 from collections.abc import Callable
 from socket import gethostname
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
-    """Return what `action` gives on this rank, once it has worked on every rank of the group.
+    """Return this rank's result of `action`, if it succeeds on every rank of the group. Collective.
 
-    Raises CheckpointError on all of them if it does so on one: the text is the first rank's.
+    If it raises CheckpointError on any rank, all ranks raise it with the first rank's text.
     """
     refusal: CheckpointError | None = None
     try:
@@ -25,10 +25,10 @@ def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
 
 
 def raise_first(group: Gathering, refusal: CheckpointError | None) -> None:
-    """Raise on every rank the refusal of the first rank that has one; return if none has.
+    """Raise on every rank the error of the first rank that has one; return if none has. Collective.
 
-    The text names that rank and its host, unless it is the first of all and what it found is no
-    trouble of its machine: a fault of the checkpoint itself, which all would find.
+    The text names that rank and its host, unless it is the first rank and the fault is in the
+    checkpoint itself, which all ranks would find.
     """
     own = None
     if refusal is not None:
@@ -43,7 +43,7 @@ def raise_first(group: Gathering, refusal: CheckpointError | None) -> None:
 
 
 def _is_of_machine(error: BaseException | None) -> bool:
-    """Say whether the system refused something; that nothing is there says all it can."""
+    """Return whether an OSError other than FileNotFoundError caused the error."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error is not None and not isinstance(error, FileNotFoundError)

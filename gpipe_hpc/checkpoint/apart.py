@@ -1,9 +1,9 @@
-"""How the states of replicas that train apart lie in one checkpoint, and who reads which.
+"""Checkpoints of local SGD, whose replicas differ: names of their states, and their assignment.
 
-Replica 0's have the names that every checkpoint has; those of replica r are called
-``replica<r>.<name>``: always what the optimizer keeps, and between two outer steps parameters and
-buffers. A run with as many replicas goes on from all of them. Another one takes the mean of the
-parameters and floating buffers, and the optimizer's state of replica ``r modulo their number``.
+States of replica 0 have the usual names; those of replica r are named ``replica<r>.<name>``. This
+applies to the optimizer's state, and between two outer steps also to parameters and buffers. A run
+with the same number of replicas restores each of them. Another run uses the mean of the parameters
+and floating-point buffers, and the optimizer's state of replica ``r modulo their number``.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def named_by(replica: int, name: str) -> str:
-    """Return under which name a replica's own is kept."""
+    """Return the name under which a replica's tensor is stored."""
     return f"replica{replica}.{name}" if replica else name
 
 
 def described(pipe: "Pipeline") -> dict[str, Any] | None:
-    """Return what the manifest says of replicas that train apart; None if they do not."""
+    """Return the manifest's entry about local SGD; None if the run does not use it."""
     if not pipe.uses_local_sgd:
         return None
     return {"replicas": pipe.mesh.replicas, "differ": pipe.replicas_differ}
@@ -32,10 +32,12 @@ def described(pipe: "Pipeline") -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank reads of a checkpoint.
+    """The replicas from which one rank reads a checkpoint.
 
-    `replica`: whose state of the optimizer; of the model, too, if `is_own`. `averaged`: of how many
-    replicas the model is the mean; 1: they were alike.
+    Args:
+        replica: the replica whose optimizer state is read, and whose model if `is_own`.
+        is_own: whether the model of that replica is read.
+        averaged: number of replicas whose mean is the model; 1 if they were equal.
     """
 
     replica: int = 0
@@ -44,7 +46,7 @@ class Reading:
 
     @classmethod
     def of(cls, pipe: "Pipeline", facts: Facts) -> "Reading":
-        """Return what this rank reads of a checkpoint with these facts."""
+        """Determine the replicas from which this rank reads, given the manifest of a checkpoint."""
         apart = facts.get("apart")
         if apart is None:
             return cls()
@@ -56,11 +58,11 @@ class Reading:
         )
 
     def of_model(self, name: str) -> str:
-        """Return under which name a parameter or buffer is read in its place."""
+        """Return the stored name of a parameter or buffer."""
         return named_by(self.replica, name) if self.is_own else name
 
     def of_optimizer(self, name: str) -> str:
-        """Return under which name a state of the optimizer is read."""
+        """Return the stored name of an optimizer state."""
         return named_by(self.replica, name)
 
     def others(self, name: str) -> list[str]:
@@ -69,7 +71,7 @@ class Reading:
 
 
 def average(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reading: Reading) -> None:
-    """Put the mean over the replicas in the place of replica 0's, in the order of replicas."""
+    """Replace the values of replica 0 by the mean over replicas, added in the order of replicas."""
     for name, target in targets.items():
         others = [values[other] for other in reading.others(name)]
         if others and (target.is_floating_point() or target.is_complex()):

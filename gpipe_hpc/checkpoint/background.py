@@ -1,9 +1,8 @@
-"""Writing a checkpoint while training goes on: a step waits for a copy to host memory, no longer.
+"""Write checkpoints in the background: a step waits only for a copy to host memory.
 
-A thread of each rank writes that rank's copy, by the code of any save and without a word to other
-ranks. The main threads, at a later edge of a step, put together what was written and give the
-checkpoint its name. So no collective is ever called from two threads, and a kill while anything
-is written leaves an unnamed folder beside the older checkpoints.
+A thread of each rank writes that rank's copy, without communication. At a later step boundary the
+main threads write the manifest and rename the folder. Collectives are therefore never called from
+two threads, and a kill during writing leaves an incomplete folder next to the older checkpoints.
 """
 
 import copy
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
-from gpipe_hpc.checkpoint.saving import Begun, Written, begin, end, write
+from gpipe_hpc.checkpoint.saving import PendingCheckpoint, Written, begin, end, write
 from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.errors import CheckpointError
 
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class _Job:
-    """One rank's part of a checkpoint, on a thread of its own."""
+    """The thread that writes one rank's part of a checkpoint."""
 
-    def __init__(self, begun: Begun, rank: int) -> None:
+    def __init__(self, begun: PendingCheckpoint, rank: int) -> None:
         self.begun = begun
         self.result: Written | CheckpointError | None = None
         self.seconds = 0.0
@@ -51,8 +50,8 @@ class _Job:
 class BackgroundSaver:
     """Save a pipeline's checkpoints in the background, one at a time.
 
-    All ranks call `start` and `finish`, at the same edge of a step. Keeps a host copy of what this
-    rank writes (pinned if there is an accelerator), which is reused.
+    All ranks call `start` and `finish` at the same step boundary. The host copy of what this rank
+    writes (pinned if there is an accelerator) is reused.
     """
 
     def __init__(self, pipe: "Pipeline") -> None:
@@ -64,12 +63,12 @@ class BackgroundSaver:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a checkpoint is started and not finished: the same on every rank."""
+        """Return whether a checkpoint is started and not finished; equal on every rank."""
         return self._job is not None
 
     @property
     def is_done(self) -> bool:
-        """Return whether this rank has written its part of the checkpoint under way."""
+        """Return whether this rank has written its part of the current checkpoint."""
         return self._job is not None and self._job.is_done
 
     def start(
@@ -78,16 +77,16 @@ class BackgroundSaver:
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[Any, Any] | None = None,
     ) -> None:
-        """Copy the current state and start writing it to `path`.
+        """Copy the current state and start writing it to `path`. Collective.
 
-        Waits for the previous checkpoint, if it is under way. Raises CheckpointError on all ranks
-        if that one cannot be written.
+        Finishes the previous checkpoint first. Raises CheckpointError on all ranks if that fails,
+        or if the new one cannot be started.
         """
         self.finish()
         with together(self._pipe.world, f"saving {path}"):
             begun = begin(self._pipe, Path(path), optimizer, extra)
             tensors = self._buffer.copy(begun.contents.tensors)
-            # What the caller gave may change before it is written down.
+            # The caller may change its values before they are written.
             facts = copy.deepcopy(begun.contents.facts)
             contents = begun.contents._replace(tensors=tensors, facts=facts)
             begun = begun._replace(contents=contents)
@@ -96,7 +95,7 @@ class BackgroundSaver:
     def finish(self) -> Path | None:
         """Wait until all ranks have written; return the checkpoint's path, or None.
 
-        Raises CheckpointError on all ranks if it cannot be written; then nothing of it remains.
+        Raises CheckpointError on all ranks if it cannot be written; nothing of it remains then.
         """
         job, self._job = self._job, None
         if job is None:
@@ -108,7 +107,7 @@ class BackgroundSaver:
             return end(self._pipe, job.begun, job.result)
 
     def give_up(self, limit_s: float) -> None:
-        """Abandon a checkpoint under way, without waiting longer for its thread than this."""
+        """Abandon the current checkpoint, waiting at most `limit_s` seconds for its thread."""
         job, self._job = self._job, None
         if job is not None:
             job.wait(limit_s)

@@ -1,7 +1,7 @@
-"""Digests of files in blocks: what tells a byte that changed, and where.
+"""SHA-256 digests of blocks of files, which locate changed bytes.
 
-SHA-256 by OpenSSL releases Python's lock, and so does reading: threads work on several blocks at
-once. A block is a fixed number of bytes, so that many ranks can share the work on one file.
+OpenSSL's SHA-256 and reading release the GIL, so threads process several blocks in parallel. Blocks
+have a fixed size, so that many ranks can share the work on one file.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _MOST_THREADS: Final = 4
 
 
 class Block(NamedTuple):
-    """Bytes of a file: from `start`, `size` of them."""
+    """A range of `size` bytes of a file from `start` on."""
 
     path: Path
     start: int
@@ -31,9 +31,9 @@ def blocks_of(path: Path, num_bytes: int, block_bytes: int = BLOCK_BYTES) -> lis
 
 
 def digests(blocks: Sequence[Block]) -> list[str | OSError]:
-    """Return each block's SHA-256 in hexadecimal, or why it cannot be read; in threads.
+    """Return each block's SHA-256 in hexadecimal, or its OSError, computed in threads.
 
-    A file that ends within a block gives the digest of what is there.
+    If a file ends within a block, the digest is that of the existing bytes.
     """
     if len(blocks) < 2:
         return [_digest(block) for block in blocks]
@@ -43,7 +43,7 @@ def digests(blocks: Sequence[Block]) -> list[str | OSError]:
 
 def _digest(block: Block) -> str | OSError:
     found = hashlib.sha256()
-    # In pieces that stay in a core's cache between reading and hashing.
+    # Read pieces that fit in a core's cache until they are hashed.
     piece = memoryview(bytearray(min(_PIECE_BYTES, block.size)))
     left = block.size
     try:

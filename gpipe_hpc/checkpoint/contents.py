@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, collected on all ranks before anything is written."""
+"""Contents of a checkpoint, collected on all ranks before anything is written."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from gpipe_hpc.checkpoint.apart import described, named_by
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.manifest import FORMAT, TYPED, Facts, versions
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
-from gpipe_hpc.checkpoint.parts import Part, put_together
+from gpipe_hpc.checkpoint.parts import Part, assemble_states
 from gpipe_hpc.checkpoint.states import Split, encode, split
 from gpipe_hpc.checkpoint.telling import Sizes, gather, sizes_of_all
 
@@ -25,13 +25,14 @@ _REMEDY: Final = (
 
 
 class Contents(NamedTuple):
-    """What to write.
+    """Tensors and manifest entries to write into a checkpoint.
 
-    `tensors`: those that this rank writes, by their names in the checkpoint; each tensor is one
-    rank's. They are the model's own, not copies, except for states put together of several ranks',
-    which lie on the host.
-    `facts`: the manifest except for files and tensors, on the first rank alone. `num_bytes`: of all
-    ranks' tensors.
+    Args:
+        tensors: tensors that this rank writes, by their names in the checkpoint; each is written by
+            one rank. They are the model's own tensors, except for optimizer states assembled from
+            several ranks, which are on the host.
+        facts: the manifest without files and tensors; on the first rank only.
+        num_bytes: bytes of the tensors of all ranks.
     """
 
     tensors: dict[str, Tensor]
@@ -40,9 +41,9 @@ class Contents(NamedTuple):
 
 
 def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: object) -> Contents:
-    """Return what to write of this moment; all ranks call it.
+    """Collect the tensors and manifest entries of the current state for a checkpoint. Collective.
 
-    Raises CheckpointError on all ranks for a value that cannot be written.
+    Raises CheckpointError on all ranks if a value cannot be saved.
     """
     others = _others_buffers(pipe)
     replica = pipe.replica if pipe.uses_local_sgd else 0
@@ -66,7 +67,7 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
                 values[name] = value
         held |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}
         if pipe.is_sharded:
-            held |= put_together(pipe, parts)
+            held |= assemble_states(pipe, parts)
     everybody = pipe.everybody
     first, own = everybody.ranks[0], everybody.position
     written = all_or_none(
@@ -93,9 +94,9 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
 def _optimizer_state(
     pipe: "Pipeline", optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Part]]:
-    """Return the optimizer's state of this rank's parameters as optimizer.<name>.<key>.
+    """Return the optimizer's state of this rank's parameters, named optimizer.<parameter>.<key>.
 
-    Tensors have the shape of the whole parameter; what this rank has only a part of comes apart.
+    Tensors have the shape of the whole parameter; partial ones are returned separately.
     """
     states: dict[str, Any] = {}
     parts: dict[str, Part] = {}
@@ -113,9 +114,9 @@ def _optimizer_state(
 
 
 class _Written(NamedTuple):
-    """What this rank has to write besides tensors, as JSON, and the tensors within it.
+    """Encoded JSON values that this rank contributes besides tensors, and tensors of extra states.
 
-    `values`, `extra`: what `split` gives.
+    `values` and `extra` are results of `split`.
     """
 
     values: Split
@@ -133,13 +134,13 @@ def _written(pipe: "Pipeline", values: Mapping[str, Any], extra: object) -> _Wri
 
 
 def split_values(values: Mapping[str, Any]) -> Split:
-    """Return the optimizer's values that are no tensors as JSON can hold them."""
-    remedy = "use an optimizer whose state is of tensors and such values"
+    """Encode the optimizer's non-tensor values for JSON."""
+    remedy = "use an optimizer whose state consists of tensors and such values"
     return split(values, "the optimizer's state", remedy)
 
 
 def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what modules keep beside parameters and buffers, of the first copy of each stage."""
+    """Return the extra states of modules and their tensors, for stages whose first copy is here."""
     states: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for index, stage in pipe.stages.items():
@@ -152,7 +153,7 @@ def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _others_buffers(pipe: "Pipeline") -> set[str]:
-    """Return the buffers whose first copy another rank holds: with buffers=each they differ."""
+    """Return the buffers that another rank saves, since it has the first copy of their stage."""
     return {
         f"model.{name}"
         for index, stage in pipe.stages.items()
@@ -164,12 +165,12 @@ def _others_buffers(pipe: "Pipeline") -> set[str]:
 
 
 def _is_first(pipe: "Pipeline", stage: int) -> bool:
-    """Say whether this rank holds the first copy of a stage."""
+    """Return whether this rank has the first copy of a stage."""
     return not pipe.replica and _is_first_of_replica(pipe, stage)
 
 
 def _is_first_of_replica(pipe: "Pipeline", stage: int) -> bool:
-    """Say whether this rank holds the first copy of a stage that its replica has."""
+    """Return whether this rank has the first copy of a stage within its replica."""
     return pipe.schedule.placement.holders(stage)[0] == pipe.stage_rank
 
 
@@ -178,7 +179,7 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _writers(sizes: Iterable[Sizes]) -> dict[str, int]:
-    """Return who writes each tensor: of those that hold it the one with the least to write."""
+    """Return the writer of each tensor: among its holders, the rank with the fewest bytes."""
     holders: dict[str, list[tuple[int, int]]] = {}
     for position, part in enumerate(sizes):
         for name, size in part.items():
@@ -193,7 +194,7 @@ def _writers(sizes: Iterable[Sizes]) -> dict[str, int]:
 
 
 def layout_facts(pipe: "Pipeline") -> dict[str, Any]:
-    """Return on which ranks, and how, this step was run; nothing is read by it."""
+    """Return the manifest's entries about the layout of the run, which are informational only."""
     return {
         "ranks": pipe.world.size,
         "stages": pipe.mesh.stages,

@@ -1,6 +1,6 @@
-"""Write and read tensors in the files of torch.distributed.checkpoint, by torch's own classes.
+"""Read and write tensors in torch.distributed.checkpoint's file format, with torch's own classes.
 
-Imported by the first save or load only: importing torch.distributed.checkpoint takes more CPU time
+Imported only by the first save or load: importing torch.distributed.checkpoint takes more CPU time
 than all of this package.
 """
 
@@ -26,24 +26,24 @@ from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.device.device import on_host
 from gpipe_hpc.torch_compat import storage_info
 
-_COPIED_AHEAD: Final = 10_000_000  # bytes, of tensors on a device: as torch does
+_COPIED_AHEAD: Final = 10_000_000  # bytes of tensors on a device; torch's default
 
 
 def write_tensors(
     tensors: Mapping[str, Tensor], folder: Path, rank: int
 ) -> dict[str, StoredTensor]:
-    """Write a rank's tensors into files of its own; return what each is and where it lies.
+    """Write a rank's tensors into files of its own; return their descriptions and locations.
 
-    Needs no other rank. Raises what torch's writer raises, and OSError.
+    Needs no communication. Raises OSError, and any error of torch's writer.
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     plan = planner.create_local_plan()
-    # Where there is a GPU torch copies ahead on its stream, and waits for all that this has to do.
+    # If tensors are on a GPU, torch copies ahead on its stream and synchronizes it.
     is_here = all(map(on_host, tensors.values()))
     ahead = 0 if is_here else _COPIED_AHEAD
     writer = FileSystemWriter(folder, per_thread_copy_ahead=ahead)
-    # Torch names files by the place of a plan among those of all ranks.
+    # Torch names files by the index of the plan among all ranks.
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
     stored: dict[str, StoredTensor] = {}
     for result in writer.write_data(plan, planner).wait():
@@ -56,12 +56,9 @@ def write_tensors(
 
 
 def write_metadata(path: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Write ``.metadata`` for tensors that are in files of the folder `path`, as torch does.
-
-    It is on the disk when this returns.
-    """
+    """Write ``.metadata`` for tensors in files of the folder `path`, and sync it to disk."""
     metadata = _metadata(stored)
-    # As torch's planner does for names that no nest of dictionaries has given.
+    # As torch's planner does for flat names.
     metadata.planner_data = {name: (name,) for name in stored}
     places = metadata.storage_data
     results = [WriteResult(index, place.length, place) for index, place in places.items()]
@@ -80,16 +77,16 @@ def read_tensors(
         reader.read_data(planner.create_local_plan(), planner).wait()
     except OSError:
         raise
-    except Exception as error:  # torch's reader raises what it likes
-        what = str(error) or "a file ends too early"
+    except Exception as error:  # torch's reader may raise anything
+        what = str(error) or "truncated file"
         raise ValueError(f"{type(error).__name__}: {what}") from error
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer of files, which does not note where on this machine the folder is."""
+    """Torch's file writer, without recording the folder's path on this machine."""
 
     def storage_meta(self) -> StorageMeta:
-        """Return what tells this writing from others."""
+        """Return the identifier of this save."""
         return StorageMeta(save_id=self.save_id)
 
 

@@ -1,4 +1,4 @@
-"""What is in a checkpoint's folder, and what is said when it cannot be written or read."""
+"""Files of a checkpoint's folder, and remedies if it cannot be written or read."""
 
 import errno
 import os
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 PARTIAL_SUFFIX: Final = ".partial"
-OUTER: Final = "outer."  # ahead of what is kept for combining the copies of a stage
+OUTER: Final = "outer."  # prefix of the tensors of the outer optimizer (local SGD)
 _OURS: Final = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}").fullmatch
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_facts(path: Path) -> Facts:
-    """Return the manifest's facts of a checkpoint; raise CheckpointError if there is none."""
+    """Read the manifest of a checkpoint; raise CheckpointError if there is no valid one."""
     try:
         return read_manifest(path)
     except (OSError, ValueError) as error:
@@ -34,13 +34,13 @@ def read_facts(path: Path) -> Facts:
             remedy = remedy if first is None else first if older is None else f"{first}; {remedy}"
         is_absent = isinstance(error, FileNotFoundError) and not os.path.exists(path)
         raise CheckpointError(
-            f"checkpoint {path}: expected a folder written by gpipe_hpc, got "
+            f"checkpoint {path}: not a checkpoint written by gpipe_hpc: "
             f"{'no such folder' if is_absent else error}; {remedy}"
         ) from error
 
 
 def read_owner(path: Path, key: str) -> str | None:
-    """Return which run writes a checkpoint, complete or not, from its `extra`; None if unknown."""
+    """Return the run that wrote a checkpoint, also an incomplete one; None if unknown."""
     try:
         owner = read_part(path)["extra"][key]
     except (OSError, ValueError, LookupError, TypeError):
@@ -49,7 +49,7 @@ def read_owner(path: Path, key: str) -> str | None:
 
 
 def is_ours(name: str) -> bool:
-    """Say whether a file of this name is a part of a checkpoint."""
+    """Return whether a file name is one that checkpoints use."""
     return _OURS(name) is not None
 
 
@@ -59,33 +59,33 @@ def has_files(path: Path) -> bool:
 
 
 def read_stored(path: Path) -> dict[str, StoredTensor]:
-    """Return which tensors a checkpoint holds; CheckpointError if it cannot be told."""
+    """Return the tensors of a checkpoint by name; raise CheckpointError if this fails."""
     try:
         return read_metadata(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: expected to read {path / METADATA}, got {said(error)}; "
+            f"checkpoint {path}: {path / METADATA} cannot be read: {error_text(error)}; "
             f"{os_remedy(error) or other_checkpoint(path)}"
         ) from error
 
 
 def other_checkpoint(path: Path) -> str:
-    """Return the remedy for a damaged checkpoint: the newest older one beside it, if any."""
+    """Return the remedy for a damaged checkpoint; it names the newest older one, if any."""
     found = _newest_older(path)
     if found is None:
-        return "look at the disk, or load another checkpoint"
-    return f"look at the disk, or go on from an older one: checkpoint.resume={found}"
+        return "check the disk, or load another checkpoint"
+    return f"check the disk, or resume from an older one: checkpoint.resume={found}"
 
 
 def _newest_older(path: Path) -> Path | None:
-    """Return the newest of those beside it that look whole: names, manifests and sizes tell.
+    """Return the newest older checkpoint next to `path` that appears complete.
 
-    Nothing else of them is read.
+    Only names, manifests and file sizes are checked.
     """
     path = path.absolute()
     own = steps_done(path, looks_whole=False)
     older: list[tuple[int, Path]] = []
-    # Of the same name except for its number: not one cut short or put away.
+    # Only names that differ in their number: not incomplete or renamed checkpoints.
     name = re.sub(r"\d+", "*", path.name)
     if not name:
         return None
@@ -99,7 +99,10 @@ def _newest_older(path: Path) -> Path | None:
 
 
 def steps_done(path: Path, looks_whole: bool = True) -> int | None:
-    """Return a checkpoint's step; None if it has none, or a file without its size at writing."""
+    """Return the step of a checkpoint; None if it has no manifest or a file's size is wrong.
+
+    With `looks_whole` False, sizes are not checked.
+    """
     try:
         facts = read_manifest(path)
         files = facts.get("files", {}) if looks_whole else {}
@@ -111,8 +114,8 @@ def steps_done(path: Path, looks_whole: bool = True) -> int | None:
         return None
 
 
-def room_at(folder: Path, needed_bytes: int, error: BaseException | None = None) -> str:
-    """Return the remedy for a failed write, by its errno; how much room there is and it takes."""
+def space_remedy(folder: Path, needed_bytes: int, error: BaseException | None = None) -> str:
+    """Return the remedy for a failed write: by its errno, or the free and the needed disk space."""
     known = os_remedy(error)
     if known is not None and not (isinstance(error, OSError) and error.errno in _FULL):
         return known
@@ -126,11 +129,11 @@ def room_at(folder: Path, needed_bytes: int, error: BaseException | None = None)
         f"its file system has {free} free and the checkpoint takes about "
         f"{needed_bytes / 1e6:,.3f} MB"
     )
-    return f"{room}; {known or 'look at the disk, or use another folder'}"
+    return f"{room}; {known or 'check the disk, or use another folder'}"
 
 
 def sync(path: Path) -> None:
-    """Make a file, or a rename within a folder, durable."""
+    """Sync a file, or a rename within a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -138,14 +141,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def said(error: BaseException) -> str:
-    """Return an error's kind and text; some have none."""
-    empty = "a file ends too early" if isinstance(error, EOFError) else "it says no more"
+def error_text(error: BaseException) -> str:
+    """Return an error's class and text, or a default text if it has none."""
+    empty = "truncated file" if isinstance(error, EOFError) else "no details"
     return f"{type(error).__name__}: {str(error) or empty}"
 
 
 def model_tensors(pipe: "Pipeline") -> dict[str, Tensor]:
-    """Return this rank's parameters and buffers as model.<global name>, once all are there."""
+    """Return this rank's parameters and buffers as model.<global name>, after pending updates."""
     pipe.await_parameters()
     tensors: dict[str, Any] = {}
     for stage in pipe.stages.values():

@@ -1,8 +1,8 @@
-"""Reading a checkpoint: each rank takes what it holds, whatever the layout at saving was.
+"""Load a checkpoint: each rank reads what it owns, whatever the layout was at saving.
 
-First everything is looked at, on all ranks: every byte of every file, the model's names, shapes
-and dtypes, the optimizer's options, the room in memory. Then all ranks agree. Only then is
-anything overwritten, in place: there is never a second copy of the model.
+All ranks first check everything: every byte of every file, the model's names, shapes and dtypes,
+the optimizer's options and the free memory. Only after all ranks have agreed are tensors
+overwritten, in place; there is never a second copy of the model.
 """
 
 import logging
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.checkpoint.apart import Reading, average
-from gpipe_hpc.checkpoint.folder import OUTER, model_tensors, other_checkpoint, said
+from gpipe_hpc.checkpoint.folder import OUTER, error_text, model_tensors, other_checkpoint
 from gpipe_hpc.checkpoint.memory import check_room
 from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.checkpoint.options import stored_options
@@ -34,21 +34,25 @@ _PART_BYTES: Final = 2**30
 
 
 class _Cut(NamedTuple):
-    """What a rank keeps of a stored tensor: the elements that it holds of a parameter."""
+    """The part of a stored tensor that a rank keeps, and its device."""
 
     held: OwnedParameter
     device: torch.device
 
 
 class _Plan(NamedTuple):
-    """What loading will do on this rank.
+    """The loading plan of one rank.
 
-    `targets`: tensors to overwrite, by their names in the checkpoint. `wanted`: tensors to make,
-    and where. `cuts`: those of which this rank keeps a part: whose, and where. `states`: the
-    optimizer's entries by parameter and key: a name in the checkpoint. `options`: of the
-    optimizer's groups. `extra_states`: modules, and what is stored of them. `outer`: the names of
-    what is kept for combining copies. `reading`: of which replica's state. `model`: those of
-    `targets` that are the model's.
+    Args:
+        targets: tensors to overwrite, by their names in the checkpoint.
+        wanted: devices of tensors to create, by name.
+        cuts: tensors of which this rank keeps a part, by name.
+        states: names of the optimizer's state entries, by parameter and key.
+        options: options of the optimizer's parameter groups.
+        extra_states: modules with their stored extra state.
+        outer: names of the tensors of the outer optimizer (local SGD).
+        reading: the replica whose state this rank reads.
+        model: the entries of `targets` that belong to the model.
     """
 
     targets: dict[str, Tensor]
@@ -65,14 +69,17 @@ class _Plan(NamedTuple):
 def load(
     pipe: "Pipeline", checkpoint: Path | Verified, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Load the pipeline's parameters and buffers, and the optimizer; return `extra`.
+    """Load parameters, buffers and optimizer state into a pipeline; return the `extra` values.
 
-    The layout may differ from that at saving. The optimizer's groups get the options that their
-    parameters had, except those about how a machine computes (foreach, fused, capturable,
-    differentiable). Raises CheckpointError on all ranks, and changes nothing, if there is no intact
-    checkpoint at the path, it is of another model or kind of optimizer, the parameters of one group
-    had different options, or there is too little memory. Raises HalfLoadedError if a file that was
-    intact a moment ago cannot be read.
+    The layout may differ from that at saving. Parameter groups get the options that their
+    parameters had, except those that select an implementation (foreach, fused, capturable,
+    differentiable).
+
+    Raises:
+        CheckpointError: on all ranks and without changing anything, if there is no intact
+            checkpoint at the path, if it is of another model or type of optimizer, if the
+            parameters of one group had different options, or if there is too little memory.
+        HalfLoadedError: if a verified file can no longer be read.
     """
     everybody = pipe.everybody
     found = checkpoint
@@ -83,7 +90,7 @@ def load(
     made = all_or_none(everybody, lambda: _make(plan, found))
     targets = plan.targets | made
     all_or_none(everybody, lambda: _check_readable(found, [*targets, *plan.cuts]))
-    # From here on this rank's state changes.
+    # From here on the state of this rank changes.
     try:
         for number, part in enumerate(_parts(targets), start=1):
             _note(pipe, f"reading {found.path}: part {number}")
@@ -91,9 +98,9 @@ def load(
         targets |= {name: _cut_out(found, name, cut) for name, cut in plan.cuts.items()}
     except (OSError, ValueError) as error:
         raise HalfLoadedError(
-            f"checkpoint {found.path}: expected to read again what was whole a moment ago, got "
-            f"{said(error)}; the model is now partly loaded: end this process, look at the disk, "
-            f"and start again"
+            f"checkpoint {found.path}: reading a verified file failed: "
+            f"{error_text(error)}; the model is now partly loaded: end this process, check the "
+            f"disk, and start again"
         ) from error
     with torch.no_grad():
         average(plan.model, targets, plan.reading)
@@ -110,7 +117,7 @@ def load(
 
 
 def _parts(targets: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in groups of about a GiB, so that a rank can say how far it is."""
+    """Yield the tensors in groups of about 1 GiB, so that a rank can report its progress."""
     part: dict[str, Tensor] = {}
     room = _PART_BYTES
     for name, tensor in targets.items():
@@ -127,14 +134,14 @@ def _note(pipe: "Pipeline", activity: str) -> None:
 
 
 def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | None) -> _Plan:
-    """Return what to do, having looked at all that can be wrong; changes nothing."""
+    """Run all checks and return the loading plan; nothing is changed."""
     path, facts, stored = found.path, found.facts, found.stored
     _check_model(pipe, path, facts)
     reading = Reading.of(pipe, facts)
     model = {reading.of_model(name): tensor for name, tensor in model_tensors(pipe).items()}
     for name, tensor in model.items():
         _check_fits(path, name, tensor, stored.get(name))
-    _say_unknown(pipe, found, model)
+    _warn_unknown(pipe, found, model)
     targets = dict(model)
     states: dict[nn.Parameter, dict[str, str]] = {}
     options: list[dict[str, Any]] = []
@@ -146,7 +153,7 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
         options = stored_options(named, optimizer, facts.get("optimizer") or [], path)
         states = _stored_states(named, [*stored, *facts["values"]], reading)
         _check_described(path, facts, states, named)
-        _say_no_optimizer(pipe, found)
+        _warn_no_optimizer(pipe, found)
         kept, made, cuts = _places(optimizer, states, stored, list(held.values()))
         targets |= kept
         wanted |= made
@@ -176,9 +183,9 @@ def _check_model(pipe: "Pipeline", path: Path, facts: Mapping[str, Any]) -> None
     )
     name = differing[0]
     raise CheckpointError(
-        f"checkpoint {path}: expected one of this model, got another: {len(differing)} "
-        f"parameters differ, such as {name} with {theirs.get(name, 'no')} elements where this "
-        f"model has {ours.get(name, 'none')}; resume with the model's configuration of that run"
+        f"checkpoint {path} is of another model: {len(differing)} "
+        f"parameters differ, for example {name} with {theirs.get(name, 'no')} elements, while this "
+        f"model has {ours.get(name, 'none')}; resume with the model configuration of that run"
     )
 
 
@@ -190,9 +197,9 @@ def _check_fits(path: Path, name: str, tensor: Tensor, stored: StoredTensor | No
     if stored.shape == tensor.shape and widens and alike:
         return
     raise CheckpointError(
-        f"checkpoint {path}: expected one of this model, got {name.partition('.')[2]} of shape "
-        f"{list(stored.shape)}, {stored.dtype}, where this model has {list(tensor.shape)}, "
-        f"{tensor.dtype}, which cannot hold it without loss; resume with the model's "
+        f"checkpoint {path} is of another model: {name.partition('.')[2]} has shape "
+        f"{list(stored.shape)}, {stored.dtype} in it and {list(tensor.shape)}, {tensor.dtype} in "
+        f"this model, which cannot represent it without loss; resume with the model "
         f"configuration of that run"
     )
 
@@ -203,19 +210,19 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 def _lacks(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {path}: expected one of this model, got none of its "
-        f"{name.partition('.')[2]}; resume with the model's configuration of that run"
+        f"checkpoint {path} is of another model: it does not contain "
+        f"{name.partition('.')[2]}; resume with the model configuration of that run"
     )
 
 
 def _check_decodes(path: Path, state: object) -> None:
-    """Refuse an extra state that cannot be put together again, while nothing has changed."""
+    """Raise CheckpointError if an extra state cannot be decoded, before anything is changed."""
     no_tensor = torch.empty(0)
     try:
         decode(state, {name: no_tensor for name, _ in tensor_names(state)})
     except ValueError as error:
         raise CheckpointError(
-            f"checkpoint {path}: expected a state that a module gave by get_extra_state, got "
+            f"checkpoint {path}: an extra state of a module cannot be decoded: "
             f"{error}; {other_checkpoint(path)}"
         ) from error
 
@@ -226,42 +233,42 @@ def _check_described(
     states: Mapping[nn.Parameter, Mapping[str, str]],
     named: Sequence[tuple[str, nn.Parameter]],
 ) -> None:
-    """Refuse states of the optimizer without the options that they were made with."""
-    if facts["format"] == 1 or facts.get("optimizer") is None:  # as an earlier version wrote
+    """Raise CheckpointError if optimizer state is stored without the options of its group."""
+    if facts["format"] == 1 or facts.get("optimizer") is None:  # written by an earlier version
         return
     described = {name for entry in facts["optimizer"] for name in entry["parameters"]}
     for name, parameter in named:
         if parameter in states and name not in described:
             raise CheckpointError(
-                f"checkpoint {path}: expected the options of the optimizer for {name}, whose state "
-                f"it has, got none; {other_checkpoint(path)}"
+                f"checkpoint {path}: contains optimizer state of {name} but not the options of "
+                f"its group; {other_checkpoint(path)}"
             )
 
 
-def _say_no_optimizer(pipe: "Pipeline", found: Verified) -> None:
-    """Warn that an optimizer starts from nothing, as none was saved."""
-    # Copies in memory have no list of groups, nor had the first checkpoints.
+def _warn_no_optimizer(pipe: "Pipeline", found: Verified) -> None:
+    """Warn if the checkpoint contains no optimizer state, so that the optimizer starts afresh."""
+    # In-memory checkpoints and the first versions have no list of groups.
     is_listed = found.facts.get("optimizer", True) or not found.facts["parameters"]
     is_there = any(name.startswith("optimizer.") for name in found.stored)
     if is_listed or is_there or pipe.world.rank != pipe.everybody.ranks[0]:
         return
     log.warning(
-        "checkpoint %s: it was saved without an optimizer, so this optimizer starts again with "
-        "no state (moments, step counts) and its own options; save it too, as pipe.save(path, "
-        "optimizer), or load the weights alone, as pipe.load(path)",
+        "checkpoint %s was saved without an optimizer, so this optimizer starts with "
+        "no state (moments, step counts) and its own options; save it too with pipe.save(path, "
+        "optimizer), or load only the weights with pipe.load(path)",
         found.path,
     )
 
 
-def _say_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tensor]) -> None:
-    """Warn of what the checkpoint has for layers of this rank, and the model has not."""
+def _warn_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tensor]) -> None:
+    """Warn about tensors of this rank's layers in the checkpoint that the model does not have."""
     prefixes = tuple(
         f"model.layers.{index}." for stage in pipe.stages.values() for index in stage.layers
     )
     for name in sorted(found.stored.keys() - targets.keys()):
         if name.startswith(prefixes) and not pipe.replica:
             log.warning(
-                "checkpoint %s: it has %s, which this model has not: it is not loaded",
+                "checkpoint %s contains %s, which this model does not have: it is not loaded",
                 found.path,
                 name.partition(".")[2],
             )
@@ -270,7 +277,7 @@ def _say_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tensor
 def _stored_states(
     named: list[tuple[str, nn.Parameter]], names: list[str], reading: Reading
 ) -> dict[nn.Parameter, dict[str, str]]:
-    """Return the optimizer's stored entries of each parameter, by key."""
+    """Return the names of the optimizer's stored state entries, by parameter and key."""
     by_prefix: dict[str, dict[str, str]] = {}
     for full in names:
         prefix, _, key = full.rpartition(".")
@@ -286,9 +293,9 @@ def _places(
     stored: Mapping[str, StoredTensor],
     held: Sequence[OwnedParameter],
 ) -> tuple[dict[str, Tensor], dict[str, torch.device], dict[str, _Cut]]:
-    """Return the optimizer's tensors that can be overwritten, and where others are to be made.
+    """Sort optimizer state into tensors to overwrite, tensors to create, and tensors to slice.
 
-    Last come those of which this rank keeps a part, or keeps the elements in a row.
+    The last are those of which this rank keeps a part, or stores the elements flattened.
     """
     of = {each.parameter: each for each in held}
     cuts: dict[str, _Cut] = {}
@@ -304,8 +311,8 @@ def _places(
         for key, full in keys.items():
             if full not in stored:
                 continue
-            # As in torch's load_state_dict: the counter of steps lives on the CPU unless kernels
-            # read it, all else where the parameter is.
+            # As in torch's load_state_dict: the step counter is on the CPU unless kernels read it,
+            # all other state is on the parameter's device.
             is_beside = key != "step" or parameter in counts_on_device
             device = parameter.device if is_beside else torch.device("cpu")
             own = optimizer.state.get(parameter, {}).get(key)
@@ -324,13 +331,13 @@ def _is_like(tensor: Tensor, stored: StoredTensor, device: torch.device) -> bool
 
 
 def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, Any]]:
-    """Return this rank's modules that keep a state of their own, each with what is stored."""
+    """Return this rank's modules with an extra state, each with its stored state."""
     modules = {n: m for s in pipe.stages.values() for n, m in s.extra_states().items()}
     if found.facts["format"] == 1:
         for name in modules:
             log.warning(
-                "checkpoint %s: it has no %s, as it is of an earlier version: the layer keeps "
-                "its own",
+                "checkpoint %s was written by an earlier version and has no %s: the layer keeps "
+                "its current one",
                 found.path,
                 name,
             )
@@ -343,7 +350,7 @@ def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, An
 
 
 def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch.device, int]:
-    """Return the memory that loading takes beside what there is: new tensors, and one to read."""
+    """Return the additional bytes that loading needs per device: new tensors and a read buffer."""
     needed: dict[torch.device, int] = {}
     for name, device in plan.wanted.items():
         size = stored[name].dtype.itemsize * stored[name].shape.numel()
@@ -353,7 +360,7 @@ def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch
         needed[device] = needed.get(device, 0) + size
     cpu = torch.device("cpu")
     names = [*plan.targets, *plan.wanted, *plan.cuts]
-    # One that is cut is on the host twice, as it was stored and as it is read.
+    # A tensor to cut is on the host twice: as stored and as read.
     largest = max((stored[name].length * (1 + (name in plan.cuts)) for name in names), default=0)
     return needed | {cpu: needed.get(cpu, 0) + largest}
 
@@ -366,14 +373,14 @@ def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
         }
     except (MemoryError, RuntimeError) as error:
         raise CheckpointError(
-            f"checkpoint {found.path}: expected room for the optimizer's state, got "
-            f"{said(error)}; use more machines, or load the weights alone: pipe.load without an "
-            f"optimizer"
+            f"checkpoint {found.path}: not enough memory for the optimizer's state: "
+            f"{error_text(error)}; use more machines, or load only the weights: pipe.load without "
+            f"an optimizer"
         ) from error
 
 
 def _cut_out(found: Verified, name: str, cut: _Cut) -> Tensor:
-    """Read a tensor and return the elements that this rank keeps of it."""
+    """Read a tensor and return the elements that this rank owns."""
     stored = found.stored[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     found.fill({name: whole})
@@ -381,14 +388,14 @@ def _cut_out(found: Verified, name: str, cut: _Cut) -> Tensor:
 
 
 def _check_readable(found: Verified, names: Iterable[str]) -> None:
-    """Refuse tensors that are not where they are said to be, while nothing has changed."""
+    """Raise CheckpointError if a tensor is not where the metadata says, before any change."""
     for name in names:
         try:
             found.check(name)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"checkpoint {found.path}: expected to read {name} from "
-                f"{found.stored[name].file}, got {said(error)}; {other_checkpoint(found.path)}"
+                f"checkpoint {found.path}: {name} cannot be read from "
+                f"{found.stored[name].file}: {error_text(error)}; {other_checkpoint(found.path)}"
             ) from error
 
 

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: what it is, and the digests of all its files.
+"""Manifest of a checkpoint: its metadata and the digests of all its files.
 
-One JSON file, ``gpipe_hpc.json``. Its last line holds the SHA-256 of all bytes ahead of it, so that
-damage to the manifest itself is found too. Format 1, written before there were digests, is read as
-well.
+One JSON file, ``gpipe_hpc.json``. Its last line contains the SHA-256 of all preceding bytes, so
+that damage to the manifest itself is detected. Format 1, which had no digests, can still be read.
 """
 
 import hashlib
@@ -22,9 +21,9 @@ from gpipe_hpc.small_files import Number, OrNull, Values, mismatch, parse_json, 
 MANIFEST: Final = "gpipe_hpc.json"
 FORMAT: Final = 2
 TYPED: Final = "typed"
-"""The key of what JSON alone would change: entries of `extra` and `values`, encoded by `split`."""
+"""Key of entries of `extra` and `values` that JSON cannot represent exactly, encoded by `split`."""
 METADATA: Final = ".metadata"
-"""The file beside it in which torch lists the tensors."""
+"""Name of the file in which torch lists the tensors."""
 MOST_BYTES: Final = 2**28
 _MOST_VALUES: Final = 16_000_000
 _MOST_STEPS: Final = 2**53
@@ -70,13 +69,13 @@ _SHAPE_SINCE_2: Final[dict[str, Any]] = {
 }
 
 Facts = dict[str, Any]
-"""What a manifest says: see `save` for the keys."""
+"""The content of a manifest; see `save` for the keys."""
 
 
 def manifest_text(facts: Mapping[str, Any]) -> bytes:
-    """Return the file's bytes, with the digest of all others as its last entry.
+    """Return the bytes of a manifest, with the digest of all other bytes as its last entry.
 
-    Raises TypeError or ValueError if JSON cannot hold the facts, or they are too many.
+    Raises TypeError or ValueError if the facts are not JSON values or are too large.
     """
     body = json.dumps(facts, indent=1).removesuffix("\n}").encode()
     if len(body) > MOST_BYTES - 100:
@@ -85,18 +84,18 @@ def manifest_text(facts: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> Facts:
-    """Return what a checkpoint's manifest says.
+    """Read and validate the manifest of a checkpoint.
 
-    Raises OSError if there is none, ValueError if it is damaged or not one.
+    Raises OSError if there is none, ValueError if it is damaged or invalid.
     """
     raw = _read(path)
     tail = _TAIL.search(raw)
     if not _is_as_written(raw):
-        raise ValueError(f"a {MANIFEST} whose bytes are not those that were written")
+        raise ValueError(f"a damaged {MANIFEST}: its digest is wrong")
     try:
         facts: Facts = parse_json(raw, _MOST_VALUES)
     except ValueError as error:
-        raise ValueError(f"a {MANIFEST} that is no JSON ({error})") from error
+        raise ValueError(f"a {MANIFEST} that is not JSON ({error})") from error
     needed = _NEEDED | _NEEDED_SINCE_2 if tail else _NEEDED
     lacking = needed - facts.keys() if isinstance(facts, dict) else needed
     if lacking:
@@ -105,25 +104,25 @@ def read_manifest(path: Path) -> Facts:
     if facts.get("format", 1) != wanted or (not tail and _NEEDED_SINCE_2 & facts.keys()):
         raise ValueError(
             f"a {MANIFEST} of format {facts.get('format')} "
-            + ("by a newer version" if tail else "that does not end with its own digest")
+            + ("from a newer version" if tail else "that does not end with its own digest")
         )
     if tail and not _lists_files(facts):
-        raise ValueError(f"a {MANIFEST} that lists files as nobody would write them")
+        raise ValueError(f"a {MANIFEST} with an invalid list of files")
     wrong = mismatch(facts, _SHAPE | (_SHAPE_SINCE_2 if tail else {})) or _disagreement(facts)
     if wrong:
-        raise ValueError(f"a {MANIFEST} that nobody would write: {wrong}")
+        raise ValueError(f"an invalid {MANIFEST}: {wrong}")
     typed = facts.pop(TYPED, None) or {}
     for key in ("extra", "values"):
         try:
             facts[key] = join(facts[key], typed.get(key) or [])
         except ValueError as error:
-            raise ValueError(f"a {MANIFEST} whose {key} nobody would write: {error}") from error
+            raise ValueError(f"a {MANIFEST} with an invalid entry {key}: {error}") from error
     facts["digest"] = hashlib.sha256(raw).hexdigest()
     return facts
 
 
 def is_manifest_as_written(path: Path) -> bool:
-    """Say whether nothing of a manifest, if there is one, is known to have changed since."""
+    """Return whether the manifest matches its digest; True if there is no manifest or no digest."""
     try:
         return _is_as_written(_read(path))
     except (OSError, ValueError):
@@ -131,7 +130,7 @@ def is_manifest_as_written(path: Path) -> bool:
 
 
 def read_part(path: Path) -> Any:
-    """Return what the manifest of a checkpoint holds, be it whole or not.
+    """Return the JSON of a manifest without validation, also of an incomplete checkpoint.
 
     Raises OSError or ValueError if it cannot be read.
     """
@@ -143,13 +142,13 @@ def _read(path: Path) -> bytes:
 
 
 def _is_as_written(raw: bytes) -> bool:
-    """Say whether the digest in the last line, where there is one, is that of all bytes ahead."""
+    """Return whether the digest in the last line, if any, is that of all preceding bytes."""
     tail = _TAIL.search(raw)
     return not tail or hashlib.sha256(raw[: tail.start()]).hexdigest().encode() == tail[1]
 
 
 def _lists_files(facts: Mapping[str, Any]) -> bool:
-    """Say whether each entry is of a file in this folder, with a digest for each of its blocks."""
+    """Return whether each entry names a file in this folder with one digest per block."""
     size, files = facts["block_bytes"], facts["files"]
     if not isinstance(files, dict) or type(size) is not int or size < 1 or METADATA not in files:
         return False
@@ -165,21 +164,21 @@ def _lists_files(facts: Mapping[str, Any]) -> bool:
 
 
 def _disagreement(facts: Mapping[str, Any]) -> str | None:
-    """Return what does not fit together in a manifest whose parts are as their shapes say."""
+    """Return a description of the first inconsistency between entries, or None."""
     if facts["steps_done"] > _MOST_STEPS:
         return f"{facts['steps_done']} steps"
     apart = facts.get("apart")
     if apart is None:
         return None
     if apart["replicas"] != facts.get("replicas"):
-        return f"{apart['replicas']} replicas that train apart of {facts.get('replicas')}"
+        return f"local SGD with {apart['replicas']} of {facts.get('replicas')} replicas"
     if apart["differ"] and apart["replicas"] > len(facts["tensors"]):
         return f"{apart['replicas']} replicas that differ in {len(facts['tensors'])} tensors"
     return None
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a checkpoint is written by."""
+    """Return the versions of gpipe_hpc, torch and Python."""
     return {
         "gpipe_hpc": __version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Is there room in memory for what a checkpoint brings beside the model?"""
+"""Check for free memory before a checkpoint is loaded."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,10 @@ from gpipe_hpc.errors import CheckpointError
 def check_room(
     path: Path, group: Gathering, device: Device, needed: Mapping[torch.device, int]
 ) -> None:
-    """Refuse to load where ranks of a host, or of a device, need more bytes than are free there.
+    """Raise CheckpointError on all ranks if a host or device lacks free memory. Collective.
 
-    `needed`: this rank's, on the host and on `device`. All ranks call it; CheckpointError on all.
+    `needed` gives this rank's bytes on the host and on `device`; ranks that share a host or device
+    are added up.
     """
     host = shared_identity("mnt") or socket.gethostname()
     own = {
@@ -34,7 +35,10 @@ def check_room(
 def _lacking(
     ranks: Sequence[int], told: Sequence[Mapping[str, tuple[int, int | None]]]
 ) -> str | None:
-    """Return what the first place that has too little room lacks; `told`: by rank."""
+    """Return the message for the first host or device with too little memory, or None.
+
+    `told` contains, for each rank, the needed and free bytes by host or device.
+    """
     sharing: dict[str, list[tuple[int, int, int | None]]] = {}
     for rank, own in zip(ranks, told, strict=True):
         for place, (need, free) in own.items():
@@ -44,9 +48,9 @@ def _lacking(
         free = min((free for *_, free in there if free is not None), default=None)
         if free is not None and size > free:
             return (
-                f"expected room for {size / 1e6:,.3f} MB more on "
+                f"loading needs {size / 1e6:,.3f} MB of memory on "
                 f"{rank_names([rank for rank, *_ in there])} (the optimizer's state and the "
-                f"largest tensor), got {free / 1e6:,.3f} MB free; end what else runs there, use "
-                f"more machines, or load the weights alone: pipe.load without an optimizer"
+                f"largest tensor), but {free / 1e6:,.3f} MB are free; stop other processes, use "
+                f"more machines, or load only the weights: pipe.load without an optimizer"
             )
     return None

@@ -1,10 +1,10 @@
-"""Which tensors a checkpoint holds, and reading them, without running anything it may hold.
+"""List and read the tensors of a checkpoint without executing code from its files.
 
-Torch lists them in ``.metadata``, a pickle, and a pickle may name any function to be called. Here
-a name stands for an empty record of ours that only remembers what it was given; a name that torch
-does not write into checkpoints is refused before anything happens. What the records say is then
-checked: whole tensors alone, in files of this folder (a value of any other type would be unpickled
-by torch without restriction).
+Torch lists them in ``.metadata``, a pickle, and a pickle may call any function. Here every class or
+function of the pickle is replaced by an empty record type that only stores its arguments; a name
+that torch does not write into checkpoints is refused. The records are then checked: only whole
+tensors in files of this folder are accepted, since torch would unpickle values of other types
+without restriction.
 """
 
 import io
@@ -23,7 +23,7 @@ from gpipe_hpc.small_files import open_regular, read_bytes
 _MOST_BYTES: Final = 2**30
 _MOST_PARTS: Final = 1000
 _OF_METADATA: Final = "torch.distributed.checkpoint.metadata"
-# What torch writes; the path of the folder at saving was stored by format 1.
+# Names that torch writes; format 1 also stored the path of the folder.
 _KNOWN: Final = frozenset(
     {
         (_OF_METADATA, "Metadata"),
@@ -39,14 +39,14 @@ _KNOWN: Final = frozenset(
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),
-        # Python 3.11.0 to 3.11.3 write a member of an enum as this call; here it is a record, too.
+        # Python 3.11.0 to 3.11.3 pickle a member of an enum as this call; it becomes a record too.
         ("builtins", "getattr"),
     }
 )
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint: what it is, and its bytes in a file of the folder."""
+    """A tensor in a checkpoint: shape, dtype, and location of its bytes in a file of the folder."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -56,31 +56,32 @@ class StoredTensor(NamedTuple):
 
 
 def listed(tensor: StoredTensor) -> dict[str, Any]:
-    """Return what a manifest says of a tensor."""
+    """Return the manifest's entry for a tensor."""
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def read_metadata(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the checkpoint at `path` by their names in it.
+    """Return the tensors of the checkpoint at `path`, by name.
 
-    Raises OSError if there is no ``.metadata``, ValueError for anything but what torch writes
-    for whole tensors: nothing of it is run.
+    Raises OSError if there is no ``.metadata``, ValueError if it contains anything but what torch
+    writes for whole tensors. Nothing in it is executed.
     """
     raw = read_bytes(path / METADATA, _MOST_BYTES)
     try:
         root = _Reader(io.BytesIO(raw)).load()
     except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(f"{type(error).__name__}: {error or 'it ends too early'}") from error
+        raise ValueError(f"{type(error).__name__}: {error or 'truncated file'}") from error
     try:
         return _stored_tensors(root)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"a list that torch would not write ({error})") from error
+        raise ValueError(f"not a list written by torch ({error})") from error
 
 
 def fill(path: Path, stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
     """Read tensors of the checkpoint at `path` into `targets`, by name.
 
-    Raises OSError or ValueError if one cannot be read; those before it are filled by then.
+    Raises OSError or ValueError if one cannot be read; the tensors before it are then already
+    filled.
     """
     from gpipe_hpc.checkpoint.dcp import read_tensors
 
@@ -88,7 +89,7 @@ def fill(path: Path, stored: Mapping[str, StoredTensor], targets: Mapping[str, T
 
 
 def check_readable(path: Path, stored: StoredTensor) -> None:
-    """Look whether a tensor of that shape and dtype is where it is said to be; read no data of it.
+    """Check that a tensor of the given shape and dtype is at its location, without its data.
 
     Raises OSError or ValueError otherwise.
     """
@@ -101,13 +102,13 @@ def check_readable(path: Path, stored: StoredTensor) -> None:
             raise
         except Exception as error:  # a damaged archive may raise anything
             last = stored.offset + stored.length - 1
-            raise ValueError(f"no tensor in bytes {stored.offset:,} to {last:,}") from error
+            raise ValueError(f"no valid tensor in bytes {stored.offset:,} to {last:,}") from error
     if (type(found), found.shape, found.dtype) != (Tensor, stored.shape, stored.dtype):
         raise ValueError(f"another shape or dtype than in {METADATA}")
 
 
 class _Span(io.RawIOBase):
-    """Some bytes in a row of a file, as a file."""
+    """A range of bytes of a file, as a read-only file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class _Span(io.RawIOBase):
 
 
 class _Record:
-    """What stands for any class or function of a pickle: it keeps arguments and state, no more."""
+    """Replacement for classes and functions of a pickle that only stores arguments and state."""
 
     arguments: tuple[Any, ...]
     state: Any = None
@@ -170,11 +171,11 @@ _OPCODES: Final = (
 
 
 class _Reader(pickle._Unpickler):
-    """An unpickler that knows the names of checkpoint metadata and dtypes, nothing else.
+    """Unpickler restricted to the names of checkpoint metadata and dtypes.
 
-    Python's own rather than the one in C, as only there can opcodes be left out and tuples be
-    counted. A tuple of tuples that share their parts, sixty levels deep, takes 130 bytes, and
-    hashing it as a key takes for ever; so all parts of a tuple are counted as often as they occur.
+    It uses Python's implementation, since the C implementation allows neither removing opcodes nor
+    counting tuples. A tuple of tuples that share their parts, sixty levels deep, takes 130 bytes
+    but exponential time to hash; therefore all parts of a tuple are counted as often as they occur.
     """
 
     stack: list[Any]
@@ -187,25 +188,26 @@ class _Reader(pickle._Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._kinds: dict[tuple[str, str], type[_Record]] = {}
-        self._sizes: dict[int, int] = {}  # of the tuples so far, by their addresses
-        self._tuples: list[tuple[Any, ...]] = []  # so that no address is used again
+        self._sizes: dict[int, int] = {}  # number of parts of each tuple, by its id()
+        self._tuples: list[tuple[Any, ...]] = []  # keeps the tuples alive, so that ids are unique
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a record type of this reading for a known name, a dtype for a dtype's."""
+        """Return a record type for a known name, or the torch dtype of that name."""
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which is no part of a list of tensors and was not run"
+                f"it refers to {module}.{name}, which is not allowed in a list of tensors and was "
+                f"not executed"
             )
         return self._kinds.setdefault((module, name), type(name, (_Record,), {}))
 
     def _count_tuple(self) -> None:
-        """Refuse the tuple that was just put on the stack if it has too many parts."""
+        """Raise UnpicklingError if the tuple on top of the stack has too many nested parts."""
         made = self.stack[-1]
         size = 1 + len(made) + sum(self._sizes.get(id(part), 0) for part in made)
         if size > _MOST_PARTS:
-            raise pickle.UnpicklingError(f"a tuple of more than {_MOST_PARTS} parts")
+            raise pickle.UnpicklingError(f"a tuple of more than {_MOST_PARTS} nested parts")
         self._sizes[id(made)] = size
         self._tuples.append(made)
 

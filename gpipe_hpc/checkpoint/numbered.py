@@ -1,7 +1,7 @@
-"""A script's checkpoints in one folder, named by step: the newest, and which of them may go.
+"""Checkpoints of a script in one folder, named by step: find the newest, remove old ones.
 
-Newest is what was written last. A script that went back to step 50 writes 60 once more, and what an
-earlier start had left at 80 is then the older one.
+The newest checkpoint is the one written last. If a script returns to step 50 and writes step 60
+again, a checkpoint of step 80 from an earlier start is older.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def step_name(step: int) -> str:
 def latest(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint in `folder`; None if there is none.
 
-    Complete according to its manifest and the sizes of its files; loading verifies every byte.
+    A checkpoint is complete if its manifest and file sizes are right; loading verifies every byte.
     """
     for path in reversed(_by_age(Path(folder))):
         if steps_done(path) is not None:
@@ -51,17 +51,27 @@ def save_numbered(
     leads: bool,
     save: Callable[[Path], Path],
 ) -> Path:
-    """Save the checkpoint of a step in `folder` by `save`, and remove old ones.
+    """Save the checkpoint of a step in `folder` and remove old ones. Collective.
 
-    All ranks call it; one of them `leads`. A checkpoint of the same step is replaced once the new
-    one is complete, and restored if that fails. All but the newest `keep` are removed; None keeps
-    all. Raises ConfigError for an invalid step or number, and what `save` raises.
+    An existing checkpoint of the same step is replaced when the new one is complete, and restored
+    if saving fails.
+
+    Args:
+        folder: the folder.
+        step: the step, an integer of at least 0.
+        keep: number of newest checkpoints to keep; None keeps all.
+        group: all ranks.
+        leads: whether this rank manages the folder; True on one rank.
+        save: writes a checkpoint to a path.
+
+    Raises:
+        ConfigError: if step or keep is invalid; errors of `save` propagate.
     """
     number, num_kept = _whole(step), None if keep is None else _whole(keep)
     if number is None or number < 0 or (keep is not None and (num_kept is None or num_kept < 1)):
         raise ConfigError(
-            f"save: bad step or keep, expected a whole number of 0 or more for the step and of 1 "
-            f"or more to keep, got step={step!r} and keep={keep!r}; correct them, as "
+            f"save: bad step or keep: step must be an integer of 0 or more and keep one of 1 "
+            f"or more, got step={step!r} and keep={keep!r}; correct them, for example "
             f"step=pipe.steps_done"
         )
     path = folder.absolute() / step_name(number)
@@ -81,22 +91,22 @@ def save_numbered(
 
 
 def _whole(number: object) -> int | None:
-    """Return a whole number, of NumPy's or torch's too; None for anything else."""
+    """Return an integer, also of NumPy or torch, as int; None for anything else."""
     if isinstance(number, bool) or not isinstance(number, SupportsIndex):
         return None
     try:
         return index(number)
-    except TypeError:  # a tensor of something else
+    except TypeError:  # a tensor that is not an integer scalar
         return None
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, the one that was written last at the end."""
+    """Return the checkpoints of a folder by time of writing, the newest last."""
     found: list[tuple[int, str, Path]] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(folder):
             path = Path(entry.path)
-            # One without a manifest is no checkpoint, or was cut short.
+            # Without a manifest it is not a checkpoint, or incomplete.
             with contextlib.suppress(OSError):
                 if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     found.append(((path / MANIFEST).stat().st_mtime_ns, entry.name, path))
@@ -104,13 +114,13 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _put_aside(path: Path, before: Path) -> None:
-    """Free the name of a checkpoint; CheckpointError if something else has it."""
+    """Rename an existing checkpoint; raise CheckpointError if something else has its name."""
     if not os.path.lexists(path):
         return
     strange = [name for name in _names(path) if not is_ours(name)]
     if strange:
         raise CheckpointError(
-            f"checkpoint {path}: expected at most an earlier checkpoint of this step there, got "
+            f"checkpoint {path} exists and is not an earlier checkpoint of this step: it contains "
             f"{strange[0]}; move it away, or save in another folder"
         )
     _remove(before)
@@ -125,11 +135,11 @@ def _names(path: Path) -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, under another name first: a kill must not leave half of it."""
+    """Remove a checkpoint, after renaming it, so that a kill cannot leave a damaged one."""
     try:
         if path.exists():
             aside = path.with_name(path.name.removesuffix(_BEFORE) + f".removed{PARTIAL_SUFFIX}")
             shutil.rmtree(aside, ignore_errors=True)
             shutil.rmtree(path.rename(aside))
     except OSError as error:
-        log.warning("checkpoint %s: expected to remove it, got %s; look at it", path, error)
+        log.warning("checkpoint %s cannot be removed: %s; remove it by hand", path, error)

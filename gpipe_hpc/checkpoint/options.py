@@ -1,8 +1,8 @@
-"""The options of an optimizer's parameter groups, as a checkpoint keeps them: by parameter.
+"""Options of an optimizer's parameter groups in a checkpoint, stored by parameter.
 
-A group is a list of one rank's parameters, and another cut makes other lists. So the checkpoint
-says of each option set, which occurs once, which parameters had it; a group takes what its
-parameters had.
+A group is a list of one rank's parameters, and another partition makes other lists. The checkpoint
+therefore lists each distinct set of options once with the parameters that had it; on loading, a
+group gets the options of its parameters.
 """
 
 import json
@@ -16,22 +16,22 @@ from torch import nn
 
 from gpipe_hpc.errors import CheckpointError
 
-# Not kept: lists of this rank, and how this machine is to compute.
+# Not stored: lists of this rank's parameters, and the choice of implementation.
 _OWN: Final = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 _NEEDED: Final = {"lr", "betas", "eps", "weight_decay", "momentum"}  # never None
 _AMSGRAD: Final = {"amsgrad": "max_exp_avg_sq"}
 _STATE_OF: Final = {"Adam": _AMSGRAD, "AdamW": _AMSGRAD, "RMSprop": {"centered": "grad_avg"}}
-# Switched on, these need state from the first step on.
+# Options that need state from the first step on.
 _NEED_STATE: Final = ("amsgrad", "centered", "momentum")
 
 Entry = dict[str, Any]
-"""kind (class name), options, state (its keys), parameters (global names); fit for JSON."""
+"""JSON values: kind (class name), options, state (its keys), parameters (global names)."""
 
 
 def describe_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> list[Entry]:
-    """Return an entry for each of this rank's groups that has parameters."""
+    """Return an entry for each parameter group that has parameters of this rank."""
     names = {parameter: name for name, parameter in named_parameters}
     entries = []
     for group in optimizer.param_groups:
@@ -48,7 +48,7 @@ def describe_groups(
 
 
 def merge_groups(parts: Iterable[Iterable[Entry]]) -> list[Entry]:
-    """Return the entries of all ranks, each kind with the same options once."""
+    """Merge the entries of all ranks: one entry for each type of optimizer and set of options."""
     merged: dict[str, Entry] = {}
     for entry in (each for part in parts for each in part):
         key = json.dumps([entry["kind"], entry["options"]], sort_keys=True)
@@ -64,11 +64,11 @@ def stored_options(
     entries: Sequence[Entry],
     path: Path,
 ) -> list[dict[str, Any]]:
-    """Return, for each group of the optimizer, the options that its parameters had at saving.
+    """Return, for each parameter group, the options that its parameters had at saving.
 
-    A group of parameters that the checkpoint does not know gets none; one without parameters
-    gets what all entries agree in. Raises CheckpointError if the checkpoint is of another kind
-    of optimizer, or if parameters of one group had different options.
+    A group whose parameters are not in the checkpoint gets none; a group without parameters gets
+    the options that all entries share. Raises CheckpointError if the checkpoint is of another type
+    of optimizer, or if the parameters of one group had different options.
     """
     by_name = {name: entry for entry in entries for name in entry["parameters"]}
     of = {parameter: (n, by_name[n]) for n, parameter in named_parameters if n in by_name}
@@ -77,7 +77,7 @@ def stored_options(
         known = [of[parameter] for parameter in group["params"] if parameter in of]
         _check_kind(optimizer, [e for _, e in known] or entries, path)
         is_empty = not any(parameter.numel() for parameter in group["params"])
-        options = _agreed(entries) if is_empty else _the_one(known, path)
+        options = _shared_options(entries) if is_empty else _common_options(known, path)
         for _, entry in known:
             _check_state(group, entry, path)
         found.append({k: _checked(k, v, group, path) for k, v in options.items()})
@@ -85,32 +85,32 @@ def stored_options(
 
 
 def _checked(key: str, written: Any, group: Mapping[str, Any], path: Path) -> Any:
-    """Return an option's stored value; CheckpointError if it is of another kind than the group's.
+    """Decode an option; raise CheckpointError if its type differs from that of the group's value.
 
-    A group without it, or with None, takes any value.
+    A group without this option, or with the value None, accepts any value.
     """
     own = group.get(key)
     try:
         value = _restored(written, own)
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise _unfit(path, key, "what an optimizer's option is written as", error) from error
+        raise _unfit(path, key, "a valid encoded option", error) from error
     kind, expected = _kind(value), _kind(own)
     if key in group and own is not None and kind != expected:
         is_truth = value in (0, 1) and own in (0, 1)
         if not is_truth and (value is not None or key in _NEEDED):
-            raise _unfit(path, key, f"{expected} as in this optimizer", f"{value!r:.80}")
+            raise _unfit(path, key, f"{expected}, as in this optimizer", f"{value!r:.80}")
     return value
 
 
 def _unfit(path: Path, key: str, expected: str, got: object) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path}: expected the optimizer's option {key} to be {expected}, got {got}; "
-        f"load another checkpoint, or the weights alone: pipe.load without an optimizer"
+        f"load another checkpoint, or only the weights: pipe.load without an optimizer"
     )
 
 
 def _kind(value: Any) -> str:
-    """Return which values of an option may take the place of one another, in words."""
+    """Return the type of an option as text; values with equal texts may replace each other."""
     match value:
         case bool():
             return "true or false"
@@ -119,7 +119,7 @@ def _kind(value: Any) -> str:
         case torch.Tensor() | numbers.Real():
             return "a number"
         case str():
-            return "a text"
+            return "a string"
         case tuple() | list():
             return f"({', '.join(map(_kind, value))})"
     return f"of type {type(value).__name__}"
@@ -130,9 +130,9 @@ def _check_kind(optimizer: torch.optim.Optimizer, entries: Sequence[Entry], path
     if theirs and ours not in theirs:
         keys = sorted({key for entry in entries for key in entry["state"]})
         raise CheckpointError(
-            f"checkpoint {path}: expected the optimizer it was saved with, {', '.join(theirs)} "
-            f"(its state: {', '.join(keys) or 'none'}), got {ours}; go on with that one (on the "
-            f"command line optimizer={theirs[0].lower()}), or load the weights alone: pipe.load "
+            f"checkpoint {path} was saved with the optimizer {', '.join(theirs)} "
+            f"(its state: {', '.join(keys) or 'none'}), got {ours}; use the former (on the "
+            f"command line optimizer={theirs[0].lower()}), or load only the weights: pipe.load "
             f"without an optimizer"
         )
 
@@ -142,9 +142,9 @@ def _check_state(group: Mapping[str, Any], entry: Entry, path: Path) -> None:
     for key in _NEED_STATE if entry["state"] else ():
         if group.get(key) and not options.get(key, True):
             raise CheckpointError(
-                f"checkpoint {path}: expected {entry['kind']} with {key}={options[key]}, as it was "
-                f"saved, got {key}={group[key]}, whose state is not there; go on with "
-                f"{key}={options[key]}, or load the weights alone: pipe.load without an optimizer"
+                f"checkpoint {path} was saved by {entry['kind']} with {key}={options[key]}, so the "
+                f"state that {key}={group[key]} needs is missing; use "
+                f"{key}={options[key]}, or load only the weights: pipe.load without an optimizer"
             )
 
     needed = _STATE_OF.get(entry["kind"], {})
@@ -153,8 +153,8 @@ def _check_state(group: Mapping[str, Any], entry: Entry, path: Path) -> None:
             raise _unfit(path, key, f"off, as its state has no {state}", options[key])
 
 
-def _the_one(known: Sequence[tuple[str, Entry]], path: Path) -> dict[str, Any]:
-    """Return the options that all of a group's parameters had."""
+def _common_options(known: Sequence[tuple[str, Entry]], path: Path) -> dict[str, Any]:
+    """Return the common options of a group's parameters; raise CheckpointError if they differ."""
     if not known:
         return {}
     first, options = known[0][0], known[0][1]["options"]
@@ -163,14 +163,14 @@ def _the_one(known: Sequence[tuple[str, Entry]], path: Path) -> dict[str, Any]:
         for key in sorted(options.keys() | other.keys()) if other != options else ():
             if options.get(key) != other.get(key):
                 raise CheckpointError(
-                    f"checkpoint {path}: expected the parameters of a group to have had the same "
-                    f"options, got {key}={options.get(key)} of {first} and {key}={other.get(key)} "
-                    f"of {name}; make the groups as they were, or load without the optimizer"
+                    f"checkpoint {path}: parameters of one group had different "
+                    f"options: {key}={options.get(key)} for {first} and {key}={other.get(key)} "
+                    f"for {name}; create the groups as at saving, or load without the optimizer"
                 )
     return dict(options)
 
 
-def _agreed(entries: Sequence[Entry]) -> dict[str, Any]:
+def _shared_options(entries: Sequence[Entry]) -> dict[str, Any]:
     first = entries[0]["options"] if entries else {}
     others = [entry["options"] for entry in entries[1:]]
     return {k: v for k, v in first.items() if all(k in o and o[k] == v for o in others)}
@@ -184,12 +184,12 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         try:
             options[key] = _written(value)
         except TypeError:
-            continue  # a function, say: it is made anew with the optimizer
+            continue  # for example a function, which the new optimizer defines itself
     return options
 
 
 def _written(value: Any) -> Any:
-    """Return an option as JSON can hold it; TypeError if it cannot."""
+    """Encode an option as JSON; raise TypeError if it cannot be encoded."""
     match value:
         case None | bool() | str():
             return value
@@ -207,7 +207,7 @@ def _written(value: Any) -> Any:
 
 
 def _restored(written: Any, own: Any) -> Any:
-    """Return an option's stored value, as a tensor or a number like the group's `own`."""
+    """Decode an option into a tensor or a number, like the group's current value `own`."""
     match written:
         case {"tuple": parts}:
             owns = own if isinstance(own, (tuple, list)) else ()

@@ -1,12 +1,13 @@
-"""States of an optimizer that lie on several ranks: each is put together on the one that writes it.
+"""Assembly of sharded optimizer states on the rank that writes them.
 
-The rank with the largest part writes. Where several have as much, the name of the state picks one,
-so that all write about as much. A whole tensor lies on the host: a device may have no room for it.
+The rank with the largest part of a state writes it; the name of the state breaks ties, which
+balances the writing. The whole tensor is assembled on the host, as a device may have no memory for
+it.
 
-The others send what they hold of it, one tensor after the other, by way of ranks 1, 2, 4, 8, ...
-places away: of a tensor that lies on thousands of ranks, each talks to few. Who holds what follows
-from how rows of parameters are divided, so no rank is told of it. A rank needs memory for those
-that it writes or hands on: of the parameters that lie across the ends of shards, no others.
+The other ranks send their parts along a binary tree over distances 1, 2, 4, 8, ..., so that each
+rank communicates with few others even if thousands have parts. All ranks compute the senders and
+receivers from the sharding itself. A rank needs memory only for the states it writes or forwards,
+which are those of parameters that cross a shard boundary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """What this rank has of a state that goes along with the elements of a parameter.
+    """This rank's part of an optimizer state that has one element per parameter element.
 
-    `stage`: the one whose copies share it. `held`: of the parameter, `parameter` by name; `state`
-    has a number for each element of it.
+    Args:
+        stage: the stage whose replicas share the state.
+        parameter: name of the parameter.
+        held: the part of the parameter that this rank owns.
+        state: the elements of the state for that part.
     """
 
     stage: int
@@ -37,22 +41,22 @@ class Part(NamedTuple):
     state: Tensor
 
 
-def put_together(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Return the whole tensors that this rank writes, on the host; all ranks call it.
+def assemble_states(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tensor]:
+    """Assemble the tensors that this rank writes, on the host. Collective.
 
-    `own`: this rank's parts, by their names in the checkpoint. Raises CheckpointError on all ranks
-    where ranks that hold parts of one parameter have other states of it.
+    `own` maps names in the checkpoint to this rank's parts. Raises CheckpointError on all ranks if
+    the owners of one parameter have different states.
     """
     _check_alike(pipe, own)
     found: dict[str, Tensor] = {}
-    for stage in sorted(pipe.stages):  # in one order on all ranks that share some
+    for stage in sorted(pipe.stages):  # the same order on all ranks
         of_stage = {name: part for name, part in own.items() if part.stage == stage}
-        found |= _put_together(pipe.sharers(stage), of_stage)
+        found |= _assemble_stage(pipe.sharers(stage), of_stage)
     return found
 
 
-def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Return the whole tensors of a stage that this rank writes."""
+def _assemble_stage(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
+    """Assemble the tensors of one stage that this rank writes."""
     found: dict[str, Tensor] = {}
     for name, part in sorted(own.items()):
         shares = part.held.spans
@@ -62,19 +66,19 @@ def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
             row = mine.new_empty(whole.numel())
             row[writer.start : writer.stop] = mine
             for side in _sides(shares, writer):
-                _hand_on(group, side, 0, row)
+                _forward(group, side, 0, row)
             found[name] = row.view(whole.shape).cpu()
             continue
         side, place = _place(shares, writer, group.position)
         start, stop = _span(side, place, place + (place & -place))
         row = mine.new_empty(stop - start)
         row[part.held.start - start : part.held.stop - start] = mine
-        _hand_on(group, side, place, row, start)
+        _forward(group, side, place, row, start)
     return found
 
 
 def _writer(name: str, shares: Sequence[ShardSpan]) -> ShardSpan:
-    """Return one of the largest shares of a state; which one, its name decides."""
+    """Return the largest share of a state; its name breaks ties."""
     most = max(share.stop - share.start for share in shares)
     largest = [share for share in shares if share.stop - share.start == most]
     return largest[crc32(name.encode()) % len(largest)]
@@ -83,7 +87,7 @@ def _writer(name: str, shares: Sequence[ShardSpan]) -> ShardSpan:
 def _sides(
     shares: Sequence[ShardSpan], writer: ShardSpan
 ) -> tuple[list[ShardSpan], list[ShardSpan]]:
-    """Return both sides of a writer, from itself outwards."""
+    """Split a state's shares at the writer, and order both halves by distance from it."""
     at = shares.index(writer)
     return [*shares[at::-1]], [*shares[at:]]
 
@@ -91,16 +95,19 @@ def _sides(
 def _place(
     shares: Sequence[ShardSpan], writer: ShardSpan, position: int
 ) -> tuple[list[ShardSpan], int]:
-    """Return the side of a writer on which the copy at a position is, and its place there."""
+    """Return the half of the shares that contains a position, and its distance from the writer."""
     ahead, behind = _sides(shares, writer)
     side = ahead if position < writer.position else behind
     return side, abs(position - writer.position)
 
 
-def _hand_on(
+def _forward(
     group: Group, side: Sequence[ShardSpan], place: int, row: Tensor, start: int = 0
 ) -> None:
-    """Collect into `row`, which begins at element `start`, what comes from outwards; send it on."""
+    """Receive the parts of more distant ranks into `row`, and send all of it towards the writer.
+
+    `row` starts at element `start` of the parameter.
+    """
 
     def elements(first: int, last: int) -> Tensor:
         begin, end = _span(side, first, last)
@@ -122,7 +129,7 @@ def _hand_on(
 
 
 def _span(side: Sequence[ShardSpan], first: int, last: int) -> tuple[int, int]:
-    """Return where the elements of some copies of a side begin and end."""
+    """Return the first and last element of consecutive shares `side[first:last]`."""
     some = side[first:last]
     return min(share.start for share in some), max(share.stop for share in some)
 
@@ -130,25 +137,25 @@ def _span(side: Sequence[ShardSpan], first: int, last: int) -> tuple[int, int]:
 _PRIME: Final = 2**61 - 1
 
 
-class Apart(NamedTuple):
-    """Whether states of some ranks differ from those of others: `number` is 0 where none does.
+class StateCheck(NamedTuple):
+    """Distributed check whether ranks that share parameters have equal states; 0 means equal.
 
-    A rank alone has a number where it shares parameters; those of all who share one add up to 0.
+    Each rank contributes a number; for shared parameters the numbers add up to 0.
     """
 
     number: int = 0
 
-    def plus(self, other: "Apart") -> "Apart":
-        """Return the same of these ranks and of others."""
-        return Apart((self.number + other.number) % _PRIME)
+    def plus(self, other: "StateCheck") -> "StateCheck":
+        """Return the sum of both numbers."""
+        return StateCheck((self.number + other.number) % _PRIME)
 
     @classmethod
-    def of(cls, states: str, name: str, shares: Sequence[ShardSpan], position: int) -> "Apart":
-        """Return that of the copy at a position, which has these states of a parameter.
+    def of(cls, states: str, name: str, shares: Sequence[ShardSpan], position: int) -> "StateCheck":
+        """Return the contribution of one owner of a parameter, from a text that lists its states.
 
-        It takes what it has times a number that it knows of the copy behind it, less a number that
-        it knows of the one ahead. So copies i and i + 1 have the same number w_i with other signs:
-        where their states are x and y the sum has w_i (x - y) in it, and nothing else has w_i.
+        The contribution is the hash of the states times a random number w_i shared with the next
+        owner, minus the same with w_(i-1) of the previous owner. If owners i and i + 1 have states
+        x and y, the sum contains w_i (x - y), and no other term contains w_i.
         """
         ahead = _hash(f"{name} {position - 1}") if position > shares[0].position else 0
         behind = _hash(f"{name} {position}") if position < shares[-1].position else 0
@@ -160,37 +167,37 @@ def _hash(text: str) -> int:
 
 
 def _check_alike(pipe: "Pipeline", own: Mapping[str, Part]) -> None:
-    """Raise CheckpointError on all ranks unless all who share a parameter have the same states.
+    """Raise CheckpointError on all ranks unless all owners of each parameter have equal states.
 
-    One would wait for what another does not send. Each tells one number; only where their sum says
-    that states differ do all hear which.
+    Otherwise a rank would wait for data that another does not send. Each rank contributes one
+    number; details are exchanged only if the sum shows a difference.
     """
     kinds: dict[str, list[str]] = {}
     for name, part in own.items():
         kinds.setdefault(part.parameter, []).append(f"{name} of {part.state.dtype}")
     stage_of = {info.name: info.stage for info in pipe.all_parameters}
-    states, apart = {}, Apart()
+    states, apart = {}, StateCheck()
     for name, held in pipe.owned_parameters().items():
         if held.is_part:
             states[name] = ", ".join(sorted(kinds.get(name, ["none"])))
             position = pipe.sharers(stage_of[name]).position
-            apart = apart.plus(Apart.of(states[name], name, held.spans, position))
-    if pipe.everybody.merge_object(apart, Apart.plus).number:
+            apart = apart.plus(StateCheck.of(states[name], name, held.spans, position))
+    if pipe.everybody.merge_object(apart, StateCheck.plus).number:
         told = pipe.everybody.all_gather_object(states)
-        raise _apart(zip(pipe.everybody.ranks, told, strict=True))
+        raise _state_error(zip(pipe.everybody.ranks, told, strict=True))
 
 
-def _apart(told: Iterable[tuple[int, Mapping[str, str]]]) -> CheckpointError:
-    """Return the refusal of what ranks have told of the states of their parameters."""
+def _state_error(told: Iterable[tuple[int, Mapping[str, str]]]) -> CheckpointError:
+    """Return the error for the first parameter whose states differ between ranks."""
     found: dict[str, tuple[int, str]] = {}
     for rank, states in told:
         for name, now in states.items():
             first, before = found.setdefault(name, (rank, now))
             if now != before:
                 return CheckpointError(
-                    f"checkpoint: expected the optimizer to keep the same states of {name} on all "
-                    f"ranks that update some of it, got {before} on rank {first} and {now} on rank "
-                    f"{rank}; use an optimizer whose states do not hang on values, or "
+                    f"checkpoint: the optimizer has different states of {name} on ranks that "
+                    f"update parts of it: {before} on rank {first} and {now} on rank "
+                    f"{rank}; use an optimizer whose states do not depend on values, or "
                     f"outer.shard=none"
                 )
-    raise AssertionError("the numbers said that states of some parameter differ")
+    raise AssertionError("the check found different states, but all are equal")

@@ -1,9 +1,8 @@
-"""All that one rank needs to go on at a step, as one run of bytes.
+"""The complete state of one rank at a step, serialized into bytes for in-memory checkpoints.
 
-The same layout goes on from it as it is.
-
-The bytes are a header (its length, then JSON that says which tensors follow), the tensors, and a
-digest of all before: the SHA-256 of the SHA-256 of each block. Nothing in them is executed.
+It can only be restored into the same layout. The bytes are a header (its length, then JSON that
+lists the tensors), the tensors, and a digest of all preceding bytes: the SHA-256 of the SHA-256 of
+each block. Nothing in them is executed.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from torch import nn
 
 from gpipe_hpc.checkpoint.contents import layout_facts, split_values
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
-from gpipe_hpc.checkpoint.host_copy import HostBuffer, fill, lay_side_by_side, views
+from gpipe_hpc.checkpoint.host_copy import HostBuffer, aligned_offsets, fill, views
 from gpipe_hpc.checkpoint.manifest import TYPED
 from gpipe_hpc.checkpoint.states import PREFIX, Split, decode, encode, join
 from gpipe_hpc.small_files import parse_json
@@ -31,18 +30,18 @@ _BLOCK_BYTES: Final = 16 * 2**20
 _NUM_THREADS: Final = 4
 _MOST_VALUES: Final = 16_000_000
 PARTS: Final = "parts"
-"""The name of where the parts of parameters in it begin and end; left out where there is none."""
+"""Key of the ranges of partial parameters; absent if there are none."""
 _MODEL: Final = "model."
 _OPTIMIZER: Final = "optimizer."
 _DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class StateError(ValueError):
-    """Bytes that are no state, or not as they were written."""
+    """Bytes that are not a valid state, or that have changed since they were written."""
 
 
 class StoredState(NamedTuple):
-    """A state as it was read: what its writer said about it, and its tensors, by name."""
+    """A state as read: its description by the writer, and its tensors by name."""
 
     about: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -54,12 +53,12 @@ def pack(
     about: Mapping[str, Any],
     buffer: HostBuffer,
 ) -> torch.Tensor:
-    """Return this rank's state as bytes in `buffer`; `about` is fit for JSON.
+    """Serialize this rank's state into `buffer`; `about` must contain JSON values.
 
-    Returns when the copy is there: the next step may begin.
+    Returns after the copy is complete, so the next step may start.
     """
     tensors, values, states = _live(pipe, optimizer)
-    offsets, total = lay_side_by_side(tensors)
+    offsets, total = aligned_offsets(tensors)
     entries = [
         [name, str(tensor.dtype), list(tensor.shape), offset, tensor.device.type]
         for (name, tensor), offset in zip(tensors.items(), offsets, strict=True)
@@ -85,23 +84,23 @@ def pack(
 
 
 def read_about(header: bytes) -> dict[str, Any]:
-    """Return what the writer said, from the JSON of a header; StateError if it is none."""
+    """Return the description in the JSON of a header; raise StateError if it is invalid."""
     try:
         told = parse_json(header, _MOST_VALUES)
         about: dict[str, Any] = told["about"]
         if not isinstance(about, dict):
-            raise TypeError("about is no table")
+            raise TypeError("about is not an object")
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"no header: {error}") from error
+        raise StateError(f"invalid header: {error}") from error
     return about
 
 
 def unpack(memory: torch.Tensor) -> StoredState:
-    """Return the state in these bytes, tensors as views; StateError if a bit has changed."""
+    """Deserialize a state with tensors as views of `memory`; raise StateError if it is damaged."""
     raw = memory.numpy()
     digest = _digest(raw[:-DIGEST_BYTES].data)
     if len(raw) < LENGTH_BYTES + DIGEST_BYTES or raw[-DIGEST_BYTES:].tobytes() != digest:
-        raise StateError("other bytes than were written")
+        raise StateError("the bytes have changed since they were written")
     length = int.from_bytes(raw[:LENGTH_BYTES].tobytes(), "little")
     text = raw[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
     about, header = read_about(text), parse_json(text, _MOST_VALUES)
@@ -118,9 +117,9 @@ def unpack(memory: torch.Tensor) -> StoredState:
 
 
 def fits(pipe: "Pipeline", state: StoredState) -> bool:
-    """Say whether a state has what this rank holds: tensors of the same kind and shape.
+    """Return whether a state has the tensors, dtypes and shapes of this rank.
 
-    And the same parts of parameters: another version of ours may have divided them otherwise.
+    The ranges of partial parameters must match too, as another version may divide them differently.
     """
     if state.about.get(PARTS, {}) != _parts(pipe):
         return False
@@ -137,10 +136,7 @@ def fits(pipe: "Pipeline", state: StoredState) -> bool:
 
 
 def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredState) -> None:
-    """Fill this rank's parameters, buffers and optimizer state, and go on at that step.
-
-    The state must fit.
-    """
+    """Restore parameters, buffers, optimizer state and position from a state that `fits`."""
     about, tensors = state
     targets = model_tensors(pipe)
     with torch.no_grad():
@@ -177,7 +173,7 @@ def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredSta
 def _live(
     pipe: "Pipeline", optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], Split, dict[str, Any]]:
-    """Return this rank's tensors, the optimizer's other values and the modules' extra states."""
+    """Return this rank's tensors, non-tensor optimizer values and extra states of modules."""
     tensors: dict[str, torch.Tensor] = dict(model_tensors(pipe))
     values: dict[str, Any] = {}
     states: dict[str, Any] = {}
@@ -193,12 +189,12 @@ def _live(
 
 
 def _modules(pipe: "Pipeline") -> dict[str, nn.Module]:
-    """Return this rank's modules that keep a state by `get_extra_state`, by its global name."""
+    """Return this rank's modules with an extra state (`get_extra_state`), by its global name."""
     return {n: m for stage in pipe.stages.values() for n, m in stage.extra_states().items()}
 
 
 def _digest(raw: memoryview) -> bytes:
-    """Return the digest of bytes; their blocks are worked on by several threads."""
+    """Return the digest of bytes; their blocks are hashed in threads."""
     blocks = [raw[start : start + _BLOCK_BYTES] for start in range(0, len(raw), _BLOCK_BYTES)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         parts = pool.map(lambda block: hashlib.sha256(block).digest(), blocks)
@@ -206,13 +202,13 @@ def _digest(raw: memoryview) -> bytes:
 
 
 def _owner(name: str) -> str | None:
-    """Return the parameter whose optimizer state it is, None for the model's own."""
+    """Return the parameter that a name of optimizer state belongs to; None for other tensors."""
     of_model = not name.startswith(_OPTIMIZER)
     return None if of_model else name.removeprefix(_OPTIMIZER).rpartition(".")[0]
 
 
 def _parts(pipe: "Pipeline") -> dict[str, list[int]]:
-    """Return where each part of a parameter that this rank updates begins and ends."""
+    """Return the element range of each partial parameter that this rank updates."""
     held = pipe.owned_parameters().items()
     return {name: [each.start, each.stop] for name, each in held if each.is_view}
 

@@ -1,12 +1,11 @@
-"""Writing a checkpoint: all ranks into one folder, in steps.
+"""Write a checkpoint: all ranks write into one folder, in four phases.
 
-1. `collect` says what there is to write, and who writes it (all ranks together).
-2. The first rank makes the folder, under another name.
-3. `write_files`: each rank writes its tensors, waits for the disk and takes the digests of its
-   file, without a word to the others.
-4. The first rank writes the list of tensors and the manifest, and renames the folder.
+1. `collect` determines what is written and by which rank (collective). 2. The first rank creates
+the folder under a temporary name. 3. `write_files`: each rank writes its tensors, syncs its file
+and hashes it, without communication. 4. The first rank writes the list of tensors and the manifest,
+and renames the folder.
 
-Every file and folder is on the disk before the rename, and the rename before `save` returns.
+Every file and folder is synced to disk before the rename, and the rename before `save` returns.
 """
 
 import json
@@ -23,7 +22,7 @@ from torch import Tensor
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import BLOCK_BYTES, blocks_of, digests
 from gpipe_hpc.checkpoint.contents import Contents, collect
-from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, room_at, said, sync
+from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, error_text, is_ours, space_remedy, sync
 from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, TYPED, Facts, manifest_text
 from gpipe_hpc.checkpoint.metadata import StoredTensor, listed
 from gpipe_hpc.errors import CheckpointError, os_remedy
@@ -38,14 +37,14 @@ _MOST_EXTRA: Final = 64 * 2**20
 
 
 class Written(NamedTuple):
-    """What a rank has written: its tensors, and an entry of the manifest for each of its files."""
+    """Tensors that a rank has written, and the manifest's entries for its files."""
 
     tensors: dict[str, StoredTensor]
     files: dict[str, dict[str, Any]]
 
 
-class Begun(NamedTuple):
-    """A checkpoint whose folder is made, and what is to be written into it by all ranks."""
+class PendingCheckpoint(NamedTuple):
+    """A checkpoint whose folder exists, and the contents that all ranks write into it."""
 
     path: Path
     partial: Path
@@ -58,7 +57,7 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[Any, Any] | None,
 ) -> Path:
-    """Write the checkpoint `path`; all ranks call it. Tensors on several ranks are stored once.
+    """Write the checkpoint `path`; a tensor present on several ranks is stored once. Collective.
 
     Raises CheckpointError on all ranks if `path` exists or cannot be written; nothing remains then.
     """
@@ -71,33 +70,33 @@ def begin(
     path: Path,
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[Any, Any] | None,
-) -> Begun:
-    """Collect what there is to write and make the folder; all ranks call it."""
+) -> PendingCheckpoint:
+    """Collect the contents of a checkpoint and create its temporary folder. Collective."""
     pipe.say_what_is_left()
     path = path.absolute()
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     contents = collect(pipe, optimizer, extra)
     leads = _leads(pipe)
     all_or_none(pipe.everybody, lambda: _prepare(path, partial, contents.facts) if leads else None)
-    return Begun(path, partial, contents)
+    return PendingCheckpoint(path, partial, contents)
 
 
-def write(begun: Begun, rank: int) -> Written | CheckpointError:
-    """Write a rank's tensors, on any thread; return what was written, or why it was not."""
+def write(begun: PendingCheckpoint, rank: int) -> Written | CheckpointError:
+    """Write a rank's tensors, from any thread; return the result, or the error on failure."""
     try:
         return write_files(begun.contents.tensors, begun.partial, rank)
-    except Exception as error:  # torch's writer raises what it likes
+    except Exception as error:  # torch's writer may raise anything
         return _unwritten(begun.path, error, begun.contents.num_bytes)
 
 
-def end(pipe: "Pipeline", begun: Begun, written: Written | CheckpointError) -> Path:
-    """Make a checkpoint of what all ranks have written, or leave nothing; all ranks call it."""
+def end(pipe: "Pipeline", begun: PendingCheckpoint, written: Written | CheckpointError) -> Path:
+    """Complete the checkpoint after all ranks have written, or remove it on failure. Collective."""
     path, partial, contents = begun
     leads = _leads(pipe)
     refusal = written if isinstance(written, CheckpointError) else None
     first = pipe.everybody.ranks[0]
     told = pipe.everybody.gather_object(None if refusal else written, first) or []
-    # All ranks have ended their writing, and looked at the room, before one makes more.
+    # Remove only after all ranks have finished writing and have measured the free space.
     if leads and any(part is None for part in told):
         shutil.rmtree(partial, ignore_errors=True)
     raise_first(pipe.everybody, refusal)
@@ -110,36 +109,35 @@ def _leads(pipe: "Pipeline") -> bool:
 
 
 def _prepare(path: Path, partial: Path, facts: Facts) -> None:
-    """Refuse what cannot be written, and make the folder; what is new is on the disk."""
+    """Create the temporary folder durably; raise CheckpointError if saving is impossible."""
     size = len(json.dumps([facts["extra"], facts["values"], facts.get(TYPED)]))
     if size > _MOST_EXTRA:
         raise CheckpointError(
-            f"checkpoint {path}: expected at most {_MOST_EXTRA:,} bytes of `extra` and of values "
-            f"of the optimizer that are no tensors, got {size:,}; keep large data in a file of "
-            f"your own"
+            f"checkpoint {path}: `extra` and optimizer values other than tensors may have at most "
+            f"{_MOST_EXTRA:,} bytes, got {size:,}; store large data in a separate file"
         )
     try:
         if path.exists():
             raise CheckpointError(
-                f"checkpoint {path}: expected a new name, got an existing one; {_free(path)} is "
-                f"free, and pipe.save(folder, step=...) finds a name by itself"
+                f"checkpoint {path} already exists; {_free(path)} is "
+                f"free, and pipe.save(folder, step=...) chooses a name itself"
             )
         _clear(partial)
         missing = [folder for folder in partial.parents if not folder.exists()]
         partial.mkdir(parents=True)
         for folder in missing:
             sync(folder.parent)
-        # First of all, so that what a kill cuts short says whose it is.
+        # First of all, so that the owner of an incomplete checkpoint is known.
         (partial / MANIFEST).write_text(json.dumps({"extra": facts["extra"]}))
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {path}: expected to make a folder there, got {error}; "
-            f"{os_remedy(error) or 'choose a path that can be written'}"
+            f"checkpoint {path}: the folder cannot be created: {error}; "
+            f"{os_remedy(error) or 'choose a writable path'}"
         ) from error
 
 
 def _free(path: Path) -> Path:
-    """Return a name like this one that nothing has."""
+    """Return an unused name like this one, with a number appended."""
     number = 2
     while os.path.lexists(path.with_name(f"{path.name}_{number}")):
         number += 1
@@ -147,7 +145,7 @@ def _free(path: Path) -> Path:
 
 
 def _clear(partial: Path) -> None:
-    """Remove what a kill left of an earlier save; CheckpointError if it is something else."""
+    """Remove the rest of an interrupted save; raise CheckpointError if it contains other files."""
     if not os.path.lexists(partial):
         return
     is_folder = partial.is_dir() and not partial.is_symlink()
@@ -156,17 +154,16 @@ def _clear(partial: Path) -> None:
     )
     if strange:
         raise CheckpointError(
-            f"checkpoint {partial}: expected at most what an earlier save left, got "
+            f"checkpoint {partial} contains more than an interrupted save: "
             f"{strange[0]}; move it away, or choose another path"
         )
     shutil.rmtree(partial)
 
 
 def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Written:
-    """Write a rank's tensors into a file of its own, and return when it is on the disk.
+    """Write a rank's tensors into its own file and sync it to disk, without communication.
 
-    Needs no other rank, and nothing but these tensors. Raises what torch's writer does, and
-    OSError.
+    Raises OSError, and any error of torch's writer.
     """
     if not tensors:
         return Written({}, {})
@@ -178,7 +175,10 @@ def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Writt
 
 
 def _entry(file: Path) -> dict[str, Any]:
-    """Return what the manifest says of a file; it is read while it is still in memory."""
+    """Return the manifest's entry for a file: its size and hashes.
+
+    Call it right after writing, while the file is in the page cache.
+    """
     num_bytes = file.stat().st_size
     found = digests(blocks_of(file, num_bytes))
     for digest in found:
@@ -188,13 +188,13 @@ def _entry(file: Path) -> dict[str, Any]:
 
 
 def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[Written]) -> None:
-    """Make a checkpoint of what all ranks have written; called by one of them.
+    """Write the metadata and manifest, and rename the folder; called by one rank.
 
-    Raises CheckpointError if that cannot be; then nothing is left of it.
+    Raises CheckpointError if this fails; nothing remains then.
     """
     try:
         tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-        _check_here(partial, parts)
+        _check_visible(partial, parts)
         from gpipe_hpc.checkpoint.dcp import write_metadata
 
         write_metadata(partial, tensors)
@@ -207,40 +207,41 @@ def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[Writte
         sync(partial / MANIFEST)
         sync(partial)
         os.rename(partial, path)
-    except Exception as error:  # torch's writer raises what it likes
+    except Exception as error:  # torch's writer may raise anything
         refusal = _unwritten(path, error, contents.num_bytes)
         shutil.rmtree(partial, ignore_errors=True)
         raise refusal from error
     try:
         sync(path.parent)
     except OSError as error:
-        log.warning("checkpoint %s: whole, but may be lost with a power cut: %s", path, error)
+        log.warning("checkpoint %s: complete, but a power failure may lose it: %s", path, error)
 
 
-def _check_here(partial: Path, parts: Sequence[Written]) -> None:
-    """Raise OSError unless what all ranks have written is in the folder that this one sees."""
+def _check_visible(partial: Path, parts: Sequence[Written]) -> None:
+    """Raise OSError unless the files of all ranks are visible in this rank's folder."""
     for rank, part in enumerate(parts):
         for name, entry in part.files.items():
             size = (partial / name).stat().st_size if (partial / name).exists() else None
             if size != entry["bytes"]:
                 raise OSError(
-                    f"{name} of rank {rank} is not here: expected {entry['bytes']} bytes, got "
-                    f"{'none' if size is None else size} (is the folder shared by all machines?)"
+                    f"{name} of rank {rank} is not visible here: expected {entry['bytes']} bytes, "
+                    f"got {'none' if size is None else size} (is the folder shared by all "
+                    f"machines?)"
                 )
 
 
 def _unwritten(path: Path, error: Exception, needed_bytes: int) -> CheckpointError:
-    cause = _of_the_system(error)
-    remedy = room_at(path.parent, needed_bytes, cause)
+    cause = _os_cause(error)
+    remedy = space_remedy(path.parent, needed_bytes, cause)
     refusal = CheckpointError(
-        f"checkpoint {path}: expected it to be written, got {said(cause or error)}; {remedy}"
+        f"checkpoint {path} cannot be written: {error_text(cause or error)}; {remedy}"
     )
     refusal.__cause__ = error
     return refusal
 
 
-def _of_the_system(error: BaseException | None) -> OSError | None:
-    """Return the error of the operating system behind one of torch's, if that is the reason."""
+def _os_cause(error: BaseException | None) -> OSError | None:
+    """Return the operating system's error that caused an error of torch, if there is one."""
     while error is not None:
         if isinstance(error, OSError):
             return error

@@ -1,8 +1,8 @@
-"""Python values as JSON, and exactly back: `extra`, extra states of modules, optimizer states.
+"""Exact JSON encoding of Python values: `extra`, extra states of modules, optimizer states.
 
-JSON alone turns keys that are numbers into texts and tuples into lists. Here each container and
-number that JSON does not know is an object with one key, its type's name. A type that is not listed
-is refused: nothing that a file names is imported or called.
+Plain JSON turns numeric keys into strings and tuples into lists. Here each container or number that
+JSON does not know is written as an object with one key, the name of its type. Types that are not
+listed are refused; nothing that a file names is imported or called.
 """
 
 import base64
@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from gpipe_hpc.device.device import on_host
 from gpipe_hpc.errors import CheckpointError
 
-PREFIX: Final = "state."  # ahead of the global names, for tensors within extra states
+PREFIX: Final = "state."  # prefix of the global names of tensors in extra states
 _PLAIN: Final = (type(None), bool, int, float, str)
 _SEQUENCES: Final[Mapping[str, type]] = {
     each.__name__: each for each in (tuple, set, frozenset, deque)
@@ -27,11 +27,11 @@ _SEQUENCES: Final[Mapping[str, type]] = {
 _MAPPINGS: Final[Mapping[str, type]] = {
     each.__name__: each for each in (dict, OrderedDict, Counter)
 }
-_BASES: Final = (int, float, str, dict, list, tuple)  # of classes that are written as these
+_BASES: Final = (int, float, str, dict, list, tuple)  # subclasses are written as these
 _BYTES: Final[Mapping[str, type]] = {each.__name__: each for each in (bytes, bytearray)}
 _NUMPY_KINDS: Final = "biufcmM"
-_MOST_DEPTH: Final = 100  # each level of a dict is three in JSON
-_MOST_BITS: Final = 4096  # of a whole number: Python reads 4300 digits
+_MOST_DEPTH: Final = 100  # each level of a dict has three levels in JSON
+_MOST_BITS: Final = 4096  # maximum size of an integer: Python parses at most 4300 digits
 _ALLOWED: Final = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter, OrderedDict, "
     "deque, torch.__version__, NumPy scalars and arrays"
@@ -39,13 +39,13 @@ _ALLOWED: Final = (
 
 
 class _NotExact(Exception):
-    """A part of a value that has no exact form, and where it is."""
+    """A part of a value that cannot be encoded exactly; the text contains its location."""
 
 
 def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return an extra state as JSON can hold it, and its tensors by their names in a checkpoint.
+    """Encode a module's extra state as JSON values; return it with its tensors, by name.
 
-    `name`: the state's global name. Raises CheckpointError for a value of any other type.
+    `name` is the state's global name. Raises CheckpointError if a value has an unsupported type.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -58,16 +58,16 @@ def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
         return _written(value, "value", 0, keep), tensors
     except _NotExact as error:
         raise CheckpointError(
-            f"checkpoint: {name}: expected get_extra_state of {name.rpartition('.')[0]} to return "
-            f"tensors and plain values ({_ALLOWED}), got {error}; turn it into those, and back in "
-            f"set_extra_state"
+            f"checkpoint: {name}: get_extra_state of {name.rpartition('.')[0]} must return "
+            f"tensors and plain values ({_ALLOWED}), got {error}; convert it, and convert it back "
+            f"in set_extra_state"
         ) from error
 
 
 class Split(NamedTuple):
-    """Entries by name: those that JSON gives back as they are, and pairs of the others, encoded.
+    """Entries of a dict: `plain` ones, which JSON preserves, and encoded pairs (`typed`).
 
-    Of an OrderedDict or a Counter `typed` is all of it, encoded.
+    For an OrderedDict or a Counter, `typed` is the encoding of the whole object.
     """
 
     plain: dict[str, Any]
@@ -75,17 +75,24 @@ class Split(NamedTuple):
 
 
 def split(values: object, where: str, remedy: str) -> Split:
-    """Return the entries of a dict as JSON can hold them; `join` puts them together again.
+    """Encode the entries of a dict for JSON; `join` is the inverse.
 
-    Warns of subclasses, such as defaultdict or an IntEnum, which are written as the class that they
-    extend. Raises CheckpointError for other types and for anything but a mapping; `where` names the
-    values.
+    Warns about subclasses, such as defaultdict or an IntEnum, which are written as their base
+    class.
+
+    Args:
+        values: the dict, OrderedDict or Counter.
+        where: name of the values in messages.
+        remedy: advice in the error message.
+
+    Raises:
+        CheckpointError: if a value has an unsupported type, or if `values` is not a mapping.
     """
     kind = type(values)
     if not isinstance(values, Mapping):
         raise CheckpointError(
             f"checkpoint: {where}: expected a dict, an OrderedDict or a Counter, got "
-            f"{kind.__qualname__}: {values!r:.80}; pass a dict that holds the value, such as "
+            f"{kind.__qualname__}: {values!r:.80}; pass a dict that contains the value, such as "
             f"{{'value': ...}}"
         )
     if kind is not _MAPPINGS.get(kind.__name__):
@@ -105,17 +112,17 @@ def split(values: object, where: str, remedy: str) -> Split:
                 typed.append(entry)
     except _NotExact as error:
         raise CheckpointError(
-            f"checkpoint: {where}: expected values that are loaded as they were saved "
+            f"checkpoint: {where}: values must have a type that can be saved and loaded exactly "
             f"({_ALLOWED}), got {error}; {remedy}"
         ) from error
     return Split(plain, typed)
 
 
 def join(plain: Mapping[str, Any], typed: object) -> dict[Any, Any]:
-    """Return what `split` was given; ValueError for what it has not written."""
+    """Decode the result of `split`; raise ValueError if it is malformed."""
     found = decode(typed if isinstance(typed, dict) else {"dict": typed}, {})
     if not isinstance(found, dict):
-        raise ValueError(f"no dict: {str(found)[:80]}")
+        raise ValueError(f"not a dict: {str(found)[:80]}")
     return {**plain, **found} if type(found) is dict else found
 
 
@@ -133,15 +140,15 @@ def tensor_names(written: Any) -> Iterator[tuple[str, bool]]:
 
 
 def decode(written: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that was encoded, with these tensors; ValueError for anything else."""
+    """Decode a value, given its tensors by name; raise ValueError if it is malformed."""
     try:
         return _read(written, tensors)
     except (TypeError, LookupError, OverflowError) as error:
-        raise ValueError(f"a value that nobody has written: {error}") from error
+        raise ValueError(f"a malformed value: {error}") from error
 
 
 def _has_json_types(value: Any) -> bool:
-    """Say whether JSON gives a value that can be encoded back as it is, with all its types."""
+    """Return whether JSON preserves a value with all its types."""
     if type(value) is dict:
         return all(type(k) is str and _has_json_types(v) for k, v in value.items())
     if type(value) is list:
@@ -150,9 +157,10 @@ def _has_json_types(value: Any) -> bool:
 
 
 def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | None = None) -> Any:
-    """Return a value as JSON; `keep` returns what stands for a tensor. Raises _NotExact.
+    """Return a value as JSON; `keep` encodes a tensor. Raises _NotExact for unsupported types.
 
-    With `keep`, for a subclass too: the module that reads the value may depend on its class.
+    If `keep` is given, subclasses are refused too, since the module that reads the value may depend
+    on the class.
     """
     kind = type(part)
     if depth > _MOST_DEPTH:
@@ -189,7 +197,7 @@ def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | 
     if keep is not None or base is None:
         raise _NotExact(f"{kind.__module__}.{kind.__qualname__} at {where}")
     _warn(kind, base, where)
-    # The text itself: an enumeration's str() is its name.
+    # str() of a string enum may return its name instead of its value.
     plain = str.__str__(part) if base is str else base(part)
     return _written(plain, where, depth, keep)
 
@@ -226,14 +234,14 @@ def _read(written: Any, tensors: Mapping[str, Tensor]) -> Any:
             return _SEQUENCES[kind](_read(part, tensors) for part in parts)
         if kind in _MAPPINGS and isinstance(parts, list):
             return _MAPPINGS[kind]({_read(k, tensors): _read(v, tensors) for k, v in parts})
-    raise ValueError(f"a value that nobody has written: {str(written)[:80]}")
+    raise ValueError(f"a malformed value: {str(written)[:80]}")
 
 
 def _array(content: str, dtype: str, shape: Any) -> Any:
     kind = np.dtype(dtype)
     sizes = [] if shape is None else shape
     if kind.kind not in _NUMPY_KINDS or any(type(n) is not int or n < 0 for n in sizes):
-        raise ValueError(f"an array of dtype {dtype!r} and shape {shape!r}")
+        raise ValueError(f"an invalid array of dtype {dtype!r} and shape {shape!r}")
     raw = base64.b64decode(content, validate=True)
     if len(raw) != math.prod(sizes) * kind.itemsize:
         raise ValueError(f"an array of shape {shape!r} in {len(raw)} bytes")

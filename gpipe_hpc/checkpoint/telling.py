@@ -1,7 +1,7 @@
-"""What ranks tell the first of all of what they have to write: most of them, very little.
+"""Compact report of what each rank has to write, gathered on the first rank.
 
-Replicas have the same, except for shards and what the first copy alone keeps. So each rank hears
-what the one at its place in the first replica has, and tells where it differs from that.
+Replicas have the same tensors, except for shards and what only the first copy stores. Each rank
+therefore receives the report of its counterpart in the first replica and sends the differences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 Sizes = Mapping[str, int]
-"""The bytes of tensors, by their names in the checkpoint."""
+"""Sizes of tensors in bytes, by their names in the checkpoint."""
 
 
-class Told(NamedTuple):
-    """What one rank tells; all of it in the first replica.
+class RankReport(NamedTuple):
+    """Report of one rank, as difference from its counterpart in the first replica.
 
-    `sizes`: of tensors that the rank at its place there has not, or otherwise. `lacks`: which of
-    that one's it has not so: bit i is the i-th. `values` of the optimizer that are no tensors, and
-    its `groups`; None: they are that one's. `states`: what modules keep beside.
+    Args:
+        sizes: tensors that the counterpart does not have, or has with another size.
+        lacks: bit mask of the counterpart's tensors that this rank does not have.
+        values: non-tensor optimizer values; None if equal to the counterpart's.
+        groups: descriptions of parameter groups; None if equal to the counterpart's.
+        states: encoded extra states of modules.
     """
 
     sizes: Sizes
@@ -37,15 +40,15 @@ def gather(
     values: Split,
     groups: list[dict[str, Any]],
     states: dict[str, Any],
-) -> list[Told] | None:
-    """Return what all ranks tell, on the first of them, None elsewhere; all ranks call it."""
+) -> list[RankReport] | None:
+    """Gather the reports of all ranks on the first rank; return None on the others. Collective."""
     of_place = pipe.of_place
     leader = of_place.ranks[0]
     heard = of_place.broadcast_object((dict(sizes), values, groups), leader)
-    own = Told(sizes, 0, values, groups, states)
+    own = RankReport(sizes, 0, values, groups, states)
     if pipe.world.rank != leader:
         theirs, their_values, their_groups = heard
-        own = Told(
+        own = RankReport(
             {name: size for name, size in sizes.items() if theirs.get(name) != size},
             sum(1 << i for i, (n, size) in enumerate(theirs.items()) if sizes.get(n) != size),
             None if values == their_values else values,
@@ -55,8 +58,8 @@ def gather(
     return pipe.everybody.gather_object(own, pipe.everybody.ranks[0])
 
 
-def sizes_of_all(told: Sequence[Told], places: int) -> Iterator[Sizes]:
-    """Yield what each rank has to write; `places`: the ranks of a replica."""
+def sizes_of_all(told: Sequence[RankReport], places: int) -> Iterator[Sizes]:
+    """Yield the tensor sizes of each rank; `places` is the number of ranks per replica."""
     for position, own in enumerate(told):
         theirs = told[position % places].sizes if position >= places else {}
         kept = {n: size for i, (n, size) in enumerate(theirs.items()) if not own.lacks >> i & 1}

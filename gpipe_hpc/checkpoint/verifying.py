@@ -1,7 +1,7 @@
-"""Is a checkpoint what was written? All ranks look together, each byte is read once over all.
+"""Verify the integrity of a checkpoint; all ranks share the work, each byte is read once.
 
-The digests find what changed by accident: a flipped bit, a file cut short, a file of another
-checkpoint. They do not tell who wrote it.
+The digests detect accidental changes: a flipped bit, a truncated file, a file of another
+checkpoint. They do not authenticate the writer.
 """
 
 import logging
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
-from gpipe_hpc.checkpoint.folder import other_checkpoint, read_facts, read_stored, said
+from gpipe_hpc.checkpoint.folder import error_text, other_checkpoint, read_facts, read_stored
 from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, Facts
 from gpipe_hpc.checkpoint.metadata import StoredTensor, check_readable, fill, listed
 from gpipe_hpc.comm.collectives.group import Gathering
@@ -27,14 +27,17 @@ log = logging.getLogger("gpipe_hpc.checkpoint")
 _BLOCKS_A_ROUND: Final = 16
 
 
-_Seen = list[tuple[str, int]]
-"""Digests of what ranks see, each with the first rank that sees it."""
+_RankDigests = list[tuple[str, int]]
+"""Digests seen by ranks, each with the first rank that has seen it."""
 
 
 class Verified(NamedTuple):
-    """A checkpoint whose bytes are as they were written (format 1: whose files have their sizes).
+    """A checkpoint whose bytes are unchanged (format 1: whose files have the right sizes).
 
-    `facts`: its manifest. `stored`: its tensors, by name.
+    Args:
+        path: its folder.
+        facts: its manifest.
+        stored: its tensors, by name.
     """
 
     path: Path
@@ -44,7 +47,7 @@ class Verified(NamedTuple):
     def check(self, name: str) -> None:
         """Raise OSError or ValueError if a tensor cannot be read.
 
-        Format 1 has no digests: all of it is read.
+        Format 1 has no digests, so the whole tensor is read.
         """
         tensor = self.stored[name]
         if self.facts["format"] == 1:
@@ -53,18 +56,24 @@ class Verified(NamedTuple):
             check_readable(self.path, tensor)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read tensors into `targets`, by name; OSError or ValueError if one cannot be read."""
+        """Read tensors into `targets`, by name; raise OSError or ValueError on failure."""
         fill(self.path, self.stored, targets)
 
 
 def verify(
     path: Path, group: Gathering, rank: int, say: Callable[[str], None] = lambda _: None
 ) -> Verified:
-    """Verify that a checkpoint is intact; all ranks of the group call it, `rank` is this one's.
+    """Verify that a checkpoint is intact. Collective.
 
-    `say` is called with the progress at least every 256 MiB; the ranks synchronize as often, so
-    that none waits long for a slower one. Raises CheckpointError on all of them for the first
-    fault, with the file and its bytes.
+    Args:
+        path: the checkpoint.
+        group: the ranks that share the work.
+        rank: this rank.
+        say: called with the progress at least every 256 MiB; the ranks synchronize equally often,
+            so that no rank waits long for a slower one.
+
+    Raises:
+        CheckpointError: on all ranks, for the first damaged file, with the range of bytes.
     """
     path = path.absolute()
     is_first = rank == group.ranks[0]
@@ -72,11 +81,11 @@ def verify(
     _check_same(path, group, facts)
     if facts["format"] == 1 and is_first:
         log.warning(
-            "checkpoint %s: it has no hashes, as an earlier version wrote it: whether its bytes "
-            "are those that were written cannot be told; checkpoints of this version have them",
+            "checkpoint %s was written by an earlier version without hashes, so changes of its "
+            "bytes cannot be detected; checkpoints of this version have hashes",
             path,
         )
-    # One rank asks for sizes: a thousand would ask a file server for the same.
+    # Only one rank queries file sizes, to limit the load of a file server.
     all_or_none(group, lambda: _check_files(path, facts) if is_first else None)
     shares = _shares(_blocks(path, facts), group.size)
     mine = shares[group.position]
@@ -92,34 +101,34 @@ def _check_same(path: Path, group: Gathering, facts: Facts) -> None:
     (_, first), *others = group.merge_object(seen, _first_of_two)
     if others:
         raise CheckpointError(
-            f"checkpoint {path}: expected all ranks to see one folder, got another on rank "
-            f"{others[0][1]} than on rank {first}; use a folder that all machines share"
+            f"checkpoint {path}: rank {others[0][1]} sees another checkpoint at this path than "
+            f"rank {first}; use a folder that all machines share"
         )
 
 
-def _first_of_two(ahead: _Seen, behind: _Seen) -> _Seen:
-    """Return the first rank with its digest, and the first with another, if there is one."""
+def _first_of_two(ahead: _RankDigests, behind: _RankDigests) -> _RankDigests:
+    """Return the first rank with its digest, and the first rank with another digest, if any."""
     first, *_ = ahead
     return [first, *(each for each in (*ahead, *behind) if each[0] != first[0])][:2]
 
 
 def _check_files(path: Path, facts: Facts) -> None:
-    """Refuse files that are missing, of another size or no files; say which are additional."""
+    """Raise CheckpointError for missing or truncated files; warn about additional files."""
     for name, entry in facts.get("files", {METADATA: None}).items():
         try:
             found = (path / name).stat()
         except OSError as error:
-            raise _refusal(path, name, said(error), error) from error
+            raise _refusal(path, name, error_text(error), error) from error
         if not stat.S_ISREG(found.st_mode):
-            raise _refusal(path, name, "something that is no file")
+            raise _refusal(path, name, "not a regular file")
         if entry is not None and found.st_size != entry["bytes"]:
-            got = f"{found.st_size:,} bytes where {entry['bytes']:,} were written"
+            got = f"{found.st_size:,} bytes instead of {entry['bytes']:,}"
             raise _refusal(path, name, got)
     if "files" in facts:
         strange = {each.name for each in path.iterdir()} - {MANIFEST, *facts["files"]}
         for name in sorted(strange):
             log.warning(
-                "checkpoint %s: %s was not written with it and is not read; move it away, if it "
+                "checkpoint %s: %s is not part of the checkpoint and is not read; remove it if it "
                 "is not yours",
                 path,
                 name,
@@ -127,7 +136,7 @@ def _check_files(path: Path, facts: Facts) -> None:
 
 
 def _blocks(path: Path, facts: Facts) -> list[tuple[Block, str]]:
-    """Return all blocks of all files, each with the digest it was written with."""
+    """Return all blocks of all files with their expected digests."""
     found: list[tuple[Block, str]] = []
     for name, entry in sorted(facts.get("files", {}).items()):
         blocks = blocks_of(path / name, entry["bytes"], facts["block_bytes"])
@@ -136,7 +145,7 @@ def _blocks(path: Path, facts: Facts) -> list[tuple[Block, str]]:
 
 
 def _shares(blocks: list[tuple[Block, str]], num_ranks: int) -> list[list[tuple[Block, str]]]:
-    """Return the blocks that each of `num_ranks` looks at: about as many bytes each, in a row."""
+    """Split the blocks into contiguous shares of about equal bytes for `num_ranks` ranks."""
     total = sum(block.size for block, _ in blocks)
     shares: list[list[tuple[Block, str]]] = [[] for _ in range(num_ranks)]
     done = 0
@@ -147,23 +156,23 @@ def _shares(blocks: list[tuple[Block, str]], num_ranks: int) -> list[list[tuple[
 
 
 def _damaged(path: Path, blocks: list[tuple[Block, str]]) -> CheckpointError | None:
-    """Return what is wrong with the first block that is not as it was written."""
+    """Return the error for the first block whose digest differs, or None."""
     found = digests([block for block, _ in blocks])
     for (block, written), digest in zip(blocks, found, strict=True):
         name = block.path.name
         if isinstance(digest, OSError):
-            return _refusal(path, name, said(digest), digest)
+            return _refusal(path, name, error_text(digest), digest)
         if digest != written:
             span = f"bytes {block.start:,} to {block.start + block.size - 1:,}"
-            return _refusal(path, name, f"another content in {span}: damaged, or of another one")
+            return _refusal(path, name, f"changed content in {span}")
     return None
 
 
 def _stored_in_files(path: Path, facts: Facts) -> dict[str, StoredTensor]:
-    """Return the tensors that the checkpoint lists, none beyond its file or within another."""
+    """Return the checkpoint's tensors; raise CheckpointError if they overlap or exceed files."""
     stored = read_stored(path)
     if "tensors" in facts and _listed(stored) != facts["tensors"]:
-        raise _refusal(path, MANIFEST, f"a list of other tensors than {METADATA} has")
+        raise _refusal(path, MANIFEST, f"its list of tensors differs from that in {METADATA}")
     ends: dict[str, int] = {}
     for tensor in stored.values():
         ends[tensor.file] = max(ends.get(tensor.file, 0), tensor.offset + tensor.length)
@@ -174,13 +183,13 @@ def _stored_in_files(path: Path, facts: Facts) -> dict[str, StoredTensor]:
             try:
                 size = (path / name).stat().st_size
             except OSError as error:
-                raise _refusal(path, name, said(error), error) from error
+                raise _refusal(path, name, error_text(error), error) from error
         if size < end:
-            raise _refusal(path, name, f"{size:,} bytes where tensors lie up to {end:,}")
+            raise _refusal(path, name, f"{size:,} bytes, but tensors extend to {end:,}")
     spans = sorted((each.file, each.offset, each.length, name) for name, each in stored.items())
     for (file, start, length, name), (other_file, other, _, other_name) in pairwise(spans):
         if file == other_file and start + length > other:
-            raise _refusal(path, METADATA, f"{name} and {other_name} in the same bytes of {file}")
+            raise _refusal(path, METADATA, f"{name} and {other_name} overlap in {file}")
     return stored
 
 
@@ -191,7 +200,5 @@ def _listed(stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
 def _refusal(path: Path, name: str, got: str, error: OSError | None = None) -> CheckpointError:
     remedy = other_checkpoint(path)
     if error is not None and not isinstance(error, FileNotFoundError):
-        remedy = f"{os_remedy(error) or 'look at the disk'}; {remedy}"
-    return CheckpointError(
-        f"checkpoint {path}: expected the file {name} as it was written, got {got}; {remedy}"
-    )
+        remedy = f"{os_remedy(error) or 'check the disk'}; {remedy}"
+    return CheckpointError(f"checkpoint {path}: the file {name} is damaged: {got}; {remedy}")

@@ -135,7 +135,7 @@ class Rows:
         return torch.float32 if own.is_floating_point else torch.int64
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Return the given rows, converted."""
+        """Return the given rows, converted to `dtype`."""
         return self.stored.rows(indices).to(self.dtype)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Identity of the samples of a run and of their order, which a checkpoint stores with the position.
+"""Identity of the samples of a run and of their order, stored in checkpoints with the position.
 
 A position is the number of samples since the start of a run. It denotes the same samples only if
 data, seed and batch size are unchanged. Files are identified by their names, sizes and some of

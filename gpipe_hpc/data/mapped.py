@@ -26,7 +26,7 @@ class MappedFiles:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        self.most = most or _affordable()
+        self.most = most or _default_limit()
         self._maps: OrderedDict[TokenFile, npt.NDArray[Any]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -72,7 +72,7 @@ def _mapped(file: TokenFile) -> npt.NDArray[Any]:
     return np.memmap(file.path, file.dtype, "r", file.offset, (file.num_tokens,))
 
 
-def _affordable() -> int:
+def _default_limit() -> int:
     """Return the default size of the cache: a quarter of the limit of open files, within bounds."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

@@ -23,7 +23,7 @@ _TRAIN, _VALIDATION = 0, 1
 _TENTHS_MASKED, _TENTHS_ANY = 8, 1
 
 
-class _Hiding(NamedTuple):
+class _Masking(NamedTuple):
     """Parameters of masking; `key` is the part of the random key besides epoch and sample."""
 
     mask_token: int
@@ -37,7 +37,7 @@ class MaskedTokens:
     """Dataset that masks tokens of another dataset: masked inputs, original tokens as targets."""
 
     tokens: Dataset
-    hiding: _Hiding
+    masking: _Masking
 
     @property
     def num_samples(self) -> int:
@@ -50,10 +50,10 @@ class MaskedTokens:
         is_chosen = self._chosen(indices, epoch, tokens)
         lot = self._draw(indices, epoch, tokens, 1)
         tenth = _tensor(lot % np.uint64(10))
-        anything = _tensor(lot // np.uint64(10) % np.uint64(self.hiding.vocab_size))
+        anything = _tensor(lot // np.uint64(10) % np.uint64(self.masking.vocab_size))
         is_masked = is_chosen & (tenth < _TENTHS_MASKED)
         is_any = is_chosen & ~is_masked & (tenth < _TENTHS_MASKED + _TENTHS_ANY)
-        return tokens.masked_fill(is_masked, self.hiding.mask_token).where(~is_any, anything)
+        return tokens.masked_fill(is_masked, self.masking.mask_token).where(~is_any, anything)
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return the selected tokens, -100 elsewhere, int64 of shape [len(indices), seq_len]."""
@@ -62,17 +62,17 @@ class MaskedTokens:
 
     def digest(self) -> str:
         """Return a digest of the tokens and of the parameters of masking."""
-        return f"{self.tokens.digest()}/masked {tuple(self.hiding)}"
+        return f"{self.tokens.digest()}/masked {tuple(self.masking)}"
 
     def _chosen(self, indices: Sequence[int], epoch: int, tokens: Tensor) -> Tensor:
         draws = self._draw(indices, epoch, tokens, 0)
-        return _tensor(draws >> np.uint64(11)) < self.hiding.fraction * 2**53
+        return _tensor(draws >> np.uint64(11)) < self.masking.fraction * 2**53
 
     def _draw(self, indices: Sequence[int], epoch: int, tokens: Tensor, number: int) -> Words:
         """Return 64 random bits for each token, of shape [len(indices), seq_len]."""
         samples = np.asarray(indices, np.uint64)[:, None]
         places = np.arange(tokens.shape[1], dtype=np.uint64)
-        return hash_words(_STREAM, *self.hiding.key, epoch, number, samples, places)
+        return hash_words(_STREAM, *self.masking.key, epoch, number, samples, places)
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class MaskedSource:
         return self.source.baseline()
 
 
-def hide_tokens(source: DataSource, config: TokenDataConfig, seed: int) -> MaskedSource:
+def mask_tokens(source: DataSource, config: TokenDataConfig, seed: int) -> MaskedSource:
     """Add masking to a source of tokens; `seed` is train.seed."""
-    hiding = _Hiding(config.hidden_token, config.mask_fraction, config.vocab_size, (_TRAIN, seed))
-    fixed = hiding._replace(key=(_VALIDATION, 0))
+    masking = _Masking(config.hidden_token, config.mask_fraction, config.vocab_size, (_TRAIN, seed))
+    fixed = masking._replace(key=(_VALIDATION, 0))
     return MaskedSource(
-        source, MaskedTokens(source.train, hiding), MaskedTokens(source.validation, fixed)
+        source, MaskedTokens(source.train, masking), MaskedTokens(source.validation, fixed)
     )
 
 

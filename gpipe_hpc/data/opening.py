@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpipe_hpc.data.dataset import DataSource, reads_in_processes
-from gpipe_hpc.data.masking import hide_tokens
+from gpipe_hpc.data.masking import mask_tokens
 from gpipe_hpc.data.processes import ProcessReaders
 from gpipe_hpc.data.reading import BatchReader, Readers, ReadRequest
 from gpipe_hpc.settings import DataConfig, TokenDataConfig
@@ -26,7 +26,7 @@ def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> D
     """
     source: DataSource = config.open(seed, spare)
     if isinstance(config, TokenDataConfig) and config.objective == "masked":
-        return hide_tokens(source, config, seed)
+        return mask_tokens(source, config, seed)
     return source
 
 

@@ -30,7 +30,7 @@ from gpipe_hpc.pytree import Nest, flatten, with_dicts
 from gpipe_hpc.settings import DataConfig, Level, Shape, Shapes
 
 _STREAM: Final = 7  # random stream; the sampler, images and token masking use others
-_TOGETHER: Final = (
+_COLLATE_REMEDY: Final = (
     "return tensors, arrays or numbers of equal shape, or collate the items with data.collate"
 )
 Collate = Callable[[list[Any]], Any]
@@ -90,7 +90,7 @@ _OURS: Final = ("collate", "validation_fraction", "workers", "prefetch")
 
 
 @runtime_checkable
-class ReadsApart(Protocol):
+class SeparateReads(Protocol):
     """A data set that can read inputs without targets and targets without inputs."""
 
     def __len__(self) -> int:
@@ -125,25 +125,25 @@ class OwnDataset:
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Nest:
         """Return the inputs of the given items; raise DataError if the user's code fails."""
-        if isinstance(self.items, ReadsApart):
-            return self._apart(self.items.read_inputs, indices, epoch)
+        if isinstance(self.items, SeparateReads):
+            return self._read_separately(self.items.read_inputs, indices, epoch)
         return self.read_both(indices, epoch)[0]
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Nest:
         """Return the targets of the given items; raise DataError if the user's code fails."""
-        if isinstance(self.items, ReadsApart):
-            return self._apart(self.items.read_targets, indices, epoch)
+        if isinstance(self.items, SeparateReads):
+            return self._read_separately(self.items.read_targets, indices, epoch)
         return self.read_both(indices, epoch)[1]
 
     def read_both(self, indices: Sequence[int], epoch: int = 0) -> tuple[Nest, Nest]:
         """Return the inputs and targets of the given items, reading each item once."""
-        if isinstance(self.items, ReadsApart):
+        if isinstance(self.items, SeparateReads):
             return self.read_inputs(indices, epoch), self.read_targets(indices, epoch)
         # An empty batch takes its shapes from item 0.
         wanted = list(indices) or [0]
-        with _kept_generators():
+        with _preserved_generators():
             found = [self._item(index, epoch) for index in wanted]
-            batch = self._together(wanted, found)
+            batch = self._collate(wanted, found)
         pair = self._pair(batch)
         if indices:
             return pair
@@ -159,25 +159,25 @@ class OwnDataset:
         with own_call(f"data: reading item {index} of {self.name}", DataError):
             return self.items[index]
 
-    def _together(self, indices: Sequence[int], items: list[Any]) -> Any:
+    def _collate(self, indices: Sequence[int], items: list[Any]) -> Any:
         """Collate items; on failure, name the first item whose types or shapes differ."""
         try:
             return self.collate(items)
         except Exception:
-            where = f"data: collating items {_numbers(indices)} of {self.name}"
-            first, *others = map(_described, items)
+            where = f"data: collating items {_indices_text(indices)} of {self.name}"
+            first, *others = map(_shapes_text, items)
             for index, other in zip(indices[1:], others, strict=True):
                 if other != first:
                     where += f" (item {indices[0]} is {first}, item {index} is {other})"
                     break
-            with own_call(where, DataError, _TOGETHER):
+            with own_call(where, DataError, _COLLATE_REMEDY):
                 raise
 
-    def _apart(
+    def _read_separately(
         self, read: Callable[[Sequence[int]], Any], indices: Sequence[int], epoch: int
     ) -> Nest:
         wanted = list(indices) or [0]
-        with _kept_generators():
+        with _preserved_generators():
             _seed_generators(_key(self.seed, epoch, wanted[0]))
             with own_call(f"data: reading items of {self.name}", DataError):
                 found = with_dicts(with_tensors(read(wanted), "data"))
@@ -190,7 +190,7 @@ class OwnDataset:
                 got = f"a {got} of length {len(batch)}"
             elif isinstance(batch, Mapping) and len(batch) > 1:
                 got = f"a {got} of {', '.join(map(str, batch))}"
-                pair = "({}, {})".format(*(f"item[{name!r}]" for name in _pair_of(batch)))
+                pair = "({}, {})".format(*(f"item[{name!r}]" for name in _guess_keys(batch)))
             raise DataError(
                 f"data: a batch of {self.name} is not a pair (inputs, targets), but {got}; "
                 f"return a pair from __getitem__, such as {pair}, or build pairs in data.collate"
@@ -244,7 +244,7 @@ def _first_targets(whole: Dataset) -> Nest:
 
 
 def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> OwnDataset:
-    is_apart = isinstance(made, ReadsApart)
+    is_apart = isinstance(made, SeparateReads)
     if not hasattr(made, "__len__") or not (is_apart or hasattr(made, "__getitem__")):
         remedy = "return a map-style data set, indexed from 0"
         if isinstance(made, DataLoader):
@@ -262,7 +262,7 @@ def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> O
 _TARGETS: Final = ("labels", "label", "targets", "target", "y")  # common names, by preference
 
 
-def _pair_of(batch: Mapping[Any, Any]) -> tuple[Any, Any]:
+def _guess_keys(batch: Mapping[Any, Any]) -> tuple[Any, Any]:
     """Guess the keys of inputs and targets; the target has a common label name, or is the last."""
     names = list(batch)
     target = next((name for name in _TARGETS if name in batch), names[-1])
@@ -272,14 +272,14 @@ def _pair_of(batch: Mapping[Any, Any]) -> tuple[Any, Any]:
 _MOST_NUMBERS: Final = 6  # indices listed in a message
 
 
-def _numbers(indices: Sequence[int]) -> str:
+def _indices_text(indices: Sequence[int]) -> str:
     """Format indices as a comma-separated list, shortened after the first few."""
     shown = ", ".join(map(str, indices[:_MOST_NUMBERS]))
     left = len(indices) - _MOST_NUMBERS
     return f"{shown} and {left} more" if left > 0 else shown
 
 
-def _described(item: Any) -> str:
+def _shapes_text(item: Any) -> str:
     """Return the dtypes and shapes of an item's arrays and the type names of its other leaves."""
     shown = [
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
@@ -306,7 +306,7 @@ def _seed_generators(key: int) -> None:
 
 
 @contextmanager
-def _kept_generators() -> Iterator[None]:
+def _preserved_generators() -> Iterator[None]:
     """Restore the random generators on exit and lock torch's against other threads."""
     with GENERATOR_LOCK:
         python, numpy, torchs = (

@@ -76,7 +76,7 @@ class ProcessReaders:
     def __next__(self) -> Reading:
         try:
             if self._left is None:
-                with _signals_wait(), warnings.catch_warnings():
+                with _blocked_stop_signals(), warnings.catch_warnings():
                     # The error below reports what cannot be pickled.
                     warnings.filterwarnings("ignore", "Got pickle error")
                     self._left = iter(self._loader())
@@ -105,21 +105,21 @@ class ProcessReaders:
             batch_size=None,
             sampler=self.requests,
             num_workers=self.num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             prefetch_factor=self.prefetch,
             timeout=self.timeout_s,
-            worker_init_fn=_stay,
-            multiprocessing_context=_Spawning(),
+            worker_init_fn=_init_worker,
+            multiprocessing_context=_KillingSpawnContext(),
             generator=torch.Generator(),  # DataLoader draws a seed: keep torch's default generator
         )
 
 
-def _as_it_is(reading: Any) -> Any:
+def _identity(reading: Any) -> Any:
     return reading
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
+def _blocked_stop_signals() -> Iterator[None]:
     """Block the signals that stop a run while workers start.
 
     Workers inherit the signal mask, so a signal to the whole job cannot end them before they have
@@ -135,7 +135,7 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Handle(Popen):
+class _KillingPopen(Popen):
     """Process handle that kills instead of terminating, as workers ignore SIGTERM."""
 
     def terminate(self) -> None:
@@ -145,16 +145,16 @@ class _Handle(Popen):
 class _Process(SpawnProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Popen:
-        return _Handle(process_obj)
+        return _KillingPopen(process_obj)
 
 
-class _Spawning(SpawnContext):
+class _KillingSpawnContext(SpawnContext):
     """Multiprocessing context that spawns processes and kills them instead of terminating."""
 
     Process = _Process
 
 
-def _stay(number: int) -> None:
+def _init_worker(number: int) -> None:
     """Initialize a worker: ignore signals that stop the run, and exit with the run.
 
     The run finishes its current step, which needs the worker, and then stops it. Output of the data

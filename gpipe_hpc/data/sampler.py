@@ -85,7 +85,7 @@ def validation_batches(
 
 
 def permute(places: Words, size: int, key: tuple[int, int]) -> Words:
-    """Map places through a pseudorandom permutation of range(size), determined by `key`.
+    """Map indices through a pseudorandom permutation of range(size), determined by `key`.
 
     Computes each element without storing the permutation: a Feistel network permutes the next power
     of four, and results outside the range are permuted again until they are inside (Black and

@@ -1,4 +1,4 @@
-"""From the settings to what is asked of a pipeline."""
+"""Convert settings to a pipeline request."""
 
 from dataclasses import fields, replace
 
@@ -8,7 +8,7 @@ from gpipe_hpc.settings import Config
 
 
 def request_of(config: Config) -> Request:
-    """Return the request of the settings: those of `pipeline` and `train` that it has, by name."""
+    """Return the pipeline request of the `pipeline` and `train` settings, matched by name."""
     outer = config.outer
     settings = {**vars(config.train), **vars(config.pipeline)}
     named = {each.name: settings[each.name] for each in fields(Request) if each.name in settings}

@@ -1,4 +1,4 @@
-"""What a run measured of its layers, written beside its checkpoints for the next plan."""
+"""Write the layer times measured in a run to a calibration file, for later plans."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,10 +48,10 @@ CALIBRATION_FILE: Final = "calibration.yaml"
 def measured_times(
     pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> tuple[LayerTimes, ...]:
-    """Return what each layer took in a measured step, as on rank 0.
+    """Return the time of each layer in a measured step, as on rank 0.
 
-    The step says how long a stage takes; `forwards_s`, what the forwards of layers took where they
-    were watched, says how the layers of a stage share that.
+    Stage times come from the measured step; `forwards_s`, forward times of single layers where they
+    were timed, distributes them over the layers of each stage.
     """
     cut = pipe.partition
     basis = by_forwards(foreseen.known.times, forwards_s, cut.counts)
@@ -59,7 +59,7 @@ def measured_times(
 
 
 def _of_the_largest(times: Sequence[LayerTimes], shares: Sequence[float]) -> tuple[LayerTimes, ...]:
-    """Return what layers take for the largest micro-batch, by the mean of those that ran."""
+    """Scale the layer times of the mean micro-batch to the largest micro-batch."""
     present = [share for share in shares if share]
     mean = sum(present) / len(present) if present else 1.0
     return tuple(LayerTimes(*(part / mean for part in each)) for each in times)
@@ -72,9 +72,14 @@ def calibrate(
     typical: Sequence[Timeline],
     ranks: Sequence[RankFigures],
 ) -> None:
-    """Write what the layers took in a step of the fullest replica, and all else of a step.
+    """Write layer times of the replica with the most work, and the other costs of a step.
 
-    `steps`: the replicas of each traced step; `typical`: those of the median one.
+    Args:
+        session: the run.
+        ledger: times and losses of its steps.
+        steps: timelines of all replicas, for each traced step.
+        typical: timelines of all replicas for the median step.
+        ranks: measurements of all ranks.
     """
     pipe, foreseen = session.pipe, session.foreseen
     if foreseen is None:
@@ -83,7 +88,7 @@ def calibrate(
     own = [each for each in ranks if each.replica == fullest]
     forwards_s = {layer.layer: layer.forward_s for each in own for layer in each.layers}
     count, device = foreseen.known.count, pipe.world.device
-    seen = _Seen(session, [each.host for each in ranks], steps, foreseen.known)
+    seen = _TracedSteps(session, [each.host for each in ranks], steps, foreseen.known)
     gap = gap_s(timeline for replicas in steps for timeline in replicas)
     taken = list(seen.transfers(gap))
     within, between = seen.links(taken)
@@ -108,7 +113,7 @@ def calibrate(
             summing.link if summing else Link(),
             update,
             norm,
-            _beside_s(ledger, typical),
+            _overhead_s(ledger, typical),
             Measured(
                 device.type,
                 maker_name(device),
@@ -116,22 +121,22 @@ def calibrate(
                 pipe.request.precision,
                 optimizer_kind(session.config),
             ),
-            0 if device.is_accelerator else _beside_bytes(ranks, foreseen),
+            0 if device.is_accelerator else _overhead_bytes(ranks, foreseen),
         ),
         within=within.link if within else Link(),
         between=between.link if between else Link(),
         notes=(
             *seen.notes(taken, within, between),
-            *([why_no_sums] if why_no_sums else _of_few("sums", summing)),
+            *([why_no_sums] if why_no_sums else _fit_notes("sums", summing)),
         ),
     )
     write_calibration(session.run_folder / CALIBRATION_FILE, found)
 
 
-def _beside_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
-    """Return what a process took at its fullest beside what was planned; the most of any rank.
+def _overhead_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
+    """Return the largest excess of a process's peak memory over the planned memory, in bytes.
 
-    Of an accelerator a run knows tensors alone.
+    On an accelerator only tensors are counted.
     """
     planned = [foreseen.ranks[each.stage_rank].total_bytes for each in ranks]
     pairs = zip(ranks, planned, strict=True)
@@ -139,8 +144,8 @@ def _beside_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """Traced steps of a run, and on which hosts its world ranks are."""
+class _TracedSteps:
+    """Traced steps of a run, and the host of each rank."""
 
     session: Session
     hosts: Sequence[str]
@@ -148,7 +153,7 @@ class _Seen:
     known: Known
 
     def transfers(self, action_s: float) -> Iterator[Took]:
-        """Yield all transfers whose receivers were waiting."""
+        """Yield all transfers whose receivers were already waiting."""
         pipe = self.session.pipe
         portions, num_ranks = pipe.layout.portions, pipe.layout.schedule.num_ranks
         stages = count_stages(self.known.count, pipe.partition.counts)
@@ -159,14 +164,14 @@ class _Seen:
                 shares = shares_of_each(told, timeline.num_microbatches)
 
                 def sent(maker: Action, user: Action, shares: Sequence[float] = shares) -> float:
-                    assert user.microbatch is not None, "compute is of a micro-batch"
+                    assert user.microbatch is not None, "compute actions have a micro-batch"
                     send = counterpart(arrival(user, maker.stage))
                     return sent_bytes(send, stages) * shares[user.microbatch]
 
                 yield from transfers(timeline, sent, replica * num_ranks, action_s)
 
     def links(self, taken: Sequence[Took]) -> tuple[Fitted | None, Fitted | None]:
-        """Return what links two ranks of a host, and of two."""
+        """Return fitted links between two ranks of one host, and between two hosts."""
         apart = [each for each in taken if self._is_between(each.source, each.destination)]
         close = [each for each in taken if not self._is_between(each.source, each.destination)]
         return fitted([(each.nbytes, each.seconds) for each in close]), fitted(both_ways(apart))
@@ -175,14 +180,14 @@ class _Seen:
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def summing(self) -> tuple[Fitted | None, str]:
-        """Return what a message of a sum takes within a host; else why that is not told."""
+        """Return the fitted link for all-reduce messages within a host, or None with the reason."""
         pipe = self.session.pipe
         outer, layout = pipe.request.combining, pipe.layout
         if not any(layout.tables.buckets):
-            return None, "sums: not told, as no two ranks held a stage"
+            return None, "all-reduce: unknown, as no stage has several replicas"
         if outer.shard != "none" or outer.hierarchy != "none" or outer.compress != "none":
-            how = "with outer.shard, hierarchy or compress they are none of whole gradients"
-            return None, f"sums: not told, as {how}"
+            how = "outer.shard, hierarchy or compress do not reduce whole gradients"
+            return None, f"all-reduce: unknown, as {how}"
         sizes = {
             name: GradientSize(*size).num_bytes
             for each in sizes_of_layers(self.known.layers)
@@ -196,35 +201,35 @@ class _Seen:
         taken = [each for step in self.steps for each in sums(step, buckets, num_ranks)]
         close = [message_of(each) for each in taken if not self._is_between(*each.ranks)]
         found = fitted(close)
-        why = "sums: not told, as none was of one host's ranks alone" if found is None else ""
+        why = "" if found is not None else "all-reduce: unknown, as none was within one host"
         return found, why
 
     def notes(
         self, taken: Sequence[Took], within: Fitted | None, between: Fitted | None
     ) -> Iterator[str]:
-        """Yield what is not known of the links."""
+        """Yield notes about link parameters that could not be measured."""
         if not taken:
-            yield "transfers: not told, as no rank was waiting when one began"
+            yield "transfers: unknown, as no rank was waiting when one began"
             return
-        yield from _of_few("transfers within a host", within)
+        yield from _fit_notes("transfers within a host", within)
         if len(set(self.hosts)) > 1:
-            yield from _of_few("transfers between hosts", between)
+            yield from _fit_notes("transfers between hosts", between)
 
 
-def _of_few(what: str, found: Fitted | None) -> list[str]:
-    """Say what a fit does not tell."""
+def _fit_notes(what: str, found: Fitted | None) -> list[str]:
+    """Return a list with a note if a link could not be fitted, or only for one message size."""
     if found is None:
-        return [f"{what}: not told, as none was seen, or between hosts none in both directions"]
+        return [f"{what}: unknown, as none was seen (between hosts: in both directions)"]
     if found.num_sizes == 1:
-        return [f"{what}: of one size, so all their time counts as that of their bytes"]
+        return [f"{what}: of one size only, so all their time is attributed to bandwidth"]
     return []
 
 
 def _passes(pipe: Pipeline, ranks: Sequence[RankFigures], count: ModelCount) -> tuple[Pass, Pass]:
-    """Return what the optimizer and the norm took of what ranks hold.
+    """Return the costs of the optimizer step and of the gradient norm.
 
-    For the norm ranks wait for one another: the least that any took counts, as that of the most
-    that any holds.
+    Ranks wait for each other while the norm is computed; therefore the shortest time of any rank is
+    divided by the largest number of elements of any rank.
     """
     copies = 1 if pipe.request.combining.shard == "none" else pipe.layout.replicas
     held = held_by_ranks(count, pipe.partition.counts, pipe.layout.schedule.placement, copies)
@@ -236,10 +241,10 @@ def _passes(pipe: Pipeline, ranks: Sequence[RankFigures], count: ModelCount) -> 
     return update, Pass(0.0, 0.0, min(clipped) / most if clipped and most else 0.0)
 
 
-def _beside_s(ledger: Ledger, typical: Sequence[Timeline]) -> float:
-    """Return the seconds of a step that are none of its pipeline, sums, norm or optimizer.
+def _overhead_s(ledger: Ledger, typical: Sequence[Timeline]) -> float:
+    """Return the seconds of a step outside its pipeline, all-reduce, norm and optimizer.
 
-    Reading data is left out, as everywhere in a plan.
+    Time for reading data is excluded, as in plans.
     """
     known = ledger.medians()
     if known["step_time_s"] is None:
@@ -251,7 +256,7 @@ def _beside_s(ledger: Ledger, typical: Sequence[Timeline]) -> float:
 
 
 def _cores(ranks: Sequence[RankFigures]) -> int:
-    """Return how many cores the ranks of the first one's host may use together."""
+    """Return the number of cores available to all ranks on the first rank's host."""
     given = [each.cpus for each in ranks if each.host == ranks[0].host]
     cpus = {cpu for text in given if text for cpu in parse_cpus(text)}
     return len(cpus) or os.cpu_count() or 1

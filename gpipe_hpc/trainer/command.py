@@ -1,4 +1,4 @@
-"""What `python -m gpipe_hpc.train` does, from the command line to the exit code."""
+"""The command `python -m gpipe_hpc.train`: from the command line to the exit code."""
 
 import logging
 import sys
@@ -24,14 +24,15 @@ from gpipe_hpc.trainer.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
 
 log = logging.getLogger("gpipe_hpc.train")
 
-_AGENTS_S: Final = 3.0  # within which all agents of torchrun have seen that a host has come
+_AGENTS_S: Final = 3.0  # until all agents of torchrun have noticed a new host
 
 
 def run_command(stop: StopRequest) -> None:
     """Compose the settings from the command line, train, and exit.
 
-    Exit codes: 0 done, 1 failed, 2 settings that cannot work, 4 a loss or gradient that is no
-    number, 75 stopped by a signal (run it again to go on). Of a sweep (-m) the first that is not 0.
+    Exit codes: 0 done, 1 failed, 2 invalid settings, 4 a loss or gradient that is not finite, 75
+    stopped by a signal (run the command again to continue). A sweep (-m) returns the first code
+    that is not 0.
     """
 
     def task(job: Job) -> int:
@@ -42,17 +43,17 @@ def run_command(stop: StopRequest) -> None:
     code = run_jobs(task, "train", unshared="run.dir")
     has_failed = code in (ExitCode.FAILED, ExitCode.BAD_CONFIG, ExitCode.NON_FINITE)
     if code == REQUEUE_EXIT_CODE and is_one_of_several_agents():
-        # Each agent stops its workers when hosts come; one whose workers end before that takes it
-        # for a failure, of which it allows --max-restarts.
+        # Each agent stops its workers when hosts join; if its workers end before that, it counts
+        # this as a failure, of which it allows --max-restarts.
         stop.await_signal(_AGENTS_S)
-    # Whoever has asked it to stop waits, and may soon kill it.
+    # Exit quickly: the process may soon be killed.
     if (has_failed and dist.is_initialized()) or code == REQUEUE_EXIT_CODE:
         end_soon(code)
     sys.exit(code)
 
 
 def _train_of_sweep(job: Job, stop: StopRequest) -> int:
-    """Train one job of several in this process, each in a folder of its own."""
+    """Train one job of a sweep in this process, in its own folder."""
     if stop.came:
         say("gpipe_hpc: stopped by a signal before this job")
         return REQUEUE_EXIT_CODE
@@ -70,17 +71,17 @@ def _train_of_sweep(job: Job, stop: StopRequest) -> int:
 
 
 def _refuse_launcher() -> None:
-    # The ranks' connections are those of one run: its backend, its time-outs, its failures.
+    # Connections between ranks belong to one run: its backend, timeouts and failures.
     size = detect_launch().world_size
     if size > 1:
         raise ConfigError(
-            f"launch: a sweep (-m) runs in one process, expected no launcher of several, got "
-            f"{size} processes; launch each job by itself, without -m"
+            f"launch: a sweep (-m) runs in one process, but the launcher has started "
+            f"{size}; launch each job separately, without -m"
         )
 
 
 def _tell_others(world: World, ending: Ending) -> None:
-    """Let the others know why this rank is gone; where all were stopped they know it."""
+    """Notify the other ranks that this one was stopped; not needed if Ctrl-C stopped all."""
     if ending.code == REQUEUE_EXIT_CODE:
         world.fail(ending.words, is_stop=True)
 
@@ -99,10 +100,10 @@ def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
             return run_training(config, world, stop, doubts, words)
     except GpipeError as error:
         stop.note_failure()
-        log.debug("where it happened", exc_info=True)
+        log.debug("traceback of the error", exc_info=True)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
         code = say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
-        # The others were told to end as well, and one did so sooner. But what one has refused, all
-        # would refuse again, whoever ends them because of it.
-        is_stopped = isinstance(error, PeerError) and (error.is_stop or stop.is_told_to_end)
+        # Another rank was asked to stop too and exited earlier: the run can be continued. An error
+        # of a rank itself would occur again.
+        is_stopped = isinstance(error, PeerError) and (error.is_stop or stop.was_terminated)
         return REQUEUE_EXIT_CODE if is_stopped and code == ExitCode.FAILED else code

@@ -1,4 +1,4 @@
-"""How the process of a run ends that failed or was asked to stop: soon."""
+"""Quick exit of a process that failed or was asked to stop."""
 
 import atexit
 import contextlib
@@ -9,10 +9,10 @@ from typing import NoReturn
 
 
 def end_soon(code: int) -> NoReturn:
-    """End the process with `code`, once what is registered for the exit has run.
+    """Run exit handlers and exit with `code`, without tearing down the interpreter.
 
-    Python would go on to take every object of torch apart. On a busy machine that took more than
-    ten seconds, in which the others, and the launcher, waited.
+    Python would otherwise destroy every object of torch, which took more than ten seconds on a busy
+    machine while the other ranks and the launcher waited.
     """
     atexit._run_exitfuncs()
     logging.shutdown()

@@ -1,4 +1,4 @@
-"""From the settings to this process's place among the ranks."""
+"""Join the ranks of a run, and memory settings of the process."""
 
 import gc
 
@@ -11,9 +11,9 @@ from gpipe_hpc.trainer.signals import INTERRUPTED_EXIT_CODE, Ending
 
 
 def keep_memory(config: Config) -> None:
-    """Let this process keep freed memory or give it back, as the settings say, before layers run.
+    """Configure whether the allocator keeps freed memory (train.keep_freed_memory).
 
-    A forecast whose layers pay for page faults that a run avoids is too slow.
+    Call it before layers are measured: a forecast must not include page faults that a run avoids.
     """
     if config.train.keep_freed_memory:
         keep_freed_memory()
@@ -22,14 +22,14 @@ def keep_memory(config: Config) -> None:
 
 
 def settle_memory(device: Device) -> None:
-    """Give back what the start has used and freed, and begin a new peak: training starts here."""
+    """Release memory freed during the start and reset the peak memory, before training."""
     gc.collect()
     device.trim()
     device.reset_peak()
 
 
 def join_world(config: Config) -> World:
-    """Start or join the ranks as the settings say; see `start_world` for what it raises."""
+    """Start or join the ranks according to the settings; raises the errors of `start_world`."""
     keep_memory(config)
     return start_world(
         device=config.train.device,
@@ -48,9 +48,9 @@ def join_world(config: Config) -> World:
 
 
 def leave_notice(config: Config, ending: Ending) -> None:
-    """Let ranks that wait in `join_world` know that a signal ends this one.
+    """Notify ranks that wait in `join_world` that a signal ends this one.
 
-    Ctrl-C reaches all ranks, and its user waits.
+    Not after Ctrl-C, which reaches all ranks itself.
     """
     if ending.code == INTERRUPTED_EXIT_CODE:
         return

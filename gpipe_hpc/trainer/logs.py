@@ -1,4 +1,4 @@
-"""A log file for each rank; every line names rank and stage."""
+"""Log files, one per rank; each line names rank and stage."""
 
 import logging
 import os
@@ -19,10 +19,10 @@ _WIPE: Final = "\r\x1b[2K"  # to the start of the line, all of it erased
 
 
 class ScreenHandler(logging.StreamHandler[TextIO]):
-    """Write to standard error; on a terminal each message begins on a line of its own.
+    """Handler for standard error that clears a progress line before each message on a terminal.
 
-    Some rank's progress line may stand there, without an end: it is wiped, and drawn anew below.
-    Ranks share a terminal and do not know of one another's lines, so every one does so.
+    Ranks share a terminal without knowing whether another rank shows a progress line, so every rank
+    clears the line; it is drawn again below.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -31,14 +31,14 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
         self._wipe = _WIPE if has_codes and self.stream.isatty() else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the message as it is written, in one piece."""
+        """Return the message with the control sequence that clears the line, if needed."""
         return self._wipe + super().format(record)
 
 
 class LogFile(logging.FileHandler):
-    """Write to a file; where it takes no more, say so once instead of a traceback a message.
+    """Handler for a file that reports the first write error once, instead of tracebacks.
 
-    The run goes on: what is said stands on the screen too, and a disk may have room again.
+    The run continues, since messages are also printed and the disk may have space again later.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,18 +46,18 @@ class LogFile(logging.FileHandler):
         self._has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Tell standard error what keeps the file from being written; others are logging's."""
+        """Report an OSError once on standard error; pass other errors to logging."""
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self._has_failed:
             self._has_failed = True
-            remedy = os_remedy(error) or "look at its folder"
-            told = f"gpipe_hpc: log: expected to write {self.baseFilename}, got {error}; {remedy}"
+            remedy = os_remedy(error) or "check its folder"
+            told = f"gpipe_hpc: log: cannot write {self.baseFilename}: {error}; {remedy}"
             say(told)
 
     def close(self) -> None:
-        """Close the file; what it did not take is lost."""
+        """Close the file; buffered data that cannot be written is lost."""
         with suppress(OSError):
             super().close()
 
@@ -66,10 +66,10 @@ class LogFile(logging.FileHandler):
 def rank_log(
     run_dir: Path, rank: int, stages: Sequence[int], *, level: int = logging.INFO
 ) -> Iterator[Path]:
-    """Send what is logged or warned within the block to ``<run_dir>/logs/rank<rank>.log``.
+    """Write log messages and warnings within the context to ``<run_dir>/logs/rank<rank>.log``.
 
-    Warnings and worse also go to standard error, from rank 0 everything from `level` up. A rank
-    names all stages that it holds. Yields the path of the file.
+    Warnings and errors are also written to standard error, on rank 0 all messages from `level` on.
+    Each line names the rank and its stages. Yields the path of the file.
     """
     path = run_dir / "logs" / f"rank{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)

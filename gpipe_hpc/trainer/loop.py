@@ -30,7 +30,7 @@ from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.figures.metrics import Metrics, open_metrics
 from gpipe_hpc.trainer.figures.progress import Progress
 from gpipe_hpc.trainer.figures.results import Line, Results
-from gpipe_hpc.trainer.figures.straggling import Watched
+from gpipe_hpc.trainer.figures.straggling import StragglerDetector
 from gpipe_hpc.trainer.figures.throughput import model_flops_per_s, share_of_peak, tokens_per_sample
 from gpipe_hpc.trainer.figures.trackers import refuse_missing
 from gpipe_hpc.trainer.horizon import last_step
@@ -47,7 +47,14 @@ from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.signals import INTERRUPTED_EXIT_CODE, REQUEUE_EXIT_CODE, Ending, StopRequest
 from gpipe_hpc.trainer.start import open_session
 from gpipe_hpc.trainer.start.choosing import with_layout
-from gpipe_hpc.trainer.step_edge import Agreed, StepEdge, TimedStep, Told, agree, is_told_late
+from gpipe_hpc.trainer.step_edge import (
+    GlobalStepInfo,
+    RankStepInfo,
+    StepEdge,
+    TimedStep,
+    agree,
+    reports_late,
+)
 from gpipe_hpc.trainer.summary.compose import Ended
 from gpipe_hpc.trainer.summary.ledger import Times
 from gpipe_hpc.trainer.summary.reporting import Reporter
@@ -65,13 +72,17 @@ def run_training(
     doubts: Sequence[str] = (),
     words: Sequence[str] = (),
 ) -> int:
-    """Train as the settings say; return the exit code of the process.
+    """Train according to the settings; return the exit code of the process. Collective.
 
-    `doubts` about the settings are logged as warnings, on rank 0. `words`: the settings as they
-    were typed, for the command that starts the run again.
+    The code is 0 if the run is finished or has reached train.stop_at, REQUEUE_EXIT_CODE if a signal
+    requested an early stop. Raises GpipeError on every rank if one fails.
 
-    0 when the run is finished or reached train.stop_at, REQUEUE_EXIT_CODE when a signal asked
-    it to stop early. Raises GpipeError on every rank if one fails.
+    Args:
+        config: the settings.
+        world: all ranks.
+        stop: requests to stop.
+        doubts: warnings about the settings, logged on rank 0.
+        words: the settings as typed, for the command that restarts the run.
     """
     with ExitStack() as stack, telling(world):
         with together(world, "comparing the settings"):
@@ -94,9 +105,9 @@ def run_training(
             if config.preflight.before_run:
                 await_run(run, world.rank)
         if config.train.deterministic:
-            # Ahead of the first product: cuBLAS takes its workspace then, once and for all.
+            # Before the first matmul, when cuBLAS fixes its workspace configuration.
             stack.enter_context(world.device.deterministic())
-        # Ahead of a search for a layout, which measures how fast ranks are.
+        # Before a search for a layout, which measures the speed of ranks.
         cores = stack.enter_context(bound(world, config.train.bind, config.train.num_threads))
         asked, chosen = config, with_layout(config, world, run, words)
         if chosen is not None:
@@ -128,7 +139,7 @@ def run_training(
 
 
 def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
-    """Open the copies in memory that the settings ask for; a run that trains nothing has none."""
+    """Open the in-memory checkpoints if the settings enable them and the run trains."""
     if not config.checkpoint.neighbour_every or not run.lineage:
         return None
     pipeline = config.pipeline
@@ -145,22 +156,22 @@ def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
 
 
 def _end_copies(copies: NeighbourCopies, error: BaseException | None) -> None:
-    """Remove copies in memory, unless a failure ended the run: then a restart may need them.
+    """Remove in-memory checkpoints, unless an error ended the run, as a restart may need them.
 
-    Where Ctrl-C ends a process at once it removes those of its host itself.
+    If Ctrl-C ends a process at once, the process itself removes those of its host.
     """
     if error is None:
         copies.remove()
 
 
 def _remove_copies(copies: NeighbourCopies, ending: Ending) -> None:
-    """Remove copies where Ctrl-C ends the process; one that is started again may need them."""
+    """Remove in-memory checkpoints if Ctrl-C ends the process; else a restart may need them."""
     if ending.code == INTERRUPTED_EXIT_CODE:
         copies.remove()
 
 
 class _Loop:
-    """One run over its steps, on one rank."""
+    """The steps of one run on one rank."""
 
     def __init__(
         self,
@@ -173,20 +184,20 @@ class _Loop:
         self._pipe = session.pipe
         self._config = session.config
         self._stop, self._words = stop, words
-        self._is_stopped = False  # all ranks agree
+        self._is_stopped = False  # equal on all ranks
         self._leads = session.pipe.world.rank == 0
         self._last = max(last_step(session.config.train), self._pipe.steps_done)
         self._validated = -1
         self._outer_sent_bytes = 0
         with together(session.pipe.world, "the first step's edge"):
             self._edge = StepEdge(session.pipe.everybody)
-        self._is_late = is_told_late(session.pipe.world.device)
-        self._watched = Watched()
-        self._known: TimedStep | None = None  # done on the device, and not yet told of
+        self._is_late = reports_late(session.pipe.world.device)
+        self._watched = StragglerDetector()
+        self._known: TimedStep | None = None  # complete on the device, not yet reported
         self._reporter = Reporter(session, memory_before_bytes)
 
     def run(self) -> int:
-        """Train from where the session stands to the last step."""
+        """Train from the session's current step to the last step; return the exit code."""
         pipe, first = self._pipe, self._pipe.steps_done
         with together(pipe.world, "opening where the metrics go"):
             metrics = self._open_metrics() if self._leads else None
@@ -225,7 +236,7 @@ class _Loop:
         ledger, is_late = self._reporter.ledger, self._is_late
         results = Results(session, ledger, metrics, progress, is_late=is_late, rates=self._rates)
         since: Mark | None = None
-        self._ask()
+        self._poll_stop()
         while pipe.steps_done < self._last and not self._is_stopped and not session.is_complete:
             trained, timed, agreed, times = self._step()
             done = pipe.steps_done
@@ -234,7 +245,7 @@ class _Loop:
             self._known = results.add(Line(trained, timed, since, times, known))
             since = trained.laps.left
             if self._is_saved(done) or self._is_copied(done) or self._validates(done):
-                # Nothing is kept of a step that is not known to be good.
+                # Check for NaN before the state of a step is saved.
                 self._known = results.settle() or self._known
             if done - first == self._config.trace.review_after and not self._is_stopped:
                 self._reporter.review()
@@ -247,7 +258,7 @@ class _Loop:
             if self._is_saved(done) and not self._is_stopped:
                 self._say_stall(metrics, "checkpoint_stall_s", self._save())
                 saved, since = done, None
-                self._ask()
+                self._poll_stop()
             if self._is_copied(done) and not self._is_stopped:
                 self._say_stall(metrics, "neighbour_stall_s", self._session.copy())
                 since = None
@@ -257,7 +268,7 @@ class _Loop:
                 since = None
         results.settle()
         pipe.say_what_is_left()
-        self._stop.obey()  # no edge is to come
+        self._stop.obey()  # no step boundary follows
         if pipe.steps_done > first:
             if pipe.steps_done > saved:
                 self._say_stall(metrics, "checkpoint_stall_s", self._session.save())
@@ -276,8 +287,8 @@ class _Loop:
             self._say_nothing_was_trained()
         return self._leave()
 
-    def _ask(self) -> bool:
-        """Return whether some rank wants to stop; the same call on every rank."""
+    def _poll_stop(self) -> bool:
+        """Return whether any rank wants to stop; a collective all-reduce."""
         asked = torch.tensor([float(self._stop.came)])
         with together(self._pipe.world, "asking whether to stop"):
             self._pipe.everybody.all_reduce(asked)
@@ -290,9 +301,9 @@ class _Loop:
             self._stop.obey()
 
     def _scalars(
-        self, trained: Trained, agreed: Agreed, times: Times | None
+        self, trained: Trained, agreed: GlobalStepInfo, times: Times | None
     ) -> dict[str, float | None]:
-        """Return what a line of metrics.jsonl says of a step besides its results."""
+        """Return the scalars of metrics.jsonl for a step, besides its training results."""
         pipe, batch = self._pipe, trained.batch
         scalars: dict[str, float | None] = {
             **(Times.none() if times is None else times.scalars()),
@@ -323,7 +334,7 @@ class _Loop:
         return scalars
 
     def _rates(self, num_samples: int, seconds: float) -> dict[str, float]:
-        """Return what is done a second, of it what is known, by what a step did in its time."""
+        """Return the known rates per second of a step that processed `num_samples` in `seconds`."""
         samples_per_s = num_samples / seconds
         tokens = tokens_per_sample(self._config.data)
         rates = {
@@ -334,12 +345,12 @@ class _Loop:
         }
         return {name: rate for name, rate in rates.items() if rate is not None}
 
-    def _step(self) -> tuple[Trained, TimedStep, Agreed, Times | None]:
-        """Train one step; return it, what all ranks know of it, and where its time went.
+    def _step(self) -> tuple[Trained, TimedStep, GlobalStepInfo, Times | None]:
+        """Train one step; return it, its times, the facts agreed on by all ranks, and time spent.
 
-        Ranks tell one another of a step behind its own pipeline. An accelerator is still at work
-        then, so these times are those of the newest step that is known to be done: nobody waits for
-        a clock.
+        Ranks exchange these facts within the step's all-reduce. On an accelerator, which is still
+        computing then, the times are those of the newest step known to be complete, so that no rank
+        waits for them.
         """
         pipe, edge, before = self._pipe, self._edge, self._known
         origin_s, is_late = edge.origin_s, self._is_late
@@ -349,11 +360,11 @@ class _Loop:
                 times = StepTimes(0.0) if before is None else before.marks.times
             else:
                 times = pipe.last_step_times()
-            return Told(
+            return RankStepInfo(
                 times,
                 pipe.world.device.memory_peak(),
                 wants_to_stop=self._stop.came,
-                # A checkpoint in the background: each rank's part is in its file.
+                # Whether this rank's part of a background checkpoint is written.
                 has_written=self._session.saver.is_done,
                 origin_s=origin_s if before is None or not is_late else before.origin_s,
                 straggles=self._watched.factor,
@@ -367,7 +378,7 @@ class _Loop:
         with together(pipe.world, "the step's edge"):
             if self._session.lock is not None:
                 self._session.lock.check()
-        assert trained.result.told is not None, "of a step"
+        assert trained.result.told is not None, "every step exchanges these facts"
         agreed = agree(trained.result.told, pipe.world.size)
         edge.leave(trained.result.synced_at_s)
         this = TimedStep(pipe.steps_done, pipe.last_step_marks(), trained.laps, origin_s)
@@ -380,13 +391,13 @@ class _Loop:
         times = Times(agreed.pipeline_s, agreed.bubble, spent)
         return trained, this, agreed, times
 
-    def _watch(self, timed: TimedStep, agreed: Agreed) -> None:
-        """Say on this rank when it has become slow, and when it is as before."""
+    def _watch(self, timed: TimedStep, agreed: GlobalStepInfo) -> None:
+        """Warn if this rank has become slower than the others, and again when it has recovered."""
         if timed.step == self._reporter.ledger.first_step + 1:
-            return  # it prepares what later ones find ready
+            return  # the first step includes one-time initialization
         busy_s, num_others = timed.marks.times.busy_s, self._pipe.world.size - 1
         if not num_others:
-            return  # larger batches and a slower host look alike to one rank
+            return  # one rank cannot distinguish larger batches from a slower host
         others_s = max(0.0, agreed.busy_s - busy_s) / num_others
         found = self._watched.add(timed.step, busy_s, others_s)
         if found is None:
@@ -394,11 +405,13 @@ class _Loop:
         rank = self._pipe.world.rank
         if found.is_over:
             log.warning(
-                "rank %d has computed as fast as before again since step %d", rank, found.first_step
+                "rank %d has computed at its normal speed again since step %d",
+                rank,
+                found.first_step,
             )
         else:
             log.warning(
-                "straggler: rank %d has computed %.2f times as long as before since step %d, and "
+                "straggler: rank %d has computed %.2f times as long as before since step %d, while "
                 "the other ranks have not; check its host for other load, clock speed and "
                 "temperature",
                 rank,
@@ -410,21 +423,21 @@ class _Loop:
         pipe = self._pipe
         if result.is_skipped and self._leads and pipe.loss_scale is not None:
             log.warning(
-                "step %d: skipped, as gradients overflowed float16 at a loss scale of %g; it is "
-                "%g now",
+                "step %d: skipped, as gradients overflowed float16 at a loss scale of %g; the "
+                "scale is now %g",
                 pipe.steps_done,
                 result.loss_scale,
                 pipe.loss_scale.value,
             )
 
     def _save(self) -> float:
-        """Save in mid-run, as the settings say; return the seconds that the next step waits."""
+        """Save during the run, in the background if set; return the seconds that the step waits."""
         session = self._session
         with self._stop.unhurried():
             return session.start_save() if self._config.checkpoint.in_background else session.save()
 
     def _say_stall(self, metrics: Metrics | None, name: str, seconds: float) -> None:
-        """Note how long all waited at a step's edge for its state to be kept."""
+        """Record the seconds that all ranks waited at a step boundary for the state to be saved."""
         self._reporter.ledger.stall(name, seconds)
         if metrics is not None:
             metrics.write(self._pipe.steps_done, {name: seconds})
@@ -443,7 +456,7 @@ class _Loop:
 
     def _validate(self, metrics: Metrics | None, progress: Progress | None) -> None:
         self._validated = self._pipe.steps_done
-        found = validate(self._session, self._ask)
+        found = validate(self._session, self._poll_stop)
         if found is None or metrics is None or progress is None:
             return
         self._reporter.ledger.validation_loss = found.loss
@@ -479,14 +492,16 @@ class _Loop:
             log.info("loss of predicting by token frequencies alone: %.4f nats", baseline)
 
     def _say_nothing_was_trained(self) -> None:
-        """Say so at the end, below whatever else the start has said."""
+        """Warn at the end of the run that no step was left to train."""
         train = self._config.train
         if self._leads and train.steps:
             adascale, done = self._session.adascale, self._pipe.steps_done
-            worth = "" if adascale is None else f", worth {adascale.progress:.0f} of the base batch"
+            worth = ""
+            if adascale is not None:
+                worth = f", equivalent to {adascale.progress:.0f} of the base batch"
             log.warning(
-                "nothing to train: the run has %d steps done%s, train.steps or train.stop_at asks "
-                "for %d; raise it, or start over with checkpoint.resume=never",
+                "nothing to train: the run has already done %d steps%s, and train.steps or "
+                "train.stop_at is %d; raise it, or start over with checkpoint.resume=never",
                 done,
                 worth,
                 last_step(train),
@@ -520,7 +535,7 @@ class _Loop:
             folder, done = self._session.run_folder, self._pipe.steps_done
             by = self._stop.signal.name if self._stop.signal else "a signal to another rank"
             text = (
-                f"stopped by {by} after step {done}; start this run again to go on:\n"
+                f"stopped by {by} after step {done}; to continue, start this run again:\n"
                 f"    {command_again(folder, self._words)}"
             )
             log.warning("%s", text)

@@ -1,4 +1,4 @@
-"""From the settings to what ranks are: their links, their speed, and what else a step costs."""
+"""Machine model of the settings: links, speed of ranks, and overheads of a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from gpipe_hpc.planner.search.machine import FREE, Machine, on_hosts
 from gpipe_hpc.schedule import Cluster, Link
 from gpipe_hpc.settings import Config, TokenDataConfig, refuse
 
-_SEED = 0  # of samples whose values do not count
+_SEED = 0  # of samples whose values do not matter
 
 
 def machine_of(
@@ -30,7 +30,7 @@ def machine_of(
     rates: Rates,
     host_bytes_per_s: float | None = None,
 ) -> Machine:
-    """Return ranks that work at `rates`; ConfigError where plan.prices is of another kind."""
+    """Return the machine model; raise ConfigError if plan.prices is of another kind of device."""
     prices = prices_of(config, device)
     return Machine(
         cluster,
@@ -44,7 +44,7 @@ def machine_of(
 
 
 def _cores(config: Config, prices: Prices, device: Device) -> int | None:
-    """Return the cores of each host, where they are known and not in what was measured."""
+    """Return the number of cores per host, if known and not already part of the measured times."""
     if prices.measured is None or device.is_accelerator:
         return None
     known = calibration_of(config) if config.plan.prices is None else None
@@ -52,16 +52,17 @@ def _cores(config: Config, prices: Prices, device: Device) -> int | None:
 
 
 def calibration_of(config: Config) -> Calibration | None:
-    """Return what plan.calibration says, where it is given."""
+    """Read plan.calibration; return None if it is not set."""
     path = config.plan.calibration
     return None if path is None else read_calibration(path)
 
 
 def prices_of(config: Config, device: Device) -> Prices:
-    """Return what plan.prices says, else plan.calibration; without either nothing costs anything.
+    """Return the overheads from plan.prices, else plan.calibration, else zero.
 
-    Of another optimizer than a calibration's run had, the step takes no time. Where precisions are
-    compared, neither do the optimizer and the norm of prices, which were measured in one.
+    The optimizer's time is zero if the calibration run used another optimizer. If precisions are
+    compared, the times of optimizer and norm in plan.prices, which depend on precision, are zero
+    too.
     """
     path = config.plan.prices
     if path is not None:
@@ -75,16 +76,16 @@ def prices_of(config: Config, device: Device) -> Prices:
 
 
 def process_bytes_of(config: Config, device: Device) -> int:
-    """Return what a process takes beside tensors, as plan.prices or plan.calibration say."""
+    """Return the memory of a process besides tensors, from plan.prices or plan.calibration."""
     return prices_of(config, device).process_bytes
 
 
 def slow_once(cluster: Cluster, paces: Sequence[float], rank_0: float = 1.0) -> Cluster:
-    """Return the cluster for a cut that knows `paces`, so that no slow rank counts twice.
+    """Return the cluster for a partition that already accounts for the slowdown of ranks.
 
-    Such a cut has each rank's pace over that of rank 0. What is left to the cluster is how slow
-    rank 0 is, compared with the times of layers: `rank_0`, 1 where these were measured there. A cut
-    that knows no paces leaves the cluster as it is.
+    Such a partition contains each rank's slowdown relative to rank 0, so the cluster keeps only the
+    slowdown of rank 0 relative to the layer times, `rank_0` (1 if they were measured on rank 0).
+    Without `paces` the cluster is returned unchanged.
     """
     if not paces:
         return cluster
@@ -92,9 +93,9 @@ def slow_once(cluster: Cluster, paces: Sequence[float], rank_0: float = 1.0) -> 
 
 
 def with_process(request: Request, process_bytes: int, device: Device) -> Request:
-    """Return a request whose ranks also hold what their process takes beside tensors.
+    """Return the request with the memory of a process besides tensors added to each rank.
 
-    `device`: where their tensors lie.
+    `device` is the device of the tensors.
     """
     states = OptimizerMemory.of(request.optimizer_states)._replace(
         process_bytes=process_bytes, is_on_device=device.is_accelerator
@@ -103,9 +104,9 @@ def with_process(request: Request, process_bytes: int, device: Device) -> Reques
 
 
 def doubts_of_prices(config: Config, device: Device) -> list[str]:
-    """Return warnings about plan.prices, or about what plan.calibration says in its place.
+    """Return warnings about plan.prices, or about plan.calibration if it is used instead.
 
-    Raises ConfigError where prices are of another kind.
+    Raises ConfigError if plan.prices was measured on another kind of device.
     """
     path = config.plan.prices
     if path is not None:
@@ -116,19 +117,19 @@ def doubts_of_prices(config: Config, device: Device) -> list[str]:
     doubts = []
     if known.is_crowded:
         doubts.append(
-            "plan.calibration: more ranks than cores shared a host, so its times hold for as many "
-            "ranks on a host"
+            "plan.calibration: the run had more ranks than cores per host, so its times are valid "
+            "for that number of ranks per host only"
         )
     if not _has_optimizer(known, config):
         doubts.append(
-            f"plan.calibration: its run had another optimizer than {optimizer_kind(config)}, whose "
-            f"step takes no time here"
+            f"plan.calibration: the run had another optimizer than {optimizer_kind(config)}, whose "
+            f"step is assumed to take no time"
         )
     return doubts
 
 
 def notes_of_calibration(config: Config) -> list[str]:
-    """Return what plan.calibration could not tell, a line each."""
+    """Return the notes of plan.calibration about values that it could not measure."""
     known = calibration_of(config)
     return [] if known is None else [f"plan.calibration: {note}" for note in known.notes]
 
@@ -152,26 +153,26 @@ def _doubts_of_prices(found: Prices, path: str, config: Config, device: Device) 
     if compares:
         doubts.append(
             f"plan.prices: {path} was measured in {measured_in}; as precisions are compared, the "
-            f"optimizer and the norm, which depend on that, take no time in any of them"
+            f"times of optimizer and norm, which depend on precision, are assumed to be zero"
         )
     return doubts
 
 
 def _compares(config: Config, prices: Prices) -> bool:
-    """Say whether precisions are compared, others than that of prices among them."""
+    """Return whether the plan compares precisions other than that of the prices."""
     assert prices.measured is not None, "prices that were read were measured"
     return bool(set(config.plan.precisions) - {prices.measured.precision})
 
 
 def optimizer_kind(config: Config) -> str:
-    """Return what the optimizer is called in a file of prices."""
+    """Return the name by which a prices file identifies the optimizer."""
     return type(config.optimizer).__name__.removesuffix("Config").lower()
 
 
 def rates_of(config: Config, device: Device, *, is_here: bool = False) -> Rates:
-    """Return what a rank does a second: as the settings say, or measured on the device.
+    """Return the compute and memory rates of a rank: from the settings, or measured on the device.
 
-    `is_here`: the device is this rank's. Without, an accelerator that has no rate is refused.
+    `is_here` is whether the device is this rank's; if not, an accelerator needs plan.flops_per_s.
     """
     plan = config.plan
     if plan.flops_per_s is not None:
@@ -179,17 +180,17 @@ def rates_of(config: Config, device: Device, *, is_here: bool = False) -> Rates:
     if device.is_accelerator and not is_here:
         raise refuse(
             "plan.flops_per_s",
-            f"what a rank computes a second in practice on {device.type}, for a search",
+            f"the practical FLOP/s of a rank on {device.type}, for a search",
             None,
-            "set it, as plan.flops_per_s=2e14: about 0.4 of what a data sheet says",
+            "set it, for example plan.flops_per_s=2e14: about 0.4 of the data sheet's value",
         )
     return measured_rates(device, config.train.precision)
 
 
 def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = None) -> Cluster:
-    """Return the ranks and their links as the settings say; ConfigError if they do not match.
+    """Return the ranks and links of the settings; raise ConfigError if they do not match.
 
-    `came`: the ranks of each host, where they are known.
+    `came` is the number of ranks of each host, if known.
     """
     plan = config.plan
     if plan.links is not None and num_ranks > 1:
@@ -211,30 +212,33 @@ def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = No
 def _matching(
     cluster: Cluster, path: str, num_ranks: int, num_hosts: int | None, asked: bool
 ) -> Cluster:
-    """Return the cluster of a file; ConfigError for others. `asked`: plan.ranks says how many."""
+    """Return the cluster of a file; raise ConfigError if it has other numbers of ranks or hosts.
+
+    `asked` is whether plan.ranks sets the number of ranks.
+    """
     if cluster.num_ranks != num_ranks:
         expected = (
-            f"the {num_ranks} ranks that these settings are for; start as many as it describes, "
+            f"the {num_ranks} ranks of these settings; start as many ranks as it describes, "
             f"change pipeline.stages"
         )
         if asked:
-            expected = f"the {num_ranks} of plan.ranks; leave plan.ranks out to take those of it"
+            expected = f"the {num_ranks} of plan.ranks; remove plan.ranks to use those of the file"
         raise ConfigError(
             f"plan.links: {path} describes {cluster.num_ranks} ranks on {len(cluster.hosts)} "
-            f"host(s), expected {expected}, or give the file of these ranks"
+            f"host(s), expected {expected}, or set the file of these ranks"
         )
     if num_hosts not in (None, len(cluster.hosts)):
         raise ConfigError(
             f"plan.links: {path} describes {len(cluster.hosts)} host(s), expected the {num_hosts} "
-            f"of plan.hosts; leave plan.hosts out, or give the file of these hosts"
+            f"of plan.hosts; remove plan.hosts, or set the file of these hosts"
         )
     return cluster
 
 
 def with_values(example: Example, config: Config) -> Example:
-    """Return an example of shapes with values in it, to run layers on; nothing is read.
+    """Fill an example's meta tensors with random values, to run layers on; no data is read.
 
-    Inputs are any tokens or numbers; targets that count something are 0, which any loss takes.
+    Inputs are random tokens or numbers; integer targets are 0, which any loss accepts.
     """
     drawn = torch.Generator().manual_seed(_SEED)
     most = config.data.num_tokens if isinstance(config.data, TokenDataConfig) else 2

@@ -1,4 +1,4 @@
-"""One step of training, as `train`, `verify` and `bench` all take it."""
+"""One training step, shared by `train`, `verify` and `bench`."""
 
 import math
 from collections.abc import Callable
@@ -17,11 +17,15 @@ from gpipe_hpc.trainer.traces.around import Around
 
 
 class Spent(NamedTuple):
-    """Where the time of a step went on this rank, in seconds.
+    """Time of the parts of a step on this rank, in seconds.
 
-    `reading_ahead_s`: of reading, what was over before the pipeline of all ranks began. `edge_s`:
-    what `Pipeline.step` took beyond that pipeline: what ranks tell one another, and dividing the
-    gradients.
+    Args:
+        reading_s: reading the batch.
+        reading_ahead_s: the part of reading before the pipeline of all ranks began.
+        edge_s: the part of `Pipeline.step` outside the pipeline: the all-reduce of the ranks'
+            facts, and scaling the gradients.
+        clipping_s: clipping the gradient.
+        optimizer_s: the optimizer's step.
     """
 
     reading_s: float
@@ -32,9 +36,9 @@ class Spent(NamedTuple):
 
 
 class Laps(NamedTuple):
-    """Marks between the parts of a step; on an accelerator, reading them waits for it.
+    """Time marks between the parts of a step; on an accelerator, reading them synchronizes.
 
-    `left`: behind the outer step, the end of all.
+    `left` is after the outer step, at the end of all parts.
     """
 
     began: Mark
@@ -46,21 +50,21 @@ class Laps(NamedTuple):
     left: Mark
 
     def spent(self, pipeline_s: float) -> Spent:
-        """Return where the time went; `pipeline_s`: the time in the pipeline of all ranks."""
+        """Return the seconds of each part of the step, given those in the pipeline of all ranks."""
         reading_s = seconds_between(self.began, self.read)
         behind_s = seconds_between(self.read, self.piped) - pipeline_s
         return Spent(
             reading_s,
-            max(0.0, reading_s + min(0.0, behind_s)),  # others began while this rank read
+            max(0.0, reading_s + min(0.0, behind_s)),  # other ranks began while this one read
             max(0.0, behind_s),
             seconds_between(self.looked, self.clipped),
             seconds_between(self.clipped, self.stepped),
         )
 
     def moments(self) -> tuple[Around, ...]:
-        """Return when this rank did what is around the pipeline, in seconds of the host's clock.
+        """Return the activities around the pipeline with host times in seconds.
 
-        Nothing on an accelerator, whose marks are on a clock of its own.
+        Empty on an accelerator, whose marks use the device's clock.
         """
         spans = (
             ("reading", self.began, self.read),
@@ -75,10 +79,10 @@ class Laps(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a step used and gave.
+    """Inputs and results of a training step.
 
-    `step`: its number, from 1. `norm` is that of the gradient before clipping, if it is clipped, on
-    its way to the host.
+    `step` counts from 1. `norm` is the gradient norm before clipping, still being copied to the
+    host; None without clipping.
     """
 
     step: int
@@ -90,17 +94,19 @@ class Trained(NamedTuple):
 
     @property
     def grad_norm(self) -> float | None:
-        """Return the norm of the gradient before clipping; waits for it."""
+        """Return the gradient norm before clipping; waits for its copy to the host."""
         return None if self.norm is None else float(self.norm.read())
 
 
 def train_one_step(
     session: Session, look: Callable[[], None] | None = None, tell: Tell | None = None
 ) -> Trained:
-    """Train on the next batch: forward, backward, clipping, the optimizer's step, the outer step.
+    """Train on the next batch: forward, backward, clipping, optimizer step, outer step.
 
-    `look` is called when the gradients are there, before they are clipped. `tell`: see
-    `Pipeline.step`.
+    Args:
+        session: the run.
+        look: called after backward, before the gradients are clipped.
+        tell: see `Pipeline.step`.
     """
     pipe, config = session.pipe, session.config
     mark = partial(take_mark, pipe.world.device)
@@ -139,7 +145,7 @@ def _lr(session: Session, batch: Batch, result: StepResult) -> float:
 
 
 def refuse_non_finite(session: Session, trained: Trained) -> None:
-    """Raise NonFiniteError, on every rank, if a step's loss or norm is no number to go on from."""
+    """Raise NonFiniteError, on every rank, if a step's loss or gradient norm is not finite."""
     pipe, result, step = session.pipe, trained.result, trained.step
     if not math.isfinite(result.loss):
         bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
@@ -149,18 +155,18 @@ def refuse_non_finite(session: Session, trained: Trained) -> None:
         )
         raise NonFiniteError(
             f"step {step}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
-            f"{microbatch} of replica {replica}: expected a finite loss, got {result.loss} "
+            f"{microbatch} of replica {replica}: the loss is {result.loss}, not finite "
             f"({len(bad)} of {len(result.microbatch_losses)} micro-batches); {_remedy(session)}"
         )
     norm = trained.grad_norm
     if norm is not None and not math.isfinite(norm):
         raise NonFiniteError(
-            f"step {step}: expected a finite gradient norm, got {norm}, with a loss of "
+            f"step {step}: the gradient norm is {norm}, not finite, with a loss of "
             f"{result.loss:g}; {_remedy(session)}"
         )
 
 
 def _remedy(session: Session) -> str:
     newest = session.checkpoints.newest()
-    kept = f"the last checkpoint is whole: {newest}" if newest else "no checkpoint was written"
-    return f"lower optimizer.lr, or look at the data of this step; {kept}"
+    kept = f"the last intact checkpoint is {newest}" if newest else "no checkpoint was written"
+    return f"lower optimizer.lr, or check the data of this step; {kept}"

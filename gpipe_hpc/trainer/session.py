@@ -1,4 +1,4 @@
-"""What the loop works with on a rank: pipeline, optimizer, data, and where their state is kept."""
+"""The objects of a run on one rank: pipeline, optimizer, data, and their checkpoints."""
 
 import logging
 import time
@@ -38,52 +38,52 @@ from gpipe_hpc.trainer.run.lock import RunLock
 log = logging.getLogger("gpipe_hpc.train")
 
 ADASCALE: Final = "adascale"
-"""The key, among what a checkpoint keeps for its run, of AdaScale's state."""
+"""Key of AdaScale's state in a checkpoint's extra values."""
 
 _GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 
 
 @dataclass
 class Session:
-    """Everything a run consists of, on one rank.
+    """All objects of a run on one rank.
 
-    `config`: the settings on the ranks that came, `asked` as they were given.
+    `config` contains the settings resolved for the current ranks, `asked` the settings as given.
     """
 
     config: Config
     asked: Config
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
-    source: DataSource | None  # None where this rank's stages need neither inputs nor targets
+    source: DataSource | None  # None if this rank's stages need neither inputs nor targets
     facts: DataFacts
     identity: Identity
     sampler: ShuffledSampler
     checkpoints: Checkpoints
     run_folder: Path
     tally: CorruptTally
-    run_name: str  # what its checkpoints say
+    run_name: str  # stored in its checkpoints
     lock: RunLock | None  # of the run folder, on rank 0
     saver: BackgroundSaver
-    copies: NeighbourCopies | None = None  # in memory, where the settings ask for them
-    baseline: float | None = None  # on rank 0: the loss of guessing, where it is known
-    foreseen: Foresight | None = None  # on rank 0, where the layers can be counted
-    planned: RankForecast | None = None  # what this rank is to hold, where that is known
+    copies: NeighbourCopies | None = None  # in-memory checkpoints, if enabled
+    baseline: float | None = None  # loss of a trivial prediction, on rank 0, if known
+    foreseen: Foresight | None = None  # forecast, on rank 0, if the layers can be counted
+    planned: RankForecast | None = None  # memory forecast of this rank, if known
     position: int = 0  # samples consumed since the start of the run
     adascale: AdaScale | None = None
     _batches: Batches | None = None
 
     @property
     def batch_size(self) -> int:
-        """Return the samples of a global batch, except for a smaller last one of an epoch."""
+        """Return the samples of a global batch; the last batch of an epoch may be smaller."""
         return min(self.sampler.batch_size, self.sampler.num_samples)
 
     @property
     def is_complete(self) -> bool:
-        """Say whether AdaScale has done all steps that the run was to have, in fewer."""
+        """Return whether AdaScale has made the progress of train.steps, in fewer steps."""
         return self.adascale is not None and self.adascale.progress >= self.config.train.steps
 
     def next_batch(self) -> Batch:
-        """Return this rank's part of the next global batch to train on; `position` stays."""
+        """Return this rank's part of the next global training batch; `position` is not changed."""
         if self._batches is None:
             num_left = max(0, last_step(self.config.train) - self.pipe.steps_done)
             plan = islice(self.sampler.batches(self.position, self.pipe.steps_done), num_left)
@@ -92,7 +92,7 @@ class Session:
         return next(self._batches)
 
     def validation_batches(self) -> Batches:
-        """Return this rank's part of every global batch to validate on; close it after use."""
+        """Return this rank's part of all global validation batches; close it after use."""
         train = self.config.train
         batches = validation_batches(
             self.facts.num_validation_samples, train.batch_size, train.validate_batches
@@ -102,7 +102,7 @@ class Session:
         return self._read(dataset, plan, "validation samples")
 
     def close(self) -> None:
-        """End the threads that read ahead, or still write."""
+        """Stop workers that read ahead and abandon a checkpoint that is being written."""
         self.saver.give_up(_GRACE_S)
         if self._batches is not None:
             self._batches.close()
@@ -114,8 +114,8 @@ class Session:
         )
 
     def copy(self) -> float:
-        """Copy this step's state into memory elsewhere; return how many seconds that took."""
-        assert self.copies is not None, "the settings ask for no copies"
+        """Save this step's state as an in-memory checkpoint; return the seconds that it took."""
+        assert self.copies is not None, "in-memory checkpoints are enabled"
         return self.copies.save(self.pipe, self.optimizer, self._extra())
 
     def _extra(self) -> dict[str, Any]:
@@ -129,9 +129,9 @@ class Session:
         }
 
     def save(self) -> float:
-        """Write a checkpoint of this step; return how many seconds the step's edge took longer.
+        """Write a checkpoint of this step; return the seconds that it took.
 
-        One that is under way in the background is finished first.
+        A checkpoint that is being written in the background is finished first.
         """
         began_s = time.perf_counter()
         self.finish_save()
@@ -144,9 +144,9 @@ class Session:
         return seconds
 
     def start_save(self) -> float:
-        """Begin to write a checkpoint of this step in the background; return the seconds waited.
+        """Start writing a checkpoint of this step in the background; return the seconds waited.
 
-        Waits for the one before, if that is under way.
+        Finishes the previous checkpoint first.
         """
         began_s = time.perf_counter()
         self.finish_save()
@@ -156,7 +156,7 @@ class Session:
         return time.perf_counter() - began_s
 
     def finish_save(self) -> float:
-        """Finish the checkpoint under way in the background, if any; return the seconds waited."""
+        """Finish the checkpoint being written in the background, if any; return seconds waited."""
         if not self.saver.is_under_way:
             return 0.0
         began_s = time.perf_counter()

@@ -1,13 +1,14 @@
-"""Requests to stop, from outside: noted when they come, obeyed at the step's edge.
+"""Stop requests by signals, which take effect at the next step boundary.
 
-Before there are steps nothing is lost, and the process ends at once. Later it goes on to the edge
-of the step: at a second Ctrl-C it ends at once, and after SIGTERM when the edge is not reached in
-time, as whoever has sent that kills soon.
+Before the first step nothing is lost, and the process exits at once. Later it continues to the step
+boundary; it exits at once at a second Ctrl-C, and after SIGTERM if the boundary is not reached in
+time, since SIGKILL usually follows.
 
-Python calls its handlers between two lines of the main thread, which may be in a call that waits
-for another rank without end. So a thread of its own listens, too: the handler in C tells it.
+Python runs signal handlers between bytecodes of the main thread, which may be blocked in a call
+that waits for another rank. A separate thread therefore also receives signals, through the wakeup
+file descriptor that CPython's C handler writes to.
 
-Imports no torch: a signal that comes while torch still loads must find its handler.
+This module does not import torch: the handler must be installed before torch is imported.
 """
 
 import os
@@ -24,7 +25,7 @@ from typing import Final, NamedTuple, NoReturn
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE_EXIT_CODE: Final = 75  # EX_TEMPFAIL of sysexits.h: try again
-INTERRUPTED_EXIT_CODE: Final = 128 + signal.SIGINT  # as shells say it
+INTERRUPTED_EXIT_CODE: Final = 128 + signal.SIGINT  # the convention of shells
 
 _RANKS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _ONE_PRESS_S: Final = 0.5
@@ -32,25 +33,24 @@ _ONE_PRESS_S: Final = 0.5
 
 
 class _Part(Enum):
-    """Of a run."""
+    """Phase of a run."""
 
     START = "before the first step"
     STEPS = "between its steps"
-    END = "behind the last step"
+    END = "after the last step"
 
 
 class Ending(NamedTuple):
-    """How a process ends at once: the code, and why, in a line that names the rank."""
+    """Immediate exit of a process: its code, and a message that names the rank."""
 
     code: int
     words: str
 
 
 class StopRequest:
-    """Remembers the first stop signal of this process; ends it where it cannot wait for the edge.
+    """Handles signals that ask this process to stop: at the next step boundary, or at once.
 
-    Where it ends a process at once, what others want done at last is done before, for at most
-    `grace_s` seconds.
+    Before an immediate exit, registered callbacks (`doing_last`) run for at most `grace_s` seconds.
     """
 
     def __init__(self, grace_s: float = 5.0) -> None:
@@ -64,11 +64,11 @@ class StopRequest:
         self._came_s = 0.0
         self._term_s: float | None = None
         self._heard: socket.socket | None = None
-        self._taking = threading.RLock()  # a handler may come while another one runs
+        self._taking = threading.RLock()  # a signal handler may interrupt another one
         self._has_failed: Callable[[], bool] | None = None
 
     def listen(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
-        """Install the handlers; outside the main thread Python allows none, and none are set."""
+        """Install the signal handlers; does nothing outside the main thread (a limit of Python)."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._heard, told = socket.socketpair()
@@ -82,20 +82,20 @@ class StopRequest:
 
     @property
     def came(self) -> bool:
-        """Say whether this process was asked to stop."""
+        """Return whether this process was asked to stop."""
         return self.signal is not None
 
     @property
-    def is_told_to_end(self) -> bool:
-        """Say whether SIGTERM came while all was well, and not because another rank had failed."""
+    def was_terminated(self) -> bool:
+        """Return whether SIGTERM arrived before any rank was known to have failed."""
         return self._term_s is not None
 
     @contextmanager
     def joined(self, has_failed: Callable[[], bool]) -> Iterator[None]:
-        """Return a block in which the ranks are together, so that a stopped run can go on later.
+        """Context manager for the time in which the ranks are connected and a stop can be resumed.
 
-        `has_failed` says whether one of them has failed: a launcher then stops all others, which
-        end by that failure and not as if somebody had asked them to.
+        `has_failed` returns whether a rank has failed: a launcher then stops all others with
+        SIGTERM, which must not count as a request to stop.
         """
         self._has_failed = has_failed
         try:
@@ -109,10 +109,14 @@ class StopRequest:
     def between_steps(
         self, edge_limit_s: float | None = None, doing: Callable[[], str] = lambda: "a step"
     ) -> Iterator[None]:
-        """Return a block that looks between steps whether a request `came`, and then calls `obey`.
+        """Context manager for the training loop, which checks `came` at step boundaries.
 
-        `edge_limit_s`: how long after SIGTERM it may take to do so; None: without end. `doing` says
-        what the process is in, for whoever wonders why it took longer; any thread may call it.
+        The loop calls `obey` when it stops.
+
+        Args:
+            edge_limit_s: seconds after SIGTERM within which a boundary must be reached; None: no
+                limit.
+            doing: returns the current activity for the message; called by any thread.
         """
         self._edge_limit_s, self._doing = edge_limit_s, doing
         self._part = _Part.STEPS
@@ -122,18 +126,18 @@ class StopRequest:
             self._part = _Part.END
 
     def await_signal(self, limit_s: float) -> None:
-        """Return once this process itself was asked to stop, or after so many seconds."""
+        """Wait until this process is asked to stop, but at most `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
         while not self.came and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def obey(self) -> None:
-        """Note that the edge is reached and the run ends: it may take its time to save."""
+        """Record that the loop stops at a step boundary, so that saving is not interrupted."""
         self._is_obeyed = True
 
     @contextmanager
     def unhurried(self) -> Iterator[None]:
-        """Return a block, such as a save, that is not cut off because the edge is not reached."""
+        """Context manager, for example for a save, that suspends the time limit after SIGTERM."""
         self._is_unhurried = True
         try:
             yield
@@ -141,14 +145,14 @@ class StopRequest:
             self._is_unhurried = False
 
     def start_again(self) -> None:
-        """Note that the steps of another run are to come."""
+        """Reset the phase for another run in this process."""
         self._part, self._has_failed = _Part.START, None
 
     @contextmanager
     def doing_last(self, do: Callable[[Ending], object]) -> Iterator[None]:
-        """Return a block in which a process that ends at once does this, the last told first.
+        """Register a callback to run before an immediate exit; the last registered runs first.
 
-        It is done by another thread, so it must not need a lock that the main thread may hold.
+        It runs in another thread and must not need a lock that the main thread may hold.
         """
         self._at_last.append(do)
         try:
@@ -157,15 +161,15 @@ class StopRequest:
             self._at_last.remove(do)
 
     def note_failure(self) -> None:
-        """Note that this process has failed: a launcher then stops all, which is no request.
+        """Record that this process has failed, so that a launcher's SIGTERM is not a stop request.
 
-        Returns unless another thread is about to end this process, which needs no second word.
+        Does not return if another thread is exiting the process.
         """
-        with self._taking:  # who ends the process keeps it
+        with self._taking:  # a thread that exits the process does not release it
             self._has_failed = lambda: True
 
     def _forget_in_child(self) -> None:
-        """Let a forked process neither tell this one of its signals nor read those of this one."""
+        """Detach a forked child from the parent's wakeup socket."""
         with suppress(ValueError):
             signal.set_wakeup_fd(-1)
         self._heard = None
@@ -173,12 +177,12 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         with self._taking:
             self._take_all()
-            if not self.came:  # somebody else has taken the place where signals are told
+            if not self.came:  # other code has replaced the wakeup file descriptor
                 self._take(number)
 
     def _listen(self) -> None:
         heard = self._heard
-        assert heard is not None, "listens before it is told anything"
+        assert heard is not None, "listen() creates the socket"
         poller = select.poll()
         poller.register(heard, select.POLLIN)
         while True:
@@ -189,7 +193,7 @@ class StopRequest:
                     self._end_at_once(self._lateness(), REQUEUE_EXIT_CODE)
 
     def _take_all(self) -> None:
-        """Take each signal that was heard, once, whoever comes first."""
+        """Process each received signal once, in whichever thread gets it first."""
         with suppress(BlockingIOError):
             while self._heard is not None:
                 for number in self._heard.recv(1):
@@ -197,7 +201,7 @@ class StopRequest:
                         self._take(number)
 
     def _poll_ms(self) -> int | None:
-        """Return how long to wait for a signal: after SIGTERM the edge is looked for."""
+        """Return the timeout for the next signal; after SIGTERM it is short, to check the limit."""
         return None if self._term_s is None else 200
 
     def _is_late(self) -> bool:
@@ -213,10 +217,10 @@ class StopRequest:
 
     def _lateness(self) -> str:
         return (
-            f"expected to reach the edge of the step within {self._edge_limit_s:g} s of SIGTERM, "
-            f"got no further than {self._doing()}; it ends before it is killed, and goes on from "
-            f"the newest checkpoint when it is started again. Where whoever stops it waits longer, "
-            f"raise train.stop_grace_s"
+            f"the step did not end within {self._edge_limit_s:g} s after SIGTERM "
+            f"(still in {self._doing()}); exiting before being killed: a restart continues from "
+            f"the newest checkpoint. If the scheduler waits longer before it kills, raise "
+            f"train.stop_grace_s"
         )
 
     def _take(self, number: int) -> None:
@@ -237,10 +241,10 @@ class StopRequest:
         if not self.came:
             self.signal, self._came_s = signal.Signals(number), now_s
             if is_interrupt:
-                _say("stopping after this step, with a checkpoint; Ctrl-C again ends at once")
+                _say("stopping after this step, with a checkpoint; press Ctrl-C again to exit now")
 
     def _end_at_once(self, words: str, code: int) -> NoReturn:
-        """End the process, whatever it is in: a lock that the main thread holds stops nothing."""
+        """Exit the process at once, even if the main thread is blocked or holds a lock."""
         named = f"{_own_name()} on {socket.gethostname()}: {words}"
         if code == INTERRUPTED_EXIT_CODE:
             _say(words)
@@ -258,18 +262,18 @@ class StopRequest:
 
 
 def _own_name() -> str:
-    """Return this process as a message names it, also before it has joined the others."""
+    """Return this process's name for messages, also before it has joined the other ranks."""
     ranks = (os.environ.get(name) for name in _RANKS)
     return f"rank {next(filter(None, ranks), '0')}"
 
 
 def _say(words: str) -> None:
-    """Say it once a job; not by `print`, in whose lock the signal may have come."""
+    """Print a message once per job; not with `print`, whose lock the main thread may hold."""
     if all(os.environ.get(name, "0") == "0" for name in _RANKS):
         _write(f"\ngpipe_hpc: {words}\n")
 
 
 def _write(text: str) -> None:
-    """Write to standard error; what takes nothing more is no reason not to end."""
+    """Write to standard error, ignoring errors."""
     with suppress(OSError):
         os.write(2, text.encode())

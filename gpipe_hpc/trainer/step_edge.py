@@ -1,4 +1,4 @@
-"""The edge of a step: what all ranks then know of it, told where they meet behind the pipeline."""
+"""Facts that all ranks exchange at a step boundary: times, memory, requests to stop."""
 
 import time
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from gpipe_hpc.engine.recorder import StepMarks, StepTimes
 from gpipe_hpc.schedule import idle_share
 from gpipe_hpc.trainer.one_step import Laps
 
-_FEW_RANKS: Final = range(2, 9)  # whose memory is told rank by rank
+_FEW_RANKS: Final = range(2, 9)  # numbers of ranks for which memory is reported per rank
 
 
 class TimedStep(NamedTuple):
-    """A step of this rank, with marks that are still to be read.
+    """A step of this rank with time marks that may not have been read yet.
 
-    `origin_s`: the moment of its clock from which all ranks count, see `StepEdge`.
+    `origin_s` is the time of this rank's clock from which times are counted, see `StepEdge`.
     """
 
     step: int
@@ -29,11 +29,16 @@ class TimedStep(NamedTuple):
     origin_s: float
 
 
-class Told(NamedTuple):
-    """What one rank says of a step.
+class RankStepInfo(NamedTuple):
+    """Facts about a step that one rank reports.
 
-    `origin_s`: the moment of its clock from which all ranks count, see `StepEdge`. `straggles`:
-    how many times as long as before it computes, 0 unless it is a straggler.
+    Args:
+        times: its busy time, and the start and end of its pipeline.
+        peak_memory_bytes: its peak memory.
+        wants_to_stop: whether it was asked to stop.
+        has_written: whether its part of a background checkpoint is written.
+        origin_s: time of its clock from which times are counted, see `StepEdge`.
+        straggles: its slowdown if it is a straggler, else 0.
     """
 
     times: StepTimes
@@ -44,7 +49,7 @@ class Told(NamedTuple):
     straggles: float = 0.0
 
     def numbers(self) -> tuple[float, ...]:
-        """Return it as numbers, moments since the origin; `agree` reads their sums."""
+        """Return the facts as numbers for the all-reduce, with times relative to `origin_s`."""
         busy_s, start_s, end_s = self.times
         return (
             busy_s,
@@ -57,16 +62,21 @@ class Told(NamedTuple):
         )
 
 
-class Agreed(NamedTuple):
-    """What all ranks know of a step.
+class GlobalStepInfo(NamedTuple):
+    """Facts about a step that all ranks know.
 
-    `pipeline_s`: seconds from the start of the first action of any rank to the end of the last.
-    `bubble`: see `idle_share`, of all ranks of all replicas.
-    `peak_memory_bytes`: of the rank that had most so far, and which that is;
-    `least_peak_memory_bytes`: of the one that had least. `is_stopped`: some rank wants to stop.
-    `is_written`: all ranks have written. `busy_s`: what all ranks together computed. `straggles`:
-    see `Told`, of the worst rank, and which that is. `peaks_bytes`: of each rank, where there are 2
-    to 8 of them and they add at once; else empty.
+    Args:
+        pipeline_s: seconds from the first action of any rank to the end of the last.
+        bubble: idle share of all ranks of all replicas, see `idle_share`.
+        peak_memory_bytes: largest peak memory of any rank.
+        peak_memory_rank: the rank with the largest peak.
+        least_peak_memory_bytes: smallest peak memory of any rank.
+        is_stopped: whether any rank wants to stop.
+        is_written: whether all ranks have written their part of a checkpoint.
+        busy_s: total computing time of all ranks.
+        straggles: the worst slowdown, see `RankStepInfo`.
+        straggling_rank: the rank with the worst slowdown.
+        peaks_bytes: peak of each rank if there are 2 to 8 ranks that exchange directly; else empty.
     """
 
     pipeline_s: float
@@ -82,11 +92,11 @@ class Agreed(NamedTuple):
     peaks_bytes: tuple[int, ...] = ()
 
 
-def agree(told: RankSummary, num_ranks: int) -> Agreed:
-    """Return what all ranks say of the step; `told`: their numbers, in sum."""
+def agree(told: RankSummary, num_ranks: int) -> GlobalStepInfo:
+    """Return the common facts from the all-reduced numbers of all ranks."""
     busy_s, starts_s, ends_s, peaks, stops, written, straggles = range(7)
     span_s = max(0.0, told.greatest[ends_s] - told.least[starts_s])
-    return Agreed(
+    return GlobalStepInfo(
         span_s,
         idle_share(told.totals[busy_s], num_ranks, span_s),
         int(told.greatest[peaks]),
@@ -101,17 +111,17 @@ def agree(told: RankSummary, num_ranks: int) -> Agreed:
     )
 
 
-def is_told_late(device: Device) -> bool:
-    """Say whether ranks tell the times of a step behind the next: its clock would be waited for."""
+def reports_late(device: Device) -> bool:
+    """Return whether ranks report a step's times with the next step instead of synchronizing."""
     return device.is_accelerator
 
 
 class StepEdge:
-    """From when on ranks count the time of a step.
+    """Defines the time from which this rank counts the times of a step.
 
-    Ranks on several hosts have several clocks. There each counts its time from the moment at which
-    it left the meeting before, which all leave together except for the time of a message.
-    `origin_s`: the moment of this rank's clock from which all count the step after it.
+    Ranks on several hosts have different clocks. Each rank then counts from the moment at which it
+    left the previous step's all-reduce, which all ranks leave at the same time up to a message
+    latency. `origin_s` is that moment for the next step.
     """
 
     def __init__(
@@ -121,7 +131,7 @@ class StepEdge:
         now: Callable[[], float] = time.perf_counter,
         clock: Callable[[], int] = clock_identity,
     ) -> None:
-        """Find out whether all share a clock; the same call on every rank."""
+        """Determine whether all ranks share a clock. Collective."""
         own = clock()
         most = torch.tensor([own, -own], dtype=torch.float64)
         group.all_reduce_max(most)
@@ -131,5 +141,5 @@ class StepEdge:
         self.leave(now())
 
     def leave(self, left_s: float) -> None:
-        """Count the next step from the moment at which this rank left the meeting of this one."""
+        """Count the next step's times from `left_s`, when this rank left the all-reduce."""
         self.origin_s = 0.0 if self._is_one_clock else left_s

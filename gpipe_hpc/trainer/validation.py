@@ -1,4 +1,4 @@
-"""The validation loss, through the pipeline, over every sample."""
+"""Validation loss and metrics, computed through the pipeline."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,17 +9,18 @@ from gpipe_hpc.trainer.session import Session
 
 
 class Validation(NamedTuple):
-    """The loss over the validation samples, and the means of the metrics."""
+    """Mean loss and metrics over the validation samples."""
 
     loss: float
     metrics: dict[str, float]
 
 
 def validate(session: Session, stops: Callable[[], bool]) -> Validation | None:
-    """Evaluate on the validation samples, the tail included; None if there are none.
+    """Evaluate all validation samples; return None if there are none or if the run is stopped.
 
-    Batches are weighted as the loss says (by samples, or by tokens not ignored). `stops`: asked
-    after each batch, the same answer on every rank, whether to leave it; then None too.
+    Batches are weighted as the loss requires (by samples, or by tokens not ignored). `stops` is
+    called after each batch, with the same result on every rank, and ends the evaluation if it
+    returns True.
     """
     total = weight = 0.0
     sums: dict[str, float] = defaultdict(float)

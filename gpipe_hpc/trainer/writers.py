@@ -1,4 +1,4 @@
-"""What takes the figures of a run: ``metrics.jsonl``, a line a step, and TensorBoard."""
+"""Writers of metrics: ``metrics.jsonl``, with a line per step, and TensorBoard."""
 
 import json
 import math
@@ -17,22 +17,22 @@ Scalars = Mapping[str, float | int | None]
 
 
 class MetricsWriter(Protocol):
-    """Takes the scalars of one step."""
+    """Writer of the scalars of steps."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Record the scalars of a finished step."""
         ...
 
     def close(self, error: BaseException | None = None) -> None:
-        """Finish; nothing may be written after. `error`: what has ended the run, if anything."""
+        """Close the writer; `error` is the error that ended the run, if any."""
         ...
 
 
 class JsonLines:
-    """A line of JSON a step, in the hands of the system as soon as `write` returns.
+    """Writer of one line of JSON per step, unbuffered.
 
-    A run that resumes after step n drops what an earlier one wrote past n, and a line cut short
-    by a kill or a full disk. None drops nothing: such a run takes no step.
+    A run that resumes after step n removes later lines of an earlier run, and an incomplete line.
+    None removes nothing, for a run that trains no step.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = 0) -> None:
@@ -41,14 +41,14 @@ class JsonLines:
             _refuse_other(path)
             if resumed_step is not None:
                 _keep_until(path, resumed_step)
-        # Without a buffer: what could not be written does not come again when the file is closed.
+        # Unbuffered: data that could not be written is not written again at closing.
         self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Append ``{"step": step, ...}``; JSON knows no NaN, so what is not finite becomes null."""
+        """Append ``{"step": step, ...}``; NaN and infinity, which JSON lacks, become null."""
         line = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
         left = f"{json.dumps(line, allow_nan=False)}\n".encode()
-        while left:  # on a disk that fills up a part of it is written first
+        while left:  # a nearly full disk may accept only a part
             left = left[self._file.write(left) :]
 
     def close(self, error: BaseException | None = None) -> None:
@@ -57,10 +57,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard event files in a folder."""
+    """Writer of scalars as TensorBoard event files in a folder."""
 
     def __init__(self, folder: Path, resumed_step: int | None = 0) -> None:
-        # Here, since it takes a second to load and only rank 0 writes.
+        # Imported here: the import takes a second and only rank 0 writes.
         from torch.utils.tensorboard import SummaryWriter
 
         purged = None if resumed_step is None else resumed_step + 1
@@ -68,13 +68,13 @@ class TensorBoard:
         self._quiet = _QuietThreads()
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Record those scalars that have a value."""
+        """Write the scalars that have a value."""
         for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write out what is pending."""
+        """Flush pending events and close the files."""
         try:
             self._writer.close()
         finally:
@@ -82,9 +82,9 @@ class TensorBoard:
 
 
 class _QuietThreads:
-    """Lets no traceback be printed for what ends TensorBoard's thread, as where a disk is full.
+    """Suppress tracebacks of TensorBoard's thread, for example if a disk is full.
 
-    It raises that once more from the next write or the end, and there we say what to do.
+    TensorBoard raises the same error again from the next write or close, where it is reported.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _QuietThreads:
         threading.excepthook = self._own
 
     def end(self) -> None:
-        """Put back what was there before; where somebody has put another one there, pass on."""
+        """Restore the previous excepthook; if another one was installed, only stop suppressing."""
         self._is_over = True
         if threading.excepthook is self._own:
             threading.excepthook = self._before

@@ -35,4 +35,4 @@ def test_an_empty_validation_set_is_reported_unless_intended(
     own += ("data._target_=hinted_items.pair", f"data.validation_fraction={fraction}")
     words = [each for each in tiny if not each.startswith(("data", "model"))]
     train_here(1, *words, *own, "train.steps=1", f"run.dir={tmp_path / 'run'}")
-    assert ("no sample is held back" in caplog.text) == bool(fraction)
+    assert ("there are no validation samples" in caplog.text) == bool(fraction)

@@ -244,7 +244,7 @@ def endless():
 )
 def test_extra_that_would_change_is_refused_by_its_path(tmp_path, value, where):
     def body(world):
-        with pytest.raises(CheckpointError, match=f"loaded as they were saved.*{where}"):
+        with pytest.raises(CheckpointError, match=f"saved and loaded exactly.*{where}"):
             pipeline(world).save(tmp_path / "kept", extra={"a": {"b": [1, value]}})
         return "refused"
 

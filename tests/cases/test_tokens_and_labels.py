@@ -149,7 +149,7 @@ def test_the_loss_shifts_labels_that_are_not_shifted(
     assert found == pytest.approx(first_loss(tmp_path, right, shifted=shifted), rel=1e-6)
     (line,) = said(caplog)
     assert line.startswith(f"loss: {right.__name__} (position i predicts label i")
-    assert "as the targets suggest" in line
+    assert "chosen by the targets" in line
     warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert not [each for each in warned if "labels" in each]
 

@@ -10,7 +10,7 @@ from gpipe_hpc import run_on_threads
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.errors import CheckpointError
 
-TEXT = "checkpoint x: expected to make a folder there, got no room"
+TEXT = "checkpoint x: the folder cannot be created: no room"
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_name_that_is_taken_is_refused_at_once(tmp_path):
     pipe, optimizer = trained(None)
     saver = BackgroundSaver(pipe)
     pipe.save(tmp_path / "kept")
-    with pytest.raises(CheckpointError, match="expected a new name"):
+    with pytest.raises(CheckpointError, match="already exists"):
         saver.start(tmp_path / "kept", optimizer)
     assert not saver.is_under_way
 

@@ -18,12 +18,12 @@ def test_facts_that_lack_something_are_named(tmp_path, text):
     pipe = pipeline()
     pipe.save(tmp_path / "kept")
     (tmp_path / "kept" / MANIFEST).write_text(text)
-    with pytest.raises(CheckpointError, match=r"expected a folder written by gpipe_hpc, got no "):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint written by gpipe_hpc: no "):
         pipe.load(tmp_path / "kept")
 
 
 def test_the_root_is_no_checkpoint():
-    with pytest.raises(CheckpointError, match="expected a folder written by gpipe_hpc"):
+    with pytest.raises(CheckpointError, match="not a checkpoint written by gpipe_hpc"):
         pipeline().load("/")
 
 

@@ -180,7 +180,10 @@ def test_a_damaged_generation_is_passed_over_for_the_one_before(hosts, caplog, d
         for rank in (1, 3):  # all that hold stage 1
             harm(CopyFolder(hosts / host, "the_run").path / f"rank{rank:05d}_step00000004", damage)
     assert go_on(hosts) == [(3, {"position": 3}, losses) for losses in whole]
-    assert "copies of step 4 in memory cannot be used: those of ranks 1, 3 are gone" in caplog.text
+    assert (
+        "the in-memory checkpoint of step 4 cannot be used: the copies of ranks 1, 3 are missing"
+        in caplog.text
+    )
     assert {name[-1] for name in names(hosts, "two")} <= {"3"}
 
 
@@ -236,7 +239,7 @@ def test_copies_of_another_history_are_not_taken(hosts):
 def test_copies_of_another_layout_lead_to_the_checkpoint_and_that_is_said_once(hosts, caplog):
     save_at(hosts, 2, 3)
     assert go_on(hosts, about=ABOUT | {"layout": "4 stages"}) == [None] * SIZE
-    told = "copies in memory, of step 3, are of another layout and only serve that one"
+    told = "the in-memory checkpoint of step 3 is of another layout"
     assert len([each for each in caplog.messages if told in each]) == 1
     assert names(hosts, "one"), "nothing is removed before the run goes on from another state"
 
@@ -309,7 +312,7 @@ def test_a_state_of_another_cut_changes_nothing_on_any_rank(hosts):
 def test_without_room_it_is_refused_by_all_at_the_first_copy(hosts, monkeypatch):
     usage = namedtuple("usage", ["total", "used", "free"])(10**9, 10**9, 3000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=r"MB free in .* for the copies, got 0.0 MB"):
+    with pytest.raises(ConfigError, match=r"MB in .*, but only 0.0 MB are free"):
         save_at(hosts, 1)
     assert names(hosts, "one") == []
 
@@ -434,7 +437,7 @@ def test_a_folder_of_another_users_making_is_refused(tmp_path):
     folder = CopyFolder(tmp_path, "the_run")
     folder.path.parent.mkdir()
     folder.path.symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="another user's"):
+    with pytest.raises(ConfigError, match="belongs to another user"):
         folder.open()
 
 

@@ -59,7 +59,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path, call, protocol):
     mark = tmp_path / "mark"
     raw = pickle.dumps(call(mark), protocol)
     (tmp_path / METADATA).write_bytes(raw)
-    with pytest.raises(ValueError, match=r"it names \S+\.\S+, which is no part of a list"):
+    with pytest.raises(ValueError, match=r"it refers to \S+\.\S+, which is not allowed in a list"):
         read_metadata(tmp_path)
     assert not mark.exists()
     pickle.loads(raw)
@@ -70,7 +70,7 @@ def test_a_made_up_checkpoint_is_refused_by_load_and_runs_nothing(saved, new_run
     path = saved()
     mark = tmp_path / "mark"
     with_manifest(listed(path, Calling(os.system, f"touch {mark}")))
-    with pytest.raises(CheckpointError, match=r"it names \w+\.system, which is no part"):
+    with pytest.raises(CheckpointError, match=r"it refers to \w+\.system, which is not allowed"):
         new_run().pipe.load(path)
     assert not mark.exists()
 
@@ -128,7 +128,7 @@ def test_what_torch_would_not_write_is_refused(tmp_path, change):
     assert len(read_metadata(tmp_path)) == 15
     change(metadata)
     listed(tmp_path, metadata)
-    with pytest.raises(ValueError, match="a list that torch would not write"):
+    with pytest.raises(ValueError, match="not a list written by torch"):
         read_metadata(tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_a_tensor_behind_the_end_of_its_file_is_refused(saved):
     metadata = FileSystemReader(path).read_metadata()
     next(iter(metadata.storage_data.values())).offset = 10**9
     with_manifest(listed(path, metadata))
-    with pytest.raises(CheckpointError, match=r"where tensors lie up to 1,000,00"):
+    with pytest.raises(CheckpointError, match=r"but tensors extend to 1,000,00"):
         verify(path, SoloGroup(0), 0)
 
 

@@ -68,7 +68,7 @@ def test_a_step_that_is_there_is_replaced(tmp_path):
 
 def test_one_that_is_replaced_comes_back_if_the_new_one_fails(tmp_path):
     pipeline(fill=1.0).save(tmp_path, step=7)
-    with pytest.raises(CheckpointError, match="loaded as they were saved"):
+    with pytest.raises(CheckpointError, match="saved and loaded exactly"):
         pipeline(fill=2.0).save(tmp_path, extra={"function": print}, step=7)
     assert names(tmp_path) == ["step_00000007"] and value_in(latest(tmp_path)) == 1.0
 
@@ -107,7 +107,7 @@ def test_nothing_else_is_removed_or_replaced(tmp_path):
     for step in (2, 3):
         pipe.save(tmp_path, step=step, keep=1)
     assert names(tmp_path) == ["best", "step_00000001", "step_00000003"]
-    with pytest.raises(CheckpointError, match=r"step_00000001: .* got notes.txt; move it away"):
+    with pytest.raises(CheckpointError, match=r"step_00000001 .* contains notes.txt; move it away"):
         pipe.save(tmp_path, step=1)
     assert (tmp_path / "step_00000001" / "notes.txt").exists()
 

@@ -98,7 +98,7 @@ def test_a_group_of_mixed_options_is_refused(tmp_path):
     pipe = pipeline()
     pipe.save(tmp_path / "kept", torch.optim.SGD(by_kind(pipe, lr=0.3), lr=0.2))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
-    wanted = r"lr=0\.[23] of layers\.0\.weight and lr=0\.[23] of layers\.0\.bias; make the groups"
+    wanted = r"lr=0\.[23] for layers\.0\.weight and lr=0\.[23] for layers\.0\.bias; create"
     with pytest.raises(CheckpointError, match=wanted):
         pipe.load(tmp_path / "kept", optimizer)
     assert optimizer.param_groups[0]["lr"] == 1.0
@@ -188,7 +188,7 @@ def test_a_switch_whose_state_is_not_there_is_refused(tmp_path, kind, switch):
     train(pipe, optimizer)
     pipe.save(tmp_path / "kept", optimizer)
     (key,) = switch
-    with pytest.raises(CheckpointError, match=f"with {key}=.*got {key}="):
+    with pytest.raises(CheckpointError, match=f"with {key}=.*state that {key}="):
         pipe.load(tmp_path / "kept", kind(pipe.parameters(), lr=0.1, **switch))
 
 

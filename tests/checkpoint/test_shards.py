@@ -10,7 +10,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import BackgroundSaver, read_facts
 from gpipe_hpc.checkpoint.contents import collect
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
-from gpipe_hpc.checkpoint.parts import Apart
+from gpipe_hpc.checkpoint.parts import StateCheck
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
 from gpipe_hpc.data_parallel import FlatLayout, ShardSpan, layout
 from gpipe_hpc.errors import CheckpointError
@@ -276,7 +276,7 @@ def test_states_that_some_holders_of_a_parameter_lack_are_refused(tmp_path):
     def body(world):
         pipe, optimizer = opened(world, 1, FLAT, factory=lambda pipe: choosy(pipe))
         steps(pipe, optimizer, 0, 1)
-        with pytest.raises(CheckpointError, match="the same states of layers") as caught:
+        with pytest.raises(CheckpointError, match="different states of layers") as caught:
             pipe.save(tmp_path / "kept", optimizer)
         return str(caught.value)
 
@@ -308,8 +308,8 @@ def test_numbers_of_holders_add_up_to_none_where_all_have_the_same():
     shares = [ShardSpan(position, position, position + 1) for position in range(3, 9)]
 
     def total(states):
-        parts = [Apart.of(s, "w", shares, i) for i, s in enumerate(states, start=3)]
-        return reduce(Apart.plus, parts).number
+        parts = [StateCheck.of(s, "w", shares, i) for i, s in enumerate(states, start=3)]
+        return reduce(StateCheck.plus, parts).number
 
     assert total(["m, v"] * 6) == 0
     assert all(total(["m, v"] * i + ["m"] + ["m, v"] * (5 - i)) for i in range(6))

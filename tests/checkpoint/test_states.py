@@ -123,7 +123,7 @@ class Text(str):
 def test_other_values_are_refused_by_all_before_anything_is_written(tmp_path, value, where):
     def body(world):
         pipe = pipeline([None, value], world)
-        with pytest.raises(CheckpointError, match=rf"layers\.1\.inner.*{where}; turn it into"):
+        with pytest.raises(CheckpointError, match=rf"layers\.1\.inner.*{where}; convert it"):
             pipe.save(tmp_path / "kept")
         return "told"
 

@@ -84,12 +84,12 @@ def test_share_of_training_is_held_back_by_name(files, tmp_path):
 
 
 def test_folder_that_is_missing_is_named(files, tmp_path):
-    with pytest.raises(DataError, match=r"data\.path .* is not a folder"):
+    with pytest.raises(DataError, match=r"data\.path.* is not a folder"):
         open_data(folder(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"data\.train .* is not a folder"):
+    with pytest.raises(DataError, match=r"data\.train.* is not a folder"):
         open_data(folder(tmp_path))
     root = files.write_folder(tmp_path)
-    with pytest.raises(DataError, match=r"data\.validation .* is not a folder.*or null"):
+    with pytest.raises(DataError, match=r"data\.validation.* is not a folder.*or null"):
         open_data(folder(root, validation="test"))
 
 

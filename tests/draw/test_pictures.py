@@ -192,10 +192,10 @@ def test_a_folder_without_measured_steps_says_how_to_get_one(tmp_path):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     """It advised to run with traces, whatever was wrong with the name."""
-    with pytest.raises(ConfigError, match=r"bad run\.dir, .* got '.*/nope', which is not there"):
+    with pytest.raises(ConfigError, match=r"bad run\.dir: '.*/nope' does not exist"):
         draw(compose_config([f"run.dir={tmp_path}/nope"]))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"got '.*/file', which is no folder"):
+    with pytest.raises(ConfigError, match=r"'.*/file' is not a folder"):
         draw(compose_config([f"run.dir={tmp_path}/file"]))
 
 
@@ -334,8 +334,8 @@ def test_the_command_looks_at_what_was_typed(run_folder):
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        ("failed", "it failed after step 3, and a run writes timelines when it ends well"),
-        ("running", "it runs still, or was killed after step 3"),
+        ("failed", "it failed after step 3, and only successful runs write timelines"),
+        ("running", "it is still running, or was killed after step 3"),
         ("done", "run with trace.steps=1 or more"),
     ],
 )

@@ -252,7 +252,7 @@ def test_ranks_that_wait_for_a_host_that_is_gone_end_before_they_are_killed(begi
     assert [job.wait(25.0 * patience()) for job in ranks.jobs[:2]] == [75, 75]
     for output in ranks.outputs[:2]:
         words = own_words(output)[0]  # its own, or of the one that was sooner
-        assert "within 5 s of SIGTERM" in words and "on host1" in words
+        assert "within 5 s after SIGTERM" in words and "on host1" in words
 
 
 def test_gloo_on_an_interface_that_is_not_there_is_refused(begin):

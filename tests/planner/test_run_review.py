@@ -59,7 +59,7 @@ def test_a_review_that_fails_ends_no_run(tiny, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(reporting, "review_run", fail)
     train_here(2, *tiny, *RUN, "trace.review_after=2", f"run.dir={tmp_path}")
     assert len([each for each in metrics(tmp_path) if "loss" in each]) == 6
-    assert "the cut was not looked at again; the run itself is complete" in caplog.text
+    assert "the partition was not reviewed; the run itself is complete" in caplog.text
 
 
 def test_of_given_clocks_the_slow_layer_is_named_with_its_cut():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
-from gpipe_hpc.checkpoint.parts import _hand_on
+from gpipe_hpc.checkpoint.parts import _forward
 from gpipe_hpc.comm.collectives.carrier import Carrier
 from gpipe_hpc.comm.collectives.group import Pending, Piece
 from gpipe_hpc.comm.collectives.levels import Levels
@@ -403,9 +403,9 @@ def handed_on(device: PlayedDevice) -> None:
     """Shards of a state sent to the rank that writes them."""
     side = [ShardSpan(rank, 2 * rank, 2 * rank + 2) for rank in RANKS]
     with group_over(device, knows_device=True) as (group, backend):
-        _hand_on(group, side, 1, torch.full((2,), 7.0), 2)
+        _forward(group, side, 1, torch.full((2,), 7.0), 2)
         row = torch.zeros(4)
-        _hand_on(group, side, 0, row)
+        _forward(group, side, 0, row)
         assert row.tolist() == [0.0, 0.0, 7.0, 7.0] and not backend.mail
 
 

@@ -75,7 +75,7 @@ def test_a_measured_cut_gives_way_to_another_layout_and_another_model(
     train(2, *settings, "run.dir=run")
     assert "resumed from" in train(1, *settings, "checkpoint.resume=run", "run.dir=alone")
     ranks = start_ranks(2, *settings, "checkpoint.resume=run", "model.num_layers=2").wait(60)
-    assert all("expected one of this model" in text for text in ranks.outputs)
+    assert all("is of another model" in text for text in ranks.outputs)
 
 
 @SLOW
@@ -169,7 +169,7 @@ def test_an_explicit_resume_wins_over_a_requeue_mark(train, tiny, tmp_path, resu
     train(1, *settings, "train.stop_at=4")
     (tmp_path / "run" / "REQUEUE").write_text("4\n")
     output = train(1, *settings, f"checkpoint.resume={resume}")
-    assert "4 steps done" not in output and "auto would go on" in output
+    assert "4 steps done" not in output and "set it to auto to continue" in output
     assert ("2 steps done" in output) == (resume == "first")
     assert not (tmp_path / "run" / "REQUEUE").exists()
 
@@ -209,7 +209,7 @@ def test_a_run_goes_on_with_changed_settings_when_told_and_keeps_the_earlier_one
     assert "lr: 0.5" in (run / "config.yaml").read_text()
     (run / "REQUEUE").write_text("4\n")
     said = train(1, *settings, "optimizer.lr=0.25")
-    assert "going on with another setting, optimizer.lr: was 0.5, is 0.25" in said
+    assert "continuing with a changed setting: optimizer.lr: was 0.5, is 0.25" in said
     assert "lr: 0.5" in (run / "config_2.yaml").read_text()
     assert [line["step"] for line in metrics(run) if "loss" in line] == [*range(1, 7)]
 
@@ -220,7 +220,7 @@ def test_how_long_keeping_the_state_held_up_a_run_is_told(train, tiny, tmp_path)
     kept = ("checkpoint.every=2", "checkpoint.in_background=true", "checkpoint.neighbour_every=3")
     place = ("checkpoint.neighbour_dir=memory", "run.dir=run")
     said = train(2, *tiny, "train.steps=5", *kept, *place)
-    assert "held the run up for" in said and "written in the background" in said
+    assert "delayed the run by" in said and "written in the background" in said
     assert "all ranks are on one host" in said
     stalls = {}
     for line in metrics(tmp_path / "run"):
@@ -239,7 +239,7 @@ def test_a_start_that_fails_does_not_speak_for_the_checkpoint(start, train, tiny
     settings = (*tiny, "train.steps=4", "run.dir=run")
     train(1, *settings, "train.stop_at=2")
     other = ("model.width=32", "checkpoint.resume=run/checkpoints/step_00000002")
-    assert "expected one of this model" in start(*settings, *other).wait().output
+    assert "is of another model" in start(*settings, *other).wait().output
     assert "width: 32" in (tmp_path / "run" / "config.yaml").read_text()
     assert "2 steps done" in train(1, *settings)
 
@@ -364,4 +364,4 @@ def test_draws_what_a_run_measured(start, train, tiny, tmp_path):
     picture = (tmp_path / "picture.svg").read_text()
     assert picture.startswith("<svg") and "0F0" in picture and "1B1" in picture
     bare = start("run.dir=nowhere", module="gpipe_hpc.draw").wait()
-    assert bare.code == 2 and "which is not there" in bare.output
+    assert bare.code == 2 and "does not exist" in bare.output

@@ -72,7 +72,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, start_ranks, tiny, chan
     ranks = start_ranks(2, *tiny, *other).wait(20)
     for code, output in zip(ranks.codes, ranks.outputs, strict=True):
         assert code not in (0, None)
-        assert "of this model" in output and "layers." in output, output
+        assert "of another model" in output and "layers." in output, output
 
 
 def test_ranks_with_different_settings_are_refused(start_ranks, start, tiny, free_port):
@@ -102,7 +102,7 @@ def test_a_loss_that_is_nan_stops_all_and_keeps_the_last_checkpoint(
     ranks = start_ranks(2, *MINE, *nan, env=mine).wait(20)
     for code, output in zip(ranks.codes, ranks.outputs, strict=True):
         assert code == 4, "what starts runs again can tell it from a crash"
-        assert "step 4, rank 1, micro-batch 1 of replica 0: expected a finite loss" in output
+        assert "step 4, rank 1, micro-batch 1 of replica 0: the loss is " in output
         assert "step_00000002" in output
     assert (tmp_path / "run" / "NON_FINITE").read_text().startswith("step 4, rank 1, micro-batch 1")
     kept = tmp_path / "run" / "checkpoints"

@@ -54,7 +54,7 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
     for pid in lost.processes():
         os.kill(pid, signal.SIGKILL)
     until(lambda: "2 ranks before, 1 now: 1 stage on 1 rank; from step" in left.output, 90, "one")
-    assert "are of another layout and only serve that one" in left.output
+    assert "is of another layout" in left.output
     assert f"resumed from {run}/checkpoints/step_" in left.output
     reached = newest(run)
     until(lambda: newest(run) > reached + 3, 60, "one trains")

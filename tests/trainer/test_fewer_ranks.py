@@ -168,8 +168,12 @@ def test_a_measured_cut_is_made_anew_for_other_ranks_and_not_measured_again(seen
     ("ranks", "is_lost_too", "told"),
     [
         (4, False, "resumed from copies in memory: 6 steps done"),
-        (4, True, "copies of step 6 in memory cannot be used: those of ranks 0, 2 are gone"),
-        (3, False, "copies in memory, of step 6, are of another layout and only serve that one"),
+        (
+            4,
+            True,
+            "step 6 cannot be used: the copies of ranks 0, 2 are missing",
+        ),
+        (3, False, "the in-memory checkpoint of step 6 is of another layout"),
     ],
     ids=["kept", "lost too", "another layout"],
 )

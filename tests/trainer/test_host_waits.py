@@ -89,7 +89,7 @@ def test_lines_are_those_of_a_cpu(tiny, tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_kept(tiny, tmp_path):
     """It is looked at one step later; a checkpoint waits until it was."""
     own = ("train.clip_norm=null", "optimizer.lr=1e38", "checkpoint.every=1", "train.steps=9")
-    with pytest.raises(NonFiniteError, match=r"step (\d+), rank 0, .* last checkpoint is whole"):
+    with pytest.raises(NonFiniteError, match=r"step (\d+), rank 0, .* last intact checkpoint is"):
         train_played(1, *tiny, *own, f"run.dir={tmp_path}")
     lines = [line for line in metrics(tmp_path) if "loss" in line]
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -11,7 +11,7 @@ TIMES = ("bubble", "pipeline_s", "reading_s", "edge_s", "clipping_s", "optimizer
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr(loop, "is_told_late", lambda device: True)
+    monkeypatch.setattr(loop, "reports_late", lambda device: True)
 
 
 def test_a_line_has_the_times_of_the_newest_step_that_is_known_to_be_done(tiny, tmp_path, late):

@@ -37,7 +37,7 @@ def test_a_file_on_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, capsys
         LOGGER.info("one")
         LOGGER.warning("two")
     told, shown = capsys.readouterr().err.splitlines()
-    assert "rank1.log, got [Errno 28] No space left on device; its file system is full" in told
+    assert "rank1.log: [Errno 28] No space left on device; its file system is full" in told
     assert shown.endswith("two")
 
 

@@ -11,7 +11,7 @@ from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.device.host.clock import clock_identity
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.schedule import Action, Costs, Event, Op, Timeline, build, simulate
-from gpipe_hpc.trainer.step_edge import StepEdge, Told, agree
+from gpipe_hpc.trainer.step_edge import RankStepInfo, StepEdge, agree
 
 
 def meet(timelines, *, clock=None, offsets=None, peaks=None, stops=(), unwritten=()):
@@ -33,7 +33,7 @@ def meet(timelines, *, clock=None, offsets=None, peaks=None, stops=(), unwritten
             first, last = rows[rank][0].start_s, max(e.end_s for e in rows[rank])
             times = StepTimes(busy_s, shift + first, shift + last)
         peak = 0 if peaks is None else peaks[rank]
-        told = Told(times, peak, rank in stops, rank not in unwritten, edge.origin_s)
+        told = RankStepInfo(times, peak, rank in stops, rank not in unwritten, edge.origin_s)
         return agree(summarise_ranks(told.numbers(), world.everybody, rank), world.size)
 
     agreed = run_on_threads(len(rows), body)
@@ -122,7 +122,7 @@ def test_the_memory_of_few_ranks_is_told_rank_by_rank():
 
 def test_ranks_agree_on_who_straggles():
     def body(world):
-        told = Told(StepTimes(2.0), 0, straggles=1.5 if world.rank == 1 else 0.0)
+        told = RankStepInfo(StepTimes(2.0), 0, straggles=1.5 if world.rank == 1 else 0.0)
         return agree(summarise_ranks(told.numbers(), world.everybody, world.rank), world.size)
 
     for agreed in run_on_threads(3, body):

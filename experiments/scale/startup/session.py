@@ -24,8 +24,8 @@ from experiments.scale.startup.played import Counts, PlayedWorld, join, no_count
 from gpipe_hpc import LayerSpec
 from gpipe_hpc.checkpoint.in_memory import open_copies
 from gpipe_hpc.checkpoint.in_memory.finding import Missing
-from gpipe_hpc.checkpoint.parts import Apart
-from gpipe_hpc.checkpoint.telling import Told
+from gpipe_hpc.checkpoint.parts import StateCheck
+from gpipe_hpc.checkpoint.telling import RankReport
 from gpipe_hpc.comm.collectives.levels import Levels
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.watchdog import patience
@@ -136,12 +136,12 @@ def _say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Seque
     to write what those of the first have.
     """
     match value:
-        case Told() | [Told(), *_]:
-            alike = Told({}, 0, None, None, {})
-            others = alike if isinstance(value, Told) else [alike] * len(value)
+        case RankReport() | [RankReport(), *_]:
+            alike = RankReport({}, 0, None, None, {})
+            others = alike if isinstance(value, RankReport) else [alike] * len(value)
             return [value if rank < stages else others for rank in ranks]
-        case Apart(number=number):
-            return [value, Apart(-number), *(Apart() for _ in ranks[2:])]
+        case StateCheck(number=number):
+            return [value, StateCheck(-number), *(StateCheck() for _ in ranks[2:])]
         case Missing(first=first, stop=stop):
             return [Missing(first + rank, stop + rank, value.runs) for rank in ranks]
     return others_say(stages, secret, value, ranks)

@@ -1,9 +1,9 @@
-"""Copies of each rank's state in the memory of another host, between the checkpoints on disk.
+"""In-memory checkpoints: each rank's state in the memory of another host, between those on disk.
 
-A process that is killed, or one host that is lost, then costs the steps since the last copy, not
-those since the last checkpoint. The copies are files in a memory-backed folder, which outlive the
-processes of a job but no restart of the host. They serve the layout that wrote them; another layout
-reads the checkpoint.
+A killed process, or the loss of one host, then costs the steps since the last copy instead of those
+since the last checkpoint on disk. The copies are files in a memory-backed folder, which outlive the
+processes of a job but not a restart of the host. They can only be loaded in the layout that wrote
+them; another layout loads the checkpoint on disk.
 """
 
 from gpipe_hpc.checkpoint.in_memory.copies import NeighbourCopies, open_copies

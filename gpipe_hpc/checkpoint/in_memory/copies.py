@@ -1,9 +1,9 @@
-"""Where each rank's copies go, and how two generations of them are kept.
+"""In-memory checkpoints: placement of each rank's copies, and replacement of old generations.
 
-A rank's state is kept on its own host, for when processes die, and on another one, for when the
-host does. The state of step N is written while that of the one before is whole on every host; only
-when all ranks have written N may the older one go. So a kill at any moment leaves one whole
-generation.
+A rank's state is stored on its own host, in case processes die, and on another host, in case the
+host is lost. While the state of step N is written, that of the previous step is complete on every
+host; it is removed only after all ranks have written N. A kill at any moment therefore leaves one
+complete generation.
 """
 
 import logging
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpipe_hpc.train")
 
-_SAVING, _RESTORING = 0, 1  # serials of byte moves
+_SAVING, _RESTORING = 0, 1  # serial numbers of ByteMoves
 _ON_ONE_HOST: Final = (
     "checkpoint.neighbour_every: all ranks are on one host, so copies stay in its memory: they "
-    "outlive a killed process, not the host"
+    "survive a killed process, but not the loss of the host"
 )
 
 
 def _shared(folder: CopyFolder) -> str:
     return (
-        f"checkpoint.neighbour_dir: expected a folder of each host's own memory, got one that "
-        f"several machines share, {folder.path}; each state is kept there once, as fast and as "
-        f"safe as that file system is; choose another for copies in memory"
+        f"checkpoint.neighbour_dir: {folder.path} is shared by several machines instead of being "
+        f"in each host's memory; each state is stored there once, with the speed and safety of "
+        f"that file system; choose another folder for copies in memory"
     )
 
 
 class NeighbourCopies:
-    """The copies of a run's states, on all hosts; every method is called by all ranks."""
+    """The in-memory checkpoints of a run on all hosts; methods are collective unless stated."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class NeighbourCopies:
         self._folder = folder
         self.place = place
         self._about = dict(about)
-        self.start = start  # told by every copy that is written from here on
+        self.start = start  # stored in every copy that is written from here on
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
         self._buffer = HostBuffer(world.device)
         moves = [Move(source, world.rank) for source in place.sources]
@@ -73,9 +73,9 @@ class NeighbourCopies:
             log.warning(_shared(folder) if place.is_shared else _ON_ONE_HOST)
 
     def find(self) -> Found | None:
-        """Return the newest state of this run in this layout that copies hold.
+        """Find the newest complete state of this run in this layout.
 
-        None, with a line why, if none is whole; without a line if there are no copies.
+        Returns None if there is none; logs the reason if there are copies.
         """
         with together(self._world, "looking for copies in memory"):
             return find(self._world, self._folder, self.place.here, self._about)
@@ -83,12 +83,12 @@ class NeighbourCopies:
     def restore(
         self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
     ) -> dict[str, Any] | None:
-        """Take over the state that was found; return what was kept with it.
+        """Restore a state that was found; return its `extra` values.
 
-        None, with nothing changed on any rank, if it does not fit the model.
+        Returns None on all ranks, without changing anything, if it does not fit the model.
         """
         with together(self._world, "taking over copies in memory"):
-            own = self._bring(found)
+            own = self._receive(found)
             try:
                 state = unpack(own)
                 is_good = fits(pipe, state)
@@ -102,19 +102,19 @@ class NeighbourCopies:
             return extra
 
     def forget_others(self) -> None:
-        """Remove the copies that this start of the run does not go on from."""
+        """Remove the copies that this start of the run does not resume from."""
         with together(self._world, "removing old copies in memory"):
             self._folder.keep(set(self._whole))
             self._folder.clear_forgotten()
-            # Nobody writes before everybody has removed.
+            # No rank may write before all ranks have removed.
             meet(self._world.everybody)
 
     def save(
         self, pipe: "Pipeline", optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
     ) -> float:
-        """Copy the state after this step; return how many seconds the step's edge took longer.
+        """Store the state after this step; return the seconds that it added to the step.
 
-        Raises ConfigError on all ranks if the memory of a host has no room for two generations.
+        Raises ConfigError on all ranks if the memory of a host is too small for two generations.
         """
         began_s = time.perf_counter()
         step = pipe.steps_done
@@ -125,7 +125,7 @@ class NeighbourCopies:
             self._folder.keep(set(self._whole))
             outgoing = {} if self.place.holder == self._world.rank else {self.place.holder: own}
             sizes = self._moves.tell_sizes(outgoing)
-            failure = self._lacking(len(own) + sum(sizes.values()))
+            failure = self._memory_shortage(len(own) + sum(sizes.values()))
             if failure is not None and not self._whole:
                 raise ConfigError(failure)
             failure = failure or self._write(step, own, outgoing, sizes)
@@ -142,7 +142,7 @@ class NeighbourCopies:
         return time.perf_counter() - began_s
 
     def remove(self) -> None:
-        """Remove the copies on this host, for good; no other rank is needed."""
+        """Remove the copies on this host; not collective."""
         self._folder.remove(self.start)
 
     def _write(
@@ -152,7 +152,7 @@ class NeighbourCopies:
         outgoing: Mapping[int, torch.Tensor],
         sizes: Mapping[int, int],
     ) -> str | None:
-        """Write the copies that this rank holds; return what failed."""
+        """Write this rank's state and those received; return an error message or None."""
         here = self._world.rank
         writers: dict[int, CopyWriter] = {
             rank: self._folder.writing(rank, step) for rank in sorted({here, *sizes})
@@ -164,30 +164,30 @@ class NeighbourCopies:
         failures = [str(writer.failure) for writer in writers.values() if writer.failure]
         return failures[0] if failures else None
 
-    def _lacking(self, num_bytes: int) -> str | None:
-        """Return, on all ranks, what the first host without room says.
+    def _memory_shortage(self, num_bytes: int) -> str | None:
+        """Return, on all ranks, the message of the first host with too little memory, or None.
 
-        `num_bytes`: what this rank is to write.
+        `num_bytes` is the number of bytes that this rank will write.
         """
         world, here = self._world, self.place.here
-        own = self._folder.say_need(world.rank, num_bytes)
-        # Ranks of one host share the folder: none writes before all have removed.
+        own = self._folder.publish_need(world.rank, num_bytes)
+        # Ranks of one host share the folder: no rank may write before all have removed.
         meet(world.everybody)
         if world.rank == here[0]:
-            # The first time two generations are to come, later one.
+            # The first save needs memory for two generations, later ones for one.
             needed = self._folder.needed_bytes(here) * (1 if self._whole else 2)
             free = self._folder.free_bytes()
             lacking = (
-                f"config: bad checkpoint.neighbour_every, expected {needed / 1e6:,.1f} MB free in "
-                f"{self._folder.path} on {socket.gethostname()} for the copies, got "
-                f"{free / 1e6:,.1f} MB; set checkpoint.neighbour_dir to a larger memory-backed "
-                f"folder, or checkpoint.neighbour_every=0"
+                f"config: bad checkpoint.neighbour_every: the copies need {needed / 1e6:,.1f} MB "
+                f"in {self._folder.path} on {socket.gethostname()}, but only "
+                f"{free / 1e6:,.1f} MB are free; set checkpoint.neighbour_dir to a larger "
+                f"memory-backed folder, or checkpoint.neighbour_every=0"
             )
             own = lacking if free < needed else own
         return world.everybody.merge_object(own, lambda ahead, behind: ahead or behind)
 
-    def _bring(self, found: Found) -> torch.Tensor:
-        """Return this rank's state, from whoever has read it."""
+    def _receive(self, found: Found) -> torch.Tensor:
+        """Return this rank's state, received from the rank that has read it."""
         rank, reader = self._world.rank, found.reader
         outgoing = {r: state for r, state in found.states.items() if r != rank}
         moves = [Move(rank, r) for r in outgoing]
@@ -207,11 +207,15 @@ def open_copies(
     about: Mapping[str, Any],
     starts: Mapping[str, int] = NO_STARTS,
 ) -> NeighbourCopies:
-    """Make ready to keep copies under `root`, a memory-backed folder of each host.
+    """Open the in-memory checkpoints of a run. Collective.
 
-    All ranks call it. `about`: what a copy must say to be of this layout, its `lineage` what it
-    must say to be this run's. `starts`: as of `CopyFolder`. Ranks that share the folder are one
-    host.
+    Args:
+        world: the ranks.
+        root: a memory-backed folder of each host; ranks that share it are treated as one host.
+        run_name: name of the run's folder below `root`.
+        about: the description that a copy of this layout must have; its `lineage` identifies the
+            run.
+        starts: see `CopyFolder`.
     """
     with together(world, "opening copies in memory"):
         start: str = world.everybody.broadcast_object(uuid.uuid4().hex, root=0)

@@ -1,4 +1,7 @@
-"""The files of copies on one host: in a private folder, of mode 600, with the run's name."""
+"""Files of in-memory checkpoints on one host, in a folder private to the user and the run.
+
+A *copy* is a file with the state of one rank at one step.
+"""
 
 import contextlib
 import json
@@ -25,22 +28,23 @@ log = logging.getLogger("gpipe_hpc.train")
 DEFAULT_FOLDER: Final = Path("/dev/shm")
 NO_STARTS: Final[Mapping[str, int]] = MappingProxyType({})
 FORGOTTEN_S: Final = 3600.0
-"""So long a dead run of the same user may still be started again; then its copies are removed."""
+"""Seconds for which the copies of a dead run of the same user are kept for a restart."""
 START: Final = "start"
-"""The name, in what a copy says of itself, of the start of the run that has written it."""
+"""Key, in the description of a copy, of the start of the run that wrote it."""
 _NAME: Final = re.compile(r"rank(\d{5,})_step(\d{8,})")
 _PART: Final = ".part"
 _OWNERS: Final = "owner_"
 _HERE: Final = "here_"
 _NEED: Final = "need_"
-_TRIES: Final = 100  # to make a folder that others remove
+_TRIES: Final = 100  # attempts to create a folder that other processes remove
 _MOST_HEADER_BYTES: Final = 2**30
 
 
 class Generation(NamedTuple):
-    """Copies that belong together: of one step, written by one start of the run.
+    """Copies of the same step, written by the same start of the run.
 
-    Another start may have come to the same step in another layout, where sums have another order.
+    Another start may have reached the same step in another layout, in which sums are computed in
+    another order.
     """
 
     step: int
@@ -48,7 +52,7 @@ class Generation(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A copy on this host: whose state of which step, and what its writer said about it."""
+    """A copy on this host, that is, a file with a rank's state at a step, and its description."""
 
     path: Path
     rank: int
@@ -57,7 +61,7 @@ class Held(NamedTuple):
 
     @property
     def generation(self) -> "Generation":
-        """Return which copies it belongs with."""
+        """Return the generation that the copy belongs to."""
         return Generation(self.step, _start(self))
 
 
@@ -66,26 +70,26 @@ def _start(copy: Held) -> str:
 
 
 class CopyFolder:
-    """The copies of one run on this host."""
+    """The folder with the in-memory checkpoint files (copies) of one run on this host."""
 
     def __init__(self, root: Path, run_name: str, starts: Mapping[str, int] = NO_STARTS) -> None:
-        """`starts`: the last step of each start of the run that a later one went on from."""
+        """Create the object; `starts` maps each earlier start to the step resumed from it."""
         self._user = root / f"gpipe_hpc_{os.getuid()}"
         self.path = self._user / run_name
         self._starts = starts
 
     def open(self, start: str = "", rank: int = 0) -> None:
-        """Make the folder for this user alone, and note that this process uses it, as which rank.
+        """Create the folder with private permissions, and register this process under its rank.
 
-        `start`: a text of this start of the run alone. Raises ConfigError if that cannot be, or if
-        another user has made it.
+        `start` is a text unique to this start of the run. Raises ConfigError if the folder cannot
+        be created, or if it belongs to another user.
         """
         try:
             for left in reversed(range(_TRIES)):
                 try:
                     self._make(f"{_HERE}{start}_{rank}")
                     return
-                except FileNotFoundError:  # another process that ends has just removed a folder
+                except FileNotFoundError:  # another ending process has just removed the folder
                     if not left:
                         raise
         except OSError as error:
@@ -97,18 +101,18 @@ class CopyFolder:
                 folder.mkdir(mode=0o700, parents=folder == self._user)
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise PermissionError(f"{folder} is another user's")
+                raise PermissionError(f"{folder} belongs to another user")
             folder.chmod(0o700)
-        # First of all: who finds it leaves what else is here alone.
+        # First of all: this note keeps other processes from removing the folder.
         (self.path / note).touch()
         owner = json.dumps(myself()._asdict())
         (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
 
     def entered(self, start: str) -> tuple[int, ...]:
-        """Return the ranks that have opened this folder at a start; forget those of other starts.
+        """Return the ranks registered for a start of the run, and remove the notes of other starts.
 
-        All of them have, by now; one that is not there has to open it again, as an earlier start
-        that was still ending has removed it meanwhile.
+        All ranks have registered before; a missing one must open the folder again, because an
+        earlier start, which was still ending, has removed it.
         """
         ranks = []
         for path, its_start, rank in _notes(self._paths()):
@@ -124,8 +128,8 @@ class CopyFolder:
         except FileNotFoundError:  # another rank of this host has removed it
             return []
 
-    def say_need(self, rank: int, num_bytes: int) -> str | None:
-        """Tell the ranks here how much a rank is to write; return what failed."""
+    def publish_need(self, rank: int, num_bytes: int) -> str | None:
+        """Publish the number of bytes that a rank will write; return an error message or None."""
         try:
             (self.path / f"{_NEED}{rank}").write_text(str(num_bytes))
         except OSError as error:
@@ -134,13 +138,13 @@ class CopyFolder:
 
     def _unwritable(self, error: OSError) -> str:
         return (
-            f"config: bad checkpoint.neighbour_dir, expected a memory-backed folder that can be "
-            f"written, got {self.path} ({error}); {os_remedy(error) or 'look at it'}; or choose "
-            f"another"
+            f"config: bad checkpoint.neighbour_dir: {self.path} is not a writable memory-backed "
+            f"folder ({error}); {os_remedy(error) or 'check its permissions'}, or choose another "
+            f"folder"
         )
 
     def needed_bytes(self, ranks: Sequence[int]) -> int:
-        """Return how much ranks that have all said it are to write; one that could not counts 0."""
+        """Return the sum of the bytes that ranks have published; a missing number counts as 0."""
         total = 0
         for rank in ranks:
             with contextlib.suppress(OSError, ValueError):
@@ -148,9 +152,9 @@ class CopyFolder:
         return total
 
     def all(self) -> list[Held]:
-        """Return the copies of this run here; what cannot be read is none.
+        """Return the readable copies of this run on this host.
 
-        Nor is what a start wrote past the step that a later one went on from.
+        Copies that a start wrote after the step from which a later start resumed are left out.
         """
         found = []
         with contextlib.suppress(OSError):
@@ -163,11 +167,11 @@ class CopyFolder:
         return [copy for copy in found if copy.step <= self._starts.get(_start(copy), copy.step)]
 
     def writing(self, rank: int, step: int) -> "CopyWriter":
-        """Return what writes the copy of a rank's state."""
+        """Return a writer for the copy of a rank's state at a step."""
         return CopyWriter(self.path / f"rank{rank:05d}_step{step:08d}")
 
     def keep(self, steps: set[int]) -> None:
-        """Remove the copies of all other steps, and what was cut short."""
+        """Remove the copies of all steps except `steps`, and incomplete copies."""
         with contextlib.suppress(OSError):
             for path in self.path.iterdir():
                 form = _NAME.fullmatch(path.name.removesuffix(_PART))
@@ -176,13 +180,14 @@ class CopyFolder:
                     path.unlink(missing_ok=True)
 
     def free_bytes(self) -> int:
-        """Return how much memory is free for copies."""
+        """Return the free memory for copies in bytes."""
         return shutil.disk_usage(self.path).free
 
     def remove(self, start: str = "") -> None:
-        """Remove all copies of the run here, for good; `start`: the one that ends.
+        """Remove all copies of the run on this host when the given start ends.
 
-        Not those of a later start, which has opened the folder while this one was still ending.
+        Copies of a later start, which has opened the folder while this one was still ending,
+        remain.
         """
         paths = self._paths()
         if all(its_start == start for _, its_start, _ in _notes(paths)):
@@ -191,7 +196,7 @@ class CopyFolder:
             self._user.rmdir()  # if no other run of this user has copies
 
     def clear_forgotten(self) -> None:
-        """Remove what dead runs of this user left here long ago; name what they left lately."""
+        """Remove old copies of this user's dead runs; warn about recent ones."""
         with contextlib.suppress(OSError):
             for folder in self._user.iterdir():
                 if folder == self.path or not folder.is_dir() or folder.is_symlink():
@@ -202,7 +207,7 @@ class CopyFolder:
                 age_s = time.time() - max(path.stat().st_mtime for path in [folder, *paths])
                 if age_s > FORGOTTEN_S:
                     _remove(folder, paths)
-                    log.info("removed %s: copies in memory of a dead run", folder)
+                    log.info("removed %s: in-memory checkpoints of a dead run", folder)
                 else:
                     log.warning(
                         "%s contains copies of a run that ended %.0f s ago and may be restarted; "
@@ -214,7 +219,10 @@ class CopyFolder:
 
 
 class CopyWriter:
-    """Writes one copy; it has its name once it is whole. What fails is kept in `failure`."""
+    """Writer of an in-memory checkpoint file, renamed when it is complete.
+
+    `failure` stores the first error.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -227,7 +235,7 @@ class CopyWriter:
             self._file = os.fdopen(os.open(self._part, flags, 0o600), "wb", buffering=0)
 
     def write(self, piece: torch.Tensor) -> None:
-        """Append bytes, unless something failed before."""
+        """Append bytes, unless an earlier operation failed."""
         with self._noting():
             if self._file is not None and self.failure is None:
                 rest = piece.numpy().data
@@ -235,7 +243,7 @@ class CopyWriter:
                     rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
-        """Give the whole copy its name; remove it if something failed."""
+        """Rename the complete copy to its final name; remove it if an operation failed."""
         with self._noting():
             if self._file is not None:
                 self._file.close()
@@ -253,7 +261,7 @@ class CopyWriter:
 
 
 def read_copy(path: Path) -> torch.Tensor:
-    """Return the bytes of a copy; OSError if it cannot be read."""
+    """Return the bytes of an in-memory checkpoint file; raise OSError if it cannot be read."""
     size = path.stat().st_size
     memory = torch.empty(size, dtype=torch.uint8)
     view = memory.numpy().data
@@ -279,7 +287,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _notes(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Yield who has opened a folder: each note in it, its start and its rank."""
+    """Yield the registrations in a folder: path of the note, start and rank."""
     for path in paths:
         if path.name.startswith(_HERE):
             start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
@@ -288,7 +296,7 @@ def _notes(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
 
 
 def _remove(folder: Path, paths: Iterable[Path]) -> None:
-    """Remove what was found in a folder, and the folder, unless somebody has opened it since."""
+    """Remove the given files and then the folder, unless it contains new files."""
     with contextlib.suppress(OSError):  # another rank has removed it, or it is not empty
         for path in paths:
             path.unlink(missing_ok=True)

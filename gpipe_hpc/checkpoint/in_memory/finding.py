@@ -1,7 +1,7 @@
-"""The newest copies from which all ranks can go on: agreed on by all, and whole to the bit.
+"""Find the newest in-memory checkpoint that is complete and undamaged on all ranks.
 
-A rank that finds its copy on its own host tells nobody which it is. What travels to all is which
-ranks do not, and who has read theirs.
+To limit communication, ranks report only which ranks have no copy on their own host, and which rank
+reads their copy instead.
 """
 
 import logging
@@ -19,10 +19,13 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 class Found(NamedTuple):
-    """Copies of all ranks' states at one step.
+    """In-memory copies of all ranks' states at one step.
 
-    `reader`: who has read this rank's state. `states`: what this rank has read, by rank.
-    `about`: what rank 0 said of its state.
+    Args:
+        step: the step.
+        about: the description of rank 0's state.
+        reader: the rank that has read this rank's state.
+        states: the states that this rank has read, by rank.
     """
 
     step: int
@@ -32,10 +35,9 @@ class Found(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Of the ranks from `first` to before `stop`: whose copies their own hosts do not have.
+    """Ranks in [first, stop) whose copies are missing on their own hosts, by generation.
 
-    By generation, as runs of ranks; a generation of which no host of these ranks has anything is
-    left out.
+    Ranks are stored as ranges; a generation of which no host of these ranks has a copy is left out.
     """
 
     first: int
@@ -43,11 +45,11 @@ class Missing(NamedTuple):
     runs: dict[Generation, tuple[range, ...]]
 
     def of(self, generation: Generation) -> tuple[range, ...]:
-        """Return whose copies of a generation are missing."""
+        """Return the ranks whose copies of a generation are missing."""
         return self.runs.get(generation, (range(self.first, self.stop),))
 
     def then(self, behind: "Missing") -> "Missing":
-        """Return what is missing of these ranks and of those behind them."""
+        """Merge with the missing copies of the ranks that follow."""
         runs = {
             generation: _joined(self.of(generation), behind.of(generation))
             for generation in self.runs.keys() | behind.runs.keys()
@@ -64,10 +66,16 @@ def _joined(ahead: tuple[range, ...], behind: tuple[range, ...]) -> tuple[range,
 def find(
     world: World, folder: CopyFolder, here: Sequence[int], expected: Mapping[str, Any]
 ) -> Found | None:
-    """Return the newest step of which every rank's state is on some host and whole, or None.
+    """Return the newest step of which every rank's state exists undamaged on some host, or None.
 
-    All ranks call it, and get the same step. `here`: the ranks of this host. `expected`: what a
-    copy must say about itself; its `lineage` is what it says to be of this run in any layout.
+    Collective; all ranks get the same step.
+
+    Args:
+        world: the ranks.
+        folder: this host's copies.
+        here: the ranks of this host.
+        expected: the description that a copy must have; its `lineage` identifies the run in any
+            layout.
     """
     known = [c for c in folder.all() if c.about.get("lineage") == expected.get("lineage")]
     others = [c for c in known if any(c.about.get(k) != value for k, value in expected.items())]
@@ -79,15 +87,15 @@ def find(
             given_up.add(generation[0])
         elif isinstance(found, Found):
             return found
-        else:  # another host may have a whole copy of those that are damaged
+        else:  # another host may have an undamaged copy
             for first, rank in found:
                 if first == here[0]:
                     held.pop((generation[0], rank), None)
     newest = world.everybody.merge_object(max((c.step for c in others), default=-1), max)
     if newest >= 0 and world.rank == 0:
         log.warning(
-            "copies in memory, of step %d, are of another layout and only serve that one: the "
-            "newest whole checkpoint is read instead",
+            "the in-memory checkpoint of step %d is of another layout and cannot be used: the "
+            "newest complete checkpoint on disk is read instead",
             newest,
         )
     return None
@@ -96,7 +104,7 @@ def find(
 def _newest(
     world: World, held: Mapping[tuple[Generation, int], Held], given_up: Collection[Generation]
 ) -> tuple[Generation, list[int]] | None:
-    """Return the newest generation that is left, and the ranks that their own hosts lack."""
+    """Return the newest remaining generation, and the ranks whose own hosts have no copy of it."""
     rank = world.rank
     own: dict[Generation, tuple[range, ...]] = {
         generation: () if (generation, rank) in held else (range(rank, rank + 1),)
@@ -117,12 +125,15 @@ def _found(
     generation: Generation,
     missing: Sequence[int],
 ) -> Found | list[tuple[int, int]] | None:
-    """Read what this rank is to read.
+    """Read the copies of a generation that are assigned to this rank.
 
-    Returns None on all ranks if the state of some rank is on no host. Returns the copies that
-    turned out to be damaged, if any: the first rank of the host, and whose state it was.
-    `missing`: the ranks whose copies their own hosts do not have; ranks of others read them, one
-    after the other of the first host that can.
+    Args:
+        missing: ranks without a copy on their own host; the first other host that has a copy reads
+            it, alternating between its ranks.
+
+    Returns:
+        The copies; or a list of damaged copies as (first rank of the host, rank of the state); or
+            None on all ranks if no host has the state of some rank.
     """
     readers: dict[int, int] = {}
     if missing:
@@ -133,8 +144,8 @@ def _found(
         if lacking:
             if world.rank == 0:
                 log.warning(
-                    "copies of step %d in memory cannot be used: those of ranks %s are gone or "
-                    "damaged; an older state is used",
+                    "the in-memory checkpoint of step %d cannot be used: the copies of ranks %s "
+                    "are missing or damaged; an older state is used",
                     generation.step,
                     ", ".join(lacking),
                 )

@@ -1,9 +1,10 @@
-"""Who shares a host, and which rank of another host keeps whose second copy.
+"""Assignment of ranks to hosts, and of each rank's second copy to a rank of another host.
 
-The ranks of a host find one another in its folder. Of all ranks each learns three numbers; where
-those of a host follow one another, as launchers put them, it knows its own part by these:
+The ranks of a host find each other in its folder. Each rank also gets three numbers about all
+ranks; if the ranks of each host are consecutive, as launchers assign them, these determine its
+role:
 
-    hosts  a a a b b b c c     rank r keeps its copy at r + 3, as no host has more than 3 ranks
+    hosts  a a a b b b c c     rank r stores its copy at r + 3, as no host has more than 3 ranks
 """
 
 from collections import Counter
@@ -16,15 +17,18 @@ from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.device.host.machine import kernel_identity
 from gpipe_hpc.errors import ConfigError
 
-_TRIES: Final = 10  # to find every rank in its folder
+_TRIES: Final = 10  # attempts to find every rank in its folder
 
 
 class Place(NamedTuple):
-    """Where a rank stands among the hosts.
+    """The host of a rank, and the ranks that exchange second copies of their state with it.
 
-    `here`: the ranks of its host, ascending: those that share its folder. `holder`: who keeps its
-    second copy; itself, where there is one host. `sources`: whose second copies it keeps.
-    `is_shared`: all ranks share one folder, though they are on several machines.
+    Args:
+        here: the ranks of its host (those that share its folder), ascending.
+        num_hosts: number of hosts.
+        holder: the rank that stores its second copy; itself if there is one host.
+        sources: the ranks whose second copies it stores.
+        is_shared: whether all ranks share one folder although they are on several machines.
     """
 
     here: tuple[int, ...]
@@ -35,13 +39,13 @@ class Place(NamedTuple):
 
 
 class _Hosts(NamedTuple):
-    """What is known of the hosts of some ranks: `longest` is the most ranks of one."""
+    """Summary of the hosts of some ranks; `longest` is the largest number of ranks on one host."""
 
     num_hosts: int
     longest: int
-    are_rows: bool  # the ranks of each host follow one another
+    are_rows: bool  # the ranks of each host are consecutive
     is_whole: bool  # each rank has found itself in its host's folder
-    machine: str  # empty where there are several
+    machine: str  # empty if there are several
 
     def plus(self, other: "_Hosts") -> "_Hosts":
         longest = max(self.longest, other.longest)
@@ -58,9 +62,10 @@ def _own(rank: int, here: Sequence[int]) -> _Hosts:
 
 
 def find_place(world: World, folder: CopyFolder, start: str) -> Place:
-    """Return this rank's place; all ranks call it, having opened their folders at this start.
+    """Return this rank's host and the ranks with which it exchanges copies. Collective.
 
-    Raises ConfigError where something removes a folder again and again.
+    All ranks have opened their folders before. Raises ConfigError if another process keeps removing
+    the folder.
     """
     rank, size = world.rank, world.size
     for _ in range(_TRIES):
@@ -73,14 +78,14 @@ def find_place(world: World, folder: CopyFolder, start: str) -> Place:
     else:
         raise ConfigError(
             f"config: bad checkpoint.neighbour_dir: {folder.path} was removed {_TRIES} times "
-            "while it was opened; find out what removes it, or choose another folder"
+            "while it was opened; find the process that removes it, or choose another folder"
         )
     if hosts.num_hosts == 1:
         return Place(here, 1, rank, (), is_shared=not hosts.machine)
     if hosts.are_rows and 2 * hosts.longest <= size:
         behind, before = (rank + hosts.longest) % size, (rank - hosts.longest) % size
         return Place(here, hosts.num_hosts, behind, (before,))
-    # Ranks are spread in another way, or one host has more than half: rank 0 looks at all.
+    # The ranks of a host are not consecutive, or one host has more than half: rank 0 decides.
     told = world.everybody.gather_object(here[0], root=0)
     rows = None if told is None else _rows(choose_holders(told))
     holder, sources = world.everybody.deal_object(rows, root=0)
@@ -88,11 +93,12 @@ def find_place(world: World, folder: CopyFolder, start: str) -> Place:
 
 
 def choose_holders(hosts: Sequence[Hashable]) -> list[int]:
-    """Return, for each rank, who keeps a second copy of its state: a rank of another host.
+    """Return, for each rank, the rank of another host that stores its second copy.
 
-    With the ranks in the order of their hosts it is the one as many places on as the largest host
-    has ranks, so each keeps one copy. Where that host has more than half of the ranks, the others
-    take turns for its, and its ranks keep those of the others. With one host a rank keeps its own.
+    With ranks ordered by host, it is the rank as many positions further as the largest host has
+    ranks, so that each rank stores one copy. If that host has more than half of the ranks, the
+    other ranks store its copies in turn, and its ranks store theirs. With one host, a rank stores
+    its own.
     """
     counts = Counter(hosts)
     if len(counts) == 1:
@@ -115,7 +121,7 @@ def choose_holders(hosts: Sequence[Hashable]) -> list[int]:
 
 
 def _rows(holders: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return for each rank who keeps its copy, and whose it keeps."""
+    """Return, for each rank, the holder of its copy and the ranks whose copies it stores."""
     sources: list[list[int]] = [[] for _ in holders]
     for rank, holder in enumerate(holders):
         sources[holder].append(rank)

@@ -53,16 +53,16 @@ def in_order(tasks: Sequence[Task]) -> Iterator[Part]:
             progress.add(task.num_bytes)
             yield part
         return
-    crew = _Crew(tasks, progress)
+    pool = _WorkerPool(tasks, progress)
     try:
-        crew.start(num_processes)
+        pool.start(num_processes)
         for number, task in enumerate(tasks):
-            part = crew.take(number)
+            part = pool.take(number)
             if "error" in part.facts:
                 raise OSError(part.facts["errno"], part.facts["error"], str(task.path))
             yield part
     finally:
-        crew.stop()
+        pool.stop()
 
 
 class Progress:
@@ -92,7 +92,7 @@ class Progress:
         )
 
 
-class _Crew:
+class _WorkerPool:
     """Worker processes, each with a daemon thread that sends tasks and receives results."""
 
     def __init__(self, tasks: Sequence[Task], progress: Progress) -> None:

@@ -60,7 +60,7 @@ def _read(path: Path, start: int, stop: int) -> tuple[int, list[bytes | None]]:
         # A line begins after a newline: start one byte earlier.
         first = max(0, start - 1)
         file.seek(first)
-        content = _exactly(file, min(stop, os.fstat(file.fileno()).st_size) - first)
+        content = _read_exactly(file, min(stop, os.fstat(file.fileno()).st_size) - first)
         begin = content.find(b"\n") + 1 if start else 0
         if (start and not begin) or begin == len(content):
             return stop, []
@@ -69,11 +69,11 @@ def _read(path: Path, start: int, stop: int) -> tuple[int, list[bytes | None]]:
         last = lines.pop()
         if last != b"\n":
             assert last is not None, "lines within the block are not None"
-            lines.append(_completed(file, last[:-1]))
+            lines.append(_rest_of_line(file, last[:-1]))
     return first + begin, lines
 
 
-def _completed(file: Any, line: bytes) -> bytes | None:
+def _rest_of_line(file: Any, line: bytes) -> bytes | None:
     """Read the rest of a line; return None if it is too long."""
     parts, num_bytes = [line], len(line)
     while num_bytes <= MOST_LINE_BYTES:
@@ -86,7 +86,7 @@ def _completed(file: Any, line: bytes) -> bytes | None:
     return None
 
 
-def _exactly(file: Any, num_bytes: int) -> bytes:
+def _read_exactly(file: Any, num_bytes: int) -> bytes:
     parts = []
     while num_bytes > 0 and (piece := file.read(num_bytes)):
         parts.append(piece)

@@ -1,1 +1,1 @@
-"""The numbers of a run: metrics, progress, trackers, throughput and the share of peak."""
+"""Metrics of a run: writers, progress, trackers, throughput and share of peak."""

@@ -1,4 +1,4 @@
-"""What a run measured, told to several writers as to one."""
+"""Metrics of a run, passed to several writers."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ from gpipe_hpc.trainer.writers import METRICS_FILE, JsonLines, MetricsWriter
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
-Given = Mapping[str, SupportsFloat | None]
-"""Scalars as a script has them: numbers of torch and NumPy, too."""
+ScalarValues = Mapping[str, SupportsFloat | None]
+"""Scalars by name, also of torch and NumPy."""
 
 
 class Metrics:
@@ -33,9 +33,14 @@ class Metrics:
     ) -> "Metrics":
         """Return a writer of `metrics.jsonl` in `folder` and of trackers; only rank 0 writes.
 
-        `to`: tensorboard (a folder in `folder`), wandb, mlflow. What an earlier run wrote after
-        `pipe.steps_done` is dropped from `metrics.jsonl` and TensorBoard, so load a checkpoint
-        first. No rank waits for another. Raises ConfigError if a tracker cannot be opened.
+        Lines that an earlier run wrote after `pipe.steps_done` are removed from `metrics.jsonl` and
+        TensorBoard, so load a checkpoint first. Not collective. Raises ConfigError if a tracker
+        cannot be opened.
+
+        Args:
+            pipe: the pipeline.
+            folder: the folder.
+            to: any of tensorboard (a folder in `folder`), wandb and mlflow.
         """
         if pipe.world.rank:
             return cls()
@@ -57,18 +62,26 @@ class Metrics:
     def write(
         self,
         step: int,
-        scalars: Given,
+        scalars: ScalarValues,
         *,
         num_samples: int | None = None,
         grad_norm: SupportsFloat | None = None,
     ) -> None:
         """Record the scalars of a finished step.
 
-        In a script, the first line of a step also has `step_time_s`, the seconds since the step
-        before (since `of`, for the first), and with `num_samples` of the global batch
-        `samples_per_s`. `grad_norm`: what `pipe.clip_grad_norm_` returned. Numbers of torch and
-        NumPy are accepted. Raises ConfigError for a value that is no number, RunFolderError if the
-        folder cannot be written.
+        In a script, the first line of a step also has `step_time_s`, the seconds since the previous
+        step (since `of`, for the first), and `samples_per_s`. Numbers of torch and NumPy are
+        accepted.
+
+        Args:
+            step: the step.
+            scalars: the scalars by name.
+            num_samples: size of the global batch, for `samples_per_s`.
+            grad_norm: the result of `pipe.clip_grad_norm_`.
+
+        Raises:
+            ConfigError: if a value is not a number.
+            RunFolderError: if the folder cannot be written.
         """
         if not self._writers:
             return
@@ -80,9 +93,9 @@ class Metrics:
                 writer.write(step, {**paced, **numbers})
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close all writers. Raises RunFolderError if the folder cannot be written.
+        """Close all writers; raise RunFolderError if the folder cannot be written.
 
-        `error`: what ended the run, if anything; trackers then show it as failed.
+        `error` is the error that ended the run, if any; trackers then show the run as failed.
         """
         with _refused(self._folder, self._world), ExitStack() as stack:
             for writer in self._writers:
@@ -97,19 +110,19 @@ class Metrics:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What goes wrong behind an error is most often that error again.
+        # After an error, closing most often fails for the same reason.
         with suppress(*() if error is None else (RunFolderError,)):
             self.close(error)
 
 
 class Pace:
-    """What steps take, from one to the next."""
+    """Timer for the steps of a user's script."""
 
     def __init__(self, steps_done: int) -> None:
         self._step, self._ended_s = steps_done, time.perf_counter()
 
     def of(self, step: int, num_samples: int | None) -> dict[str, float]:
-        """Return what a step took; nothing of one that was told before. Of several their mean."""
+        """Return the mean time of the steps since the last call; empty for a step already timed."""
         now_s = time.perf_counter()
         num_steps = step - self._step
         if num_steps <= 0:
@@ -129,11 +142,11 @@ def open_metrics(
     project: str = DEFAULT_PROJECT,
     settings: Mapping[str, Any] | None = None,
 ) -> Metrics:
-    """Return the writers of a run: ``metrics.jsonl``, and the trackers of `to`.
+    """Return the writers of a run: ``metrics.jsonl``, and the trackers in `to`.
 
-    What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None. The
-    other ranks of `world` are told of what goes wrong: they write nothing, and would wait.
-    `settings`: shown by trackers that show settings. Raises ConfigError where one cannot be opened.
+    Lines that an earlier run wrote after `resumed_step` are removed, none if it is None. Errors are
+    also raised on the other ranks of `world`, which write nothing and would otherwise wait.
+    `settings` are shown by trackers. Raises ConfigError if a tracker cannot be opened.
     """
     tracked = Tracked(run_dir, project, resumed_step, settings or {})
     return Metrics(*_writers(tracked, to), folder=run_dir, world=world)
@@ -141,14 +154,14 @@ def open_metrics(
 
 @contextmanager
 def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
-    """Say in which folder something could not be written, and what to do, also to other ranks."""
+    """Convert OSError to RunFolderError with the folder and a remedy, also on the other ranks."""
     try:
         yield
     except OSError as error:
         with nullcontext() if world is None else telling(world, "writing metrics"):
             raise RunFolderError(
                 f"metrics: cannot write to {folder}: {error}; "
-                f"{os_remedy(error) or 'look at the folder'}, and start again: a run goes on from "
+                f"{os_remedy(error) or 'check the folder'}, and start again: a run resumes from "
                 "its newest checkpoint"
             ) from error
 
@@ -159,7 +172,7 @@ def _writers(tracked: Tracked, to: Sequence[str]) -> list[MetricsWriter]:
 
 
 def _number(name: str, value: SupportsFloat | None) -> float | int | None:
-    """Return a number as Python's own: those of torch and NumPy are none that JSON knows."""
+    """Convert a number of torch or NumPy to Python's int or float, which JSON can represent."""
     if value is None:
         return None
     try:

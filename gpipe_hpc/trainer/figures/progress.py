@@ -1,4 +1,4 @@
-"""The one line of progress that rank 0 shows."""
+"""The progress line of rank 0."""
 
 import sys
 import time
@@ -15,17 +15,17 @@ from rich.text import Text
 from gpipe_hpc.trainer.writers import Scalars
 from gpipe_hpc.units import bytes_text
 
-_NUM_RECENT: Final = 20  # steps whose median time foretells the rest
+_NUM_RECENT: Final = 20  # steps whose median time predicts the remaining time
 _SMOOTHED: Final = ("tokens_per_s", "samples_per_s", "share_of_peak", "bubble")
-_SMOOTHED_S: Final = 10.0  # of steps whose rates and bubble are shown as one
-_OF_RANK: Final = "peak_memory_bytes/"  # and its number
-_REFRESH_S: Final = 0.1  # between two states of the line on a terminal
-_SHORTEST_GAP_S: Final = 1.0  # between two lines elsewhere, once the run is older than a few
+_SMOOTHED_S: Final = 10.0  # seconds of steps over which these are averaged
+_OF_RANK: Final = "peak_memory_bytes/"  # followed by the rank
+_REFRESH_S: Final = 0.1  # between two updates of the line on a terminal
+_SHORTEST_GAP_S: Final = 1.0  # between two lines without a terminal, after the first seconds
 _LONGEST_GAP_S: Final = 60.0
 
 
 class _Window:
-    """A figure over the last seconds of steps: its mean, each step weighed by its time."""
+    """Moving average over the last seconds of steps, weighted by step time."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
@@ -33,7 +33,7 @@ class _Window:
         self._seconds = self._amount = 0.0
 
     def add(self, step_time_s: float, figure: float) -> None:
-        """Take a step in; let those go without which the span is still full."""
+        """Add a step, and drop old steps that the time span no longer needs."""
         self._steps.append((step_time_s, figure * step_time_s))
         self._seconds += step_time_s
         self._amount += figure * step_time_s
@@ -44,15 +44,15 @@ class _Window:
 
     @property
     def mean(self) -> float | None:
-        """Return the mean, None before the first step."""
+        """Return the mean; None before the first step."""
         return self._amount / self._seconds if self._steps else None
 
 
 class Progress:
-    """A line that stays in place on a terminal; elsewhere a line every `log_every` steps.
+    """A line that is updated in place on a terminal; elsewhere a new line every `log_every` steps.
 
-    There no more than one a second, except within the first seconds, and at least one a minute.
-    Rates and the bubble are those of the last ten seconds of steps.
+    Without a terminal at most one line per second is printed, except in the first seconds, and at
+    least one per minute. Rates and bubble are averages over the last ten seconds of steps.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Progress:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._first, self._last, self._log_every = first_step, last_step, log_every
-        # What the environment says of colours makes no terminal.
+        # Environment variables for colors must not count as a terminal.
         self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._now = now
         self._began_s = self._shown_s = now()
@@ -78,7 +78,7 @@ class Progress:
             self._live.start()
 
     def update(self, step: int, scalars: Scalars) -> None:
-        """Show a finished step from its line of metrics.jsonl."""
+        """Show a finished step, given its scalars of metrics.jsonl."""
         step_time_s = scalars.get("step_time_s")
         if step_time_s:
             self._times_s.append(step_time_s)
@@ -90,7 +90,7 @@ class Progress:
         now_s = self._now()
         passed_s = now_s - self._shown_s
         if self._live is not None:
-            # Cut, not wrapped: only a line of its own can be wiped.
+            # Truncate instead of wrapping: only a single line can be overwritten.
             line = Text(self.line(step, scalars), no_wrap=True, overflow="ellipsis")
             is_due = is_end or passed_s >= _REFRESH_S
             self._live.update(line, refresh=is_due)
@@ -104,10 +104,10 @@ class Progress:
             self._shown_s = now_s
 
     def line(self, step: int, scalars: Scalars) -> str:
-        """Return the text of a step; the bubble is idle time over total.
+        """Return the text of a step; the bubble is idle time over total time.
 
-        Memory stands last, so that a narrow terminal cuts it first: the most that a rank had so
-        far, of each of at most 8 ranks; of more, of those with least and most.
+        Peak memory is last, so that a narrow terminal truncates it first: of each rank if there are
+        at most 8, else the least and the largest.
         """
         parts = [f"step {step:>{len(str(self._last))}}/{self._last}"]
         loss = scalars.get("loss")
@@ -128,11 +128,11 @@ class Progress:
         return "  ".join(parts)
 
     def say(self, text: str) -> None:
-        """Print a line that stays, above the progress line."""
+        """Print a permanent line above the progress line."""
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leave the last line on the terminal."""
+        """Leave the last line on the terminal and stop updating it."""
         if self._live is not None:
             self._live.stop()
             self._live = None

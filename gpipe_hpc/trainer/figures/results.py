@@ -1,7 +1,7 @@
-"""What a run tells of its steps: each line is written once its step is done on the device.
+"""Write the results of each step after it is complete on the device.
 
-On an accelerator that is when the next step has been handed to the device, which so always has
-work: the host waits once a step, for the end of the one before, and finds all its numbers there.
+On an accelerator that is after the next step has been enqueued, so that the device always has work.
+The host waits once per step, for the end of the previous one, whose numbers are then available.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,15 @@ from gpipe_hpc.trainer.summary.ledger import Ledger, Times
 
 
 class Line(NamedTuple):
-    """A step, and what its line says besides results.
+    """A training step with the scalars of its line in metrics.jsonl.
 
-    `since`: the end of the step before it; None where something else came between: then the step
-    counts from its own beginning. `times`: of the newest step that is known.
+    Args:
+        trained: the step's inputs and results.
+        timed: its time marks.
+        since: end of the previous step; None if something else ran in between, so that the step
+            counts from its own start.
+        times: times of the newest complete step.
+        known: other scalars.
     """
 
     trained: Trained
@@ -31,16 +36,21 @@ class Line(NamedTuple):
     known: dict[str, Any]
 
     def seconds(self) -> float:
-        """Return what the step took; on an accelerator this waits for its end."""
+        """Return the step time; on an accelerator this waits for the end of the step."""
         laps = self.trained.laps
         return seconds_between(laps.began if self.since is None else self.since, laps.left)
 
 
 class Results:
-    """Writes the lines of a run's steps, on rank 0; other ranks look at the numbers, too.
+    """Writer of the results of steps on rank 0; the other ranks only check them for NaN.
 
-    `is_late`: a step is done on the device after the host has left it. `rates`: what a step did in
-    a second, by its samples and its seconds.
+    Args:
+        session: the run.
+        ledger: statistics over steps.
+        metrics: writer of metrics, on rank 0.
+        progress: progress line, on rank 0.
+        is_late: whether a step completes on the device after the host has left it.
+        rates: returns rates per second from the samples and seconds of a step.
     """
 
     def __init__(
@@ -59,10 +69,10 @@ class Results:
         self._waiting: Line | None = None
 
     def add(self, line: Line) -> TimedStep | None:
-        """Take a step; return one whose marks may be read: the one before if steps are done late.
+        """Add a step; return a step whose marks can be read: the previous one if `is_late`.
 
-        Raises NonFiniteError, on every rank, if that one's loss or norm is no number to go on from;
-        PeerError if another rank failed before the device was done with it.
+        Returns None if there is none. Raises NonFiniteError on every rank if that step's loss or
+        norm is not finite, PeerError if another rank failed before the device had completed it.
         """
         before, self._waiting = self._waiting, line
         if not self._is_late:
@@ -70,14 +80,14 @@ class Results:
         return None if before is None else self._finish(before)
 
     def settle(self) -> TimedStep | None:
-        """Wait for the last step, unless its line is written; return it. Raises as `add` does."""
+        """Wait for the last step, write its results and return it, or None; raises as `add`."""
         line, self._waiting = self._waiting, None
         return None if line is None else self._finish(line)
 
     def _finish(self, line: Line) -> TimedStep:
         trained = line.trained
         if self._is_late:
-            # A sum that was cut off on the device may have ended with anything in memory.
+            # An aborted all-reduce may have left arbitrary values in memory.
             with together(self._session.pipe.world, f"step {trained.step}"):
                 wait_for(trained.laps.left)
             refuse_non_finite(self._session, trained)

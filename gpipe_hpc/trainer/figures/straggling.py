@@ -1,21 +1,21 @@
-"""Whether this rank takes longer to compute than it did: noticed while a run goes on."""
+"""Detection of stragglers: whether this rank computes more slowly than before."""
 
 from collections import deque
 from statistics import median
 from typing import Final, NamedTuple
 
 SLOW: Final = 1.3
-"""Times as long as before, from which on a rank counts as a straggler."""
+"""Slowdown from which on a rank counts as a straggler."""
 
-_NUM_NEWEST: Final = 5  # steps that are all slow, or all as before, until that is said
-_NUM_BEFORE: Final = 50  # steps whose median is what a rank takes
+_NUM_NEWEST: Final = 5  # consecutive steps that must all be slow, or all normal
+_NUM_BEFORE: Final = 50  # steps whose median is the normal time
 _LEAST_BEFORE: Final = 10
 
 
 class Straggling(NamedTuple):
-    """A rank has begun to straggle, `factor` times as long as before, or is as before again.
+    """A rank has become a straggler with slowdown `factor`, or has recovered (`is_over`).
 
-    `first_step`: of those that are so.
+    `first_step` is the first of the steps that show this.
     """
 
     first_step: int
@@ -29,23 +29,25 @@ class _Step(NamedTuple):
     others_s: float
 
 
-class Watched:
-    """What one rank computed in its newest steps, and in those before.
+class StragglerDetector:
+    """Detects that this rank has become slower, from its computing times before and now.
 
-    A rank straggles when each of the newest steps took it longer than the median before, also
-    beside what the other ranks took: longer sequences make all slower, and none a straggler.
+    A rank is a straggler if each of the newest steps took longer than the earlier median, both
+    absolutely and relative to the other ranks: longer sequences slow down all ranks and make none a
+    straggler.
     """
 
     def __init__(self) -> None:
         self._newest: deque[_Step] = deque()
         self._before: deque[_Step] = deque(maxlen=_NUM_BEFORE)
         self.factor = 0.0
-        """How many times as long as before steps take, as last seen; 0 if it does not straggle."""
+        """Current slowdown; 0 if the rank is not a straggler."""
 
     def add(self, step: int, busy_s: float, others_s: float) -> Straggling | None:
-        """Take a step in; return what has changed. `others_s`: the mean of the other ranks.
+        """Add a step's computing times; return a `Straggling` if the state changes, else None.
 
-        0 without other ranks. The time this takes does not grow with the run.
+        `others_s` is the mean of the other ranks, 0 without other ranks. The cost does not grow
+        with the run.
         """
         self._newest.append(_Step(step, busy_s, others_s))
         if len(self._newest) <= _NUM_NEWEST:
@@ -53,7 +55,7 @@ class Watched:
         oldest = self._newest.popleft()
         was_slow = self.factor > 0
         if not was_slow:
-            self._before.append(oldest)  # what is slow is never what is usual
+            self._before.append(oldest)  # slow steps do not count as normal
         if len(self._before) < _LEAST_BEFORE:
             return None
         usual_s = median(each.busy_s for each in self._before)
@@ -72,5 +74,5 @@ class Watched:
 
 
 def _ratio(step: _Step) -> float:
-    """Return what a step took beside what it took the others; of one rank alone its time."""
+    """Return a step's time relative to the other ranks; of a single rank, its time."""
     return step.busy_s / step.others_s if step.others_s else step.busy_s

@@ -1,4 +1,4 @@
-"""How much a step trains on in a second, and how far from the best that is."""
+"""Throughput of training, absolute and relative to the peak of the devices."""
 
 from gpipe_hpc.planner.costs.device_peaks import peak_flops_per_s
 from gpipe_hpc.settings import DataConfig, TokenDataConfig
@@ -6,12 +6,12 @@ from gpipe_hpc.trainer.session import Session
 
 
 def tokens_per_sample(data: DataConfig) -> int | None:
-    """Return the tokens of a sample, None where samples are no sequences of tokens."""
+    """Return the number of tokens of a sample; None if samples are not token sequences."""
     return data.seq_len if isinstance(data, TokenDataConfig) else None
 
 
 def device_flops_per_s(session: Session) -> float | None:
-    """Return what a rank's device could do at best: as the settings say, or known by its name."""
+    """Return the peak FLOP/s of a rank's device, from the settings or its name; None if unknown."""
     train, device = session.config.train, session.pipe.world.device
     if train.device_flops_per_s is not None:
         return train.device_flops_per_s
@@ -19,9 +19,9 @@ def device_flops_per_s(session: Session) -> float | None:
 
 
 def model_flops_per_s(session: Session, samples_per_s: float | None) -> float | None:
-    """Return the model's FLOPs a second, of all ranks; None where layers were not counted.
+    """Return the model's FLOP/s over all ranks; None if the layers could not be counted.
 
-    Counted are the FLOPs of forward and backward. Those of recomputation are no gain for anybody.
+    FLOPs of forward and backward are counted, without recomputation.
     """
     if session.foreseen is None or samples_per_s is None:
         return None
@@ -29,7 +29,7 @@ def model_flops_per_s(session: Session, samples_per_s: float | None) -> float | 
 
 
 def share_of_peak(session: Session, samples_per_s: float | None) -> float | None:
-    """Return the model's FLOPs a second over what all devices could do; None if not known."""
+    """Return the model's FLOP/s over the peak of all devices (MFU); None if unknown."""
     peak, reached = device_flops_per_s(session), model_flops_per_s(session, samples_per_s)
     if peak is None or reached is None:
         return None

@@ -1,7 +1,7 @@
-"""Where the figures of a run go beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
+"""Experiment trackers for the metrics of a run: TensorBoard, Weights & Biases, MLflow.
 
-The last two are loaded by name, where they are installed and asked for. Where their servers are,
-and whether they are used at all, their own variables say (WANDB_MODE, MLFLOW_TRACKING_URI).
+The last two are imported only if they are requested. They are configured by their own environment
+variables (WANDB_MODE, MLFLOW_TRACKING_URI).
 """
 
 import json
@@ -22,7 +22,7 @@ from gpipe_hpc.trainer.writers import MetricsWriter, Scalars, TensorBoard
 
 DEFAULT_PROJECT: Final = "gpipe_hpc"
 IDS_FILE: Final = "trackers.json"
-"""Which run of each tracker a run folder belongs to, so that it goes on there."""
+"""File with the run's id in each tracker, so that a resumed run continues there."""
 
 _DONE: Final = 0
 _FAILED: Final = 1
@@ -32,9 +32,10 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 class Tracked(NamedTuple):
-    """What is tracked: a run's folder and settings, and the step from which it goes on.
+    """The tracked run: folder, settings, and step from which it resumes.
 
-    `project`: of Weights & Biases, the experiment of MLflow. `resumed_step`: as of `JsonLines`.
+    `project` is the project of Weights & Biases or the experiment of MLflow; `resumed_step` is as
+    in `JsonLines`.
     """
 
     folder: Path
@@ -44,15 +45,15 @@ class Tracked(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what the run is called: as its folder."""
+        """Return the run's name, which is that of its folder."""
         return self.folder.resolve().name
 
     def known_id(self, tracker: str) -> str | None:
-        """Return the id by which the tracker knows this run; None for one that starts over."""
+        """Return the run's id in a tracker; None if it is new or starts over."""
         return None if self.resumed_step == 0 else _ids(self.folder).get(tracker)
 
     def keep_id(self, tracker: str, run_id: str) -> None:
-        """Note the id by which the tracker knows this run."""
+        """Store the run's id in a tracker."""
         path = self.folder / IDS_FILE
         aside = path.with_name(path.name + ".part")
         aside.write_text(json.dumps(_ids(self.folder) | {tracker: run_id}) + "\n", "utf-8")
@@ -68,7 +69,7 @@ def _ids(folder: Path) -> dict[str, str]:
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """Return how a run has ended that an error left, in the words of a shell: 0 is well."""
+    """Return the exit code for an error that ended a run; 0 if there is none."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -77,7 +78,7 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 class WeightsAndBiases:
-    """Scalars as a run of Weights & Biases; each has the step as its axis."""
+    """Writer of scalars to a Weights & Biases run, with the step as their axis."""
 
     def __init__(self, tracked: Tracked) -> None:
         known = tracked.known_id("wandb")
@@ -89,21 +90,21 @@ class WeightsAndBiases:
             id=known,
             resume=None if known is None else "allow",
         )
-        # Steps that are done again after a restart are shown where they belong, not at the end.
+        # Steps repeated after a restart are shown at their step, not at the end.
         self._run.define_metric("*", step_metric="step")
         tracked.keep_id("wandb", str(self._run.id))
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Record those scalars that have a value; the library sends them from its own process."""
+        """Log the scalars that have a value; the library sends them from its own process."""
         self._run.log({"step": step, **{k: v for k, v in scalars.items() if v is not None}})
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait until what is pending has been sent, and say how the run has ended."""
+        """Wait until pending data is sent, and report the outcome of the run."""
         self._run.finish(exit_code=exit_code_of(error))
 
 
 class MLflow:
-    """Scalars as a run of MLflow: on the server that MLFLOW_TRACKING_URI names, else in a file."""
+    """Writer of scalars to an MLflow run, on the server MLFLOW_TRACKING_URI or in a local file."""
 
     def __init__(self, tracked: Tracked) -> None:
         client = import_module("mlflow.tracking").MlflowClient
@@ -133,13 +134,13 @@ class MLflow:
         return run_id
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Record those scalars that have a value; a thread of the library sends them."""
+        """Log the scalars that have a value; a thread of the library sends them."""
         now_ms = int(1e3 * time.time())
         rows = [self._metric(k, v, now_ms, step) for k, v in scalars.items() if v is not None]
         self._client.log_batch(self._run_id, metrics=rows, synchronous=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait until what is pending has been sent, and say how the run has ended."""
+        """Wait until pending data is sent, and report the outcome of the run."""
         import_module("mlflow").flush_async_logging()
         statuses = {_DONE: "FINISHED", _INTERRUPTED: "KILLED"}
         status = statuses.get(exit_code_of(error), "FAILED")
@@ -147,14 +148,14 @@ class MLflow:
 
 
 class Guarded:
-    """Somebody else's writer: what it raises is told once, and the run goes on without it."""
+    """Wrapper of an external writer: after its first error, which is logged, it does nothing."""
 
     def __init__(self, name: str, writer: MetricsWriter) -> None:
         self._name, self._writer = name, writer
         self._is_lost = False
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Hand the scalars on, unless the writer has failed before."""
+        """Pass the scalars on, unless the writer has failed before."""
         self._attempt(lambda: self._writer.write(step, scalars))
 
     def close(self, error: BaseException | None = None) -> None:
@@ -166,7 +167,7 @@ class Guarded:
             return
         try:
             act()
-        except Exception as error:  # whatever a library raises, a training run shall not end by it
+        except Exception as error:  # an error of a tracker must not end a training run
             self._is_lost = True
             log.warning(
                 "%s stopped accepting metrics of this run (%s: %s); metrics.jsonl has them all",
@@ -182,7 +183,7 @@ _FOREIGN: Final[Mapping[str, Callable[[Tracked], MetricsWriter]]] = MappingProxy
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker that is not known, or not installed."""
+    """Raise ConfigError for a tracker that is unknown or not installed."""
     settings = {each.name: each for each in settings_of(Config)}
     for name in names:
         settings["metrics.to"].check(name)
@@ -194,13 +195,13 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """Say whether there is such a package: a folder of that name, as runs leave, is none."""
+    """Return whether a package is installed; an empty folder of its name does not count."""
     found = find_spec(name)
     return found is not None and found.origin is not None
 
 
 def open_trackers(names: Sequence[str], tracked: Tracked) -> list[MetricsWriter]:
-    """Return a writer for each tracker; raises ConfigError where one cannot be opened."""
+    """Return a writer for each tracker; raise ConfigError if one cannot be opened."""
     refuse_missing(names)
     tracked.folder.mkdir(parents=True, exist_ok=True)
     return [_opened(name, tracked) for name in names]
@@ -211,9 +212,9 @@ def _opened(name: str, tracked: Tracked) -> MetricsWriter:
         return TensorBoard(tracked.folder / name, tracked.resumed_step)
     try:
         return Guarded(name, _FOREIGN[name](tracked))
-    except Exception as error:  # no account, no server, another version: its own words say
+    except Exception as error:  # no account, no server, an incompatible version
         raise ConfigError(
-            f"metrics: expected {name} to take the figures of this run, got "
-            f"{type(error).__name__}: {str(error)[:500]}; mend that, or leave {name} out of "
+            f"metrics: {name} cannot be opened for this run: "
+            f"{type(error).__name__}: {str(error)[:500]}; fix this, or remove {name} from "
             f"metrics.to"
         ) from error

@@ -1,1 +1,1 @@
-"""What a step of a run to come takes, measured ahead of it: its layers, and all else."""
+"""Measurements for planned runs: layer times and the other costs of a step."""

@@ -1,7 +1,7 @@
-"""Time layers as a rank of a run to come will run them: on its threads, while others compute.
+"""Time layers under the conditions of a planned rank: its threads, and other ranks computing.
 
-Two processes of a host share its caches, its memory and its power: on two cores of an EPYC, layers
-of a GPT and of an MLP took 8 % longer while another process ran the same ones.
+Two processes of a host share caches, memory bandwidth and power: on two cores of an EPYC, layers of
+a GPT and of an MLP took 8 % longer while another process ran the same layers.
 """
 
 from collections.abc import Iterator
@@ -25,13 +25,17 @@ from gpipe_hpc.trainer.measuring.companions import companions
 def measured_as_a_rank(
     config: Config, counted: Counted, num_samples: int, share: Share | None
 ) -> Measured:
-    """Return what runs the layers of `counted`, once it is asked, and takes their seconds.
+    """Return a lazy measurement of the layers of `counted`.
 
-    `num_samples`: of its micro-batch. `share`: what a rank computes with, see `share_of_rank`; None
-    for the threads that this process has, whoever else computes.
+    Args:
+        config: the settings.
+        counted: the layers, with a micro-batch of meta tensors.
+        num_samples: samples of that micro-batch.
+        share: the planned rank's share of its host, see `share_of_rank`; None: this process's
+            threads, without load generators.
     """
     example = counted.example
-    assert example is not None, "a plan is made of one"
+    assert example is not None, "a plan has an example"
     keep_memory(config)
     counted = replace(counted, example=with_values(example, config))
     if share is None:
@@ -41,15 +45,15 @@ def measured_as_a_rank(
 
 
 def how_measured(share: Share | None) -> str:
-    """Say how layers are measured that run as on a rank with this share."""
+    """Return the name of the measurement mode used for a rank with this share of the host."""
     return MEASURED_HERE if share is None else f"{MEASURED_HERE}, {share}"
 
 
 def share_of_rank(config: Config, device: Device, num_ranks: int | None) -> Share | None:
-    """Return what a rank of the first host of a run to come will compute with.
+    """Return the share of the host that a rank of the planned run's first host will have.
 
-    None where `num_ranks`, of all hosts, is not known, and for an accelerator, which no two ranks
-    share.
+    None if `num_ranks`, the total number of ranks, is unknown, and for accelerators, which ranks do
+    not share.
     """
     if device.is_accelerator or num_ranks is None:
         return None
@@ -59,7 +63,7 @@ def share_of_rank(config: Config, device: Device, num_ranks: int | None) -> Shar
 
 @contextmanager
 def on_threads(share: Share | None) -> Iterator[None]:
-    """Compute on the threads of a share within the block; None: on those that there are."""
+    """Use the number of threads of a share within the context; None changes nothing."""
     before = torch.get_num_threads()
     if share is not None and share.num_threads != before:
         torch.set_num_threads(share.num_threads)
@@ -78,7 +82,7 @@ def _as_a_rank(config: Config, counted: Counted, num_samples: int, share: Share)
 
 
 def _layer_bytes(counted: Counted) -> int:
-    """Return what layers take where they are run: the largest, or so many as are run in a row."""
+    """Return the memory in bytes needed to run the layers: the largest, or several run in a row."""
     each = [
         2 * (sum(weight.nbytes for weight in layer.weights) + layer.activation_bytes)
         for layer in counted.count.layers

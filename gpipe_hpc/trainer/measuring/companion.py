@@ -1,4 +1,4 @@
-"""A process that runs the layers of a model until the one that started it is done, or gone."""
+"""Load generator process: runs a model's layers until the process that started it ends."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from gpipe_hpc.trainer.search.from_settings import gauge_of_layers
 
 
 def main() -> None:
-    """Read settings and the samples of a micro-batch from standard input; run its layers."""
+    """Read the settings and micro-batch size from standard input, and run the layers repeatedly."""
     starter = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the user's layers print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of the user's layers
     about = json.loads(sys.stdin.buffer.readline())
     for module in about["modules"]:
         import_module(module)
@@ -28,20 +28,20 @@ def main() -> None:
     threading.Thread(target=_end_with_starter, name="companion", daemon=True).start()
     gauge = gauge_of_layers(config, HostDevice(), about["num_samples"])
     os.write(starter, READY)
-    while replace(gauge).times:  # a gauge measures when it is asked, and once
+    while replace(gauge).times:  # a gauge measures lazily and once; its copy measures again
         pass
 
 
 def _leave_cores() -> None:
-    """Leave the cores of a rank that has bound itself to it, as other ranks do."""
+    """Leave the cores of a rank that has bound itself to them."""
     given, own = given_cpus(), allowed_cpus()
     if given is not None and own is not None and given - own:
-        with suppress(OSError):  # taken away meanwhile
+        with suppress(OSError):  # the cores may have been withdrawn meanwhile
             os.sched_setaffinity(0, given - own)
 
 
 def _end_with_starter() -> None:
-    # Nothing more comes: it ends when the other end is closed. Not by sys.stdin, whose lock a
-    # thread that waits for it would keep from an interpreter that ends.
+    # Returns when the other end is closed. Not with sys.stdin, since a thread waiting in it would
+    # hold its lock when the interpreter exits.
     os.read(sys.stdin.fileno(), 1)
     os._exit(0)

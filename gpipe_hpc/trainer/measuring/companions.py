@@ -1,4 +1,4 @@
-"""Processes that compute, while layers are timed here, as the other ranks of the host will."""
+"""Load generators: processes that compute like the other ranks of a host while layers are timed."""
 
 import json
 import logging
@@ -22,15 +22,15 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 READY: Final = b"ready\n"
 _MOST: Final = 15  # processes
-_PROCESS_BYTES: Final = 4e8  # of host memory, beside layers
-_SHARE: Final = 0.5  # of the host's free memory
+_PROCESS_BYTES: Final = 4e8  # host memory of a process besides layers
+_SHARE: Final = 0.5  # usable fraction of the host's free memory
 _READY_S: Final = 60.0
-# What this process can import, its companion can: classes of the user's layers among it.
+# A load generator uses this process's sys.path, so that it can import the user's layers.
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
     "from gpipe_hpc.trainer.measuring.companion import main; main()"
 )
-# A companion is no rank, whatever a launcher has told the process that starts it.
+# A load generator is not a rank: it must not inherit the launcher's environment variables.
 _OF_LAUNCHERS: Final = (
     *("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_", "SLURM_"),
@@ -41,12 +41,18 @@ _OF_LAUNCHERS: Final = (
 def companions(
     config: Config, num_samples: int, share: Share, layer_bytes: float
 ) -> Iterator[None]:
-    """Let other processes run the model's layers within the block, over and over again.
+    """Run the model's layers in other processes, repeatedly, within the context.
 
-    `num_samples`: of a micro-batch. As many processes as other ranks of the host compute at once,
-    each on as many threads; 15 at most, and no more than half of the host's free memory holds, each
-    with 400 MB and `layer_bytes`. The block begins when all are about to compute. What fails is
-    told in the log, and the block goes on with the others.
+    As many processes run as other ranks of the host compute at the same time, each with as many
+    threads: at most 15, and using at most half of the host's free memory (400 MB plus `layer_bytes`
+    each). The context starts when all are about to compute. Failures are logged, and the others
+    continue.
+
+    Args:
+        config: the settings.
+        num_samples: samples of a micro-batch.
+        share: number of other ranks and of threads.
+        layer_bytes: memory of the layers.
     """
     wanted = min(_MOST, share.num_others, _that_fit(layer_bytes))
     with ExitStack() as stack:
@@ -66,8 +72,8 @@ def companions(
         failed += filter(None, [other.why_ended() for other in others])
         if failed:
             log.warning(
-                "partition: layers were timed while fewer than %d other processes of this host "
-                "computed (%s); times may be about 10 %% too short",
+                "partition: layers were timed with fewer than %d load-generating processes "
+                "(%s); times may be about 10 %% too short",
                 min(_MOST, share.num_others),
                 failed[0],
             )
@@ -83,31 +89,31 @@ class _Companion(NamedTuple):
     said: IO[bytes]
 
     def why_not_ready(self, until_s: float) -> str:
-        """Wait until it is about to compute; return what keeps it from that, empty if nothing."""
+        """Wait until the process is about to compute; return an error message, empty on success."""
         output = self.process.stdout
         assert output is not None, "a pipe"
         come = select.poll()
         come.register(output, select.POLLIN)
         if not come.poll(1e3 * max(0.0, until_s - time.monotonic())):
             self.process.kill()
-            return f"one that is not ready after {_READY_S:.0f} s"
+            return f"one was not ready after {_READY_S:.0f} s"
         if not output.readline():
-            self.process.wait()  # it has ended, or is about to: nothing else closes that pipe
+            self.process.wait()  # a closed pipe means that it is ending
         return ""
 
     def why_ended(self) -> str:
-        """Return why it no longer computes, empty if it does."""
+        """Return why the process has ended; empty if it is still computing."""
         code = self.process.poll()
         if code is None:
             return ""
         self.said.seek(0)
         lines = self.said.read().decode("utf-8", "replace").strip().splitlines()
-        return f"one that ended with {code}" + (f" ({lines[-1]})" if lines else "")
+        return f"one ended with exit code {code}" + (f" ({lines[-1]})" if lines else "")
 
 
 @contextmanager
 def _companion(config: Config, num_samples: int, num_threads: int) -> Iterator[_Companion]:
-    """Start one; it ends with the block, and also where this process is gone."""
+    """Start a load-generating process, which ends with the context or when this process dies."""
     settings = dumps(config, "the settings")
     modules = sorted({type(each).__module__ for each in vars(config).values()})
     about = {"modules": modules, "num_samples": num_samples, "num_bytes": len(settings)}
@@ -120,12 +126,12 @@ def _companion(config: Config, num_samples: int, num_threads: int) -> Iterator[_
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
-            process_group=0,  # Ctrl-C is for this process, which ends them
+            process_group=0,  # Ctrl-C must reach only this process, which stops the others
             env=inherited | threads,
         )
         assert process.stdin is not None and process.stdout is not None, "pipes"
         try:
-            with suppress(OSError):  # why it has ended is told by what it said
+            with suppress(OSError):  # its standard error shows why it has ended
                 process.stdin.write(lines.encode() + settings)
                 process.stdin.flush()
             yield _Companion(process, said)

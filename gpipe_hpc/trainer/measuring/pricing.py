@@ -1,6 +1,6 @@
-"""Measure what a step takes beside its layers, with the engine and the optimizer of a run.
+"""Measure the overheads of a step besides its layers, with a run's engine and optimizer.
 
-Times are medians.
+All times are medians.
 """
 
 import os
@@ -34,19 +34,23 @@ from gpipe_hpc.trainer.measuring.short_run import prices_of_short_run
 
 _WIDTH: Final = 8
 _REPEATS: Final = 21
-_SMALL: Final = 64  # numbers of a tensor that takes no time but that of being one
+_SMALL: Final = 64  # elements of a tensor whose time is only the overhead per tensor
 _MANY: Final = 65  # tensors
-_LARGE: Final = 2**21  # numbers: more than caches hold, with their gradient and states
-_SUMMED: Final = (64, 2**20)  # numbers of messages
+_LARGE: Final = 2**21  # elements: more than caches can store, with gradient and states
+_SUMMED: Final = (64, 2**20)  # elements of all-reduced tensors
 
 
 def measure_prices(
     config: Config, world: World, mesh: Mesh, send: Link, folder: Path
 ) -> Prices | None:
-    """Return, on rank 0, what a step takes beside its layers on ranks laid out so.
+    """Measure the overheads of a step for this layout of ranks; return them on rank 0. Collective.
 
-    Every rank calls it. `send`: what links two ranks of a host, as timed before. `folder`: for a
-    short run, in a place that all ranks see; it is new, and gone afterwards.
+    Args:
+        config: the settings.
+        world: all ranks.
+        mesh: stages and replicas.
+        send: the measured link between two ranks of a host.
+        folder: a new folder visible to all ranks for a short run; removed afterwards.
     """
     crowd = _crowd(world)
     slowed = 1.0 if world.device.is_accelerator else max(1.0, crowd.ranks / crowd.cores)
@@ -58,7 +62,7 @@ def measure_prices(
     if beside is None:
         return None
     return Prices(
-        beside.action_s,  # too short for another rank to get its core meanwhile
+        beside.action_s,  # too short to be preempted by another rank
         send,
         summing,
         update,
@@ -76,11 +80,11 @@ def measure_prices(
 
 
 def _process_bytes(world: World) -> int:
-    """Return what the process of a rank takes beside the tensors of a run; the most of any rank.
+    """Return the largest memory of any rank's process besides the tensors of a run. Collective.
 
-    Every rank calls it, once pipelines have run here: their libraries and connections are there,
-    their tensors are not. On an accelerator it is what is taken of the device beside torch's
-    tensors, 0 where the device does not tell.
+    Call it after pipelines have run, when libraries are loaded and connections open, but no tensors
+    are allocated. On an accelerator it is the device memory in use besides torch's tensors; 0 if
+    unknown.
     """
     device = world.device
     settle_memory(device)
@@ -94,7 +98,7 @@ def _process_bytes(world: World) -> int:
 
 
 def _crowd(world: World) -> Crowd:
-    """Return, on every rank, how many ranks share how many cores on the first rank's host."""
+    """Return, on every rank, the number of ranks and cores on the first rank's host. Collective."""
     with together(world, "counting cores"):
         own = kernel_identity(), sorted(allowed_cpus() or range(os.cpu_count() or 1))
         told = world.everybody.gather_object(own, root=0)
@@ -107,15 +111,15 @@ def _crowd(world: World) -> Crowd:
     return crowd
 
 
-class _Bag(nn.Module):
-    """So many tensors of so many numbers, all of which get a gradient."""
+class _ParameterLayer(nn.Module):
+    """Layer of `num` parameters with `size` elements each, all of which get a gradient."""
 
     def __init__(self, num: int, size: int) -> None:
         super().__init__()
         self.own = nn.ParameterList(torch.full((size,), 1e-3) for _ in range(num))
 
     def forward(self, value: Tensor) -> Tensor:
-        """Return the input times about nothing."""
+        """Return the input times approximately one."""
         means = torch.stack([each.mean() for each in self.own])
         return value * (1 + means.sum())
 
@@ -126,7 +130,10 @@ def _loss(output: Tensor, target: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Bench:
-    """The ranks, how a run's pipeline stands on them, and how much they slow each other down."""
+    """Measurement of overheads on the ranks of a run, with its pipeline layout.
+
+    `slowed` is the slowdown caused by several ranks sharing a core.
+    """
 
     config: Config
     world: World
@@ -148,32 +155,32 @@ class _Bench:
         )
 
     def passes(self) -> tuple[Pass, Pass]:
-        """Return what the optimizer and the norm for clipping take over parameters."""
-        found = [self._pass(num, size) for num, size in self._bags()]
+        """Return the costs of the optimizer step and of gradient clipping."""
+        found = [self._pass(num, size) for num, size in self._layer_sizes()]
         (one_u, one_n), (many_u, many_n), (large_u, large_n) = found
         return _fitted(one_u, many_u, large_u), _fitted(one_n, many_n, large_n)
 
     @staticmethod
-    def _bags() -> Iterator[tuple[int, int]]:
+    def _layer_sizes() -> Iterator[tuple[int, int]]:
         yield 1, _SMALL
         yield _MANY, _SMALL
         yield 1, _LARGE
 
     def _pass(self, num: int, size: int) -> tuple[float, float]:
-        """Return the seconds of an optimizer's step, and of clipping, for tensors on each rank."""
-        layers = [LayerSpec(_Bag, num, size) for _ in range(self.mesh.stages)]
+        """Return the seconds of an optimizer step, and of clipping, for tensors on each rank."""
+        layers = [LayerSpec(_ParameterLayer, num, size) for _ in range(self.mesh.stages)]
         pipe = self._pipeline(layers)
         optimizer = build_optimizer(pipe.named_parameters(), self.config.optimizer)
         inputs = torch.ones(1, _WIDTH)
         pipe.step(inputs, inputs)
-        update_s = self._usual(optimizer.step)
-        norm_s = self._usual(lambda: pipe.clip_grad_norm_(self.config.train.clip_norm or 1.0))
+        update_s = self._median_s(optimizer.step)
+        norm_s = self._median_s(lambda: pipe.clip_grad_norm_(self.config.train.clip_norm or 1.0))
         return update_s / self.slowed, norm_s / self.slowed
 
     def summing(self) -> Link:
-        """Return what a message of a ring takes that sums over the ranks of a host.
+        """Return the link for messages of a ring all-reduce between the ranks of a host.
 
-        Free where that of rank 0 has no other.
+        It is free if rank 0's host has no other rank.
         """
         hosts = self._ranks_of_hosts()
         size = len(hosts[0])
@@ -187,7 +194,7 @@ class _Bench:
         return Link(small_s / messages, more_bytes / max(1e-9, large_s - small_s))
 
     def _ranks_of_hosts(self) -> Sequence[Sequence[int]]:
-        """Return the ranks of each host, the same on every rank."""
+        """Return the ranks of each host, equal on every rank."""
         world = self.world
         with together(world, "counting hosts"):
             told = world.everybody.gather_object(kernel_identity(), root=0)
@@ -201,19 +208,19 @@ class _Bench:
 
     def _sum_s(self, all_reduce: Callable[[Tensor], object], number: int) -> float:
         tensor = self.world.device.bring(torch.zeros(number))
-        return self._usual(lambda: all_reduce(tensor))
+        return self._median_s(lambda: all_reduce(tensor))
 
-    def _usual(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of some work, all of which every rank does.
+    def _median_s(self, work: Callable[[], object]) -> float:
+        """Return the median seconds of an operation that all ranks perform.
 
-        Ranks meet ahead of it, as a rank that waits for another would count that as the work's. On
-        CPUs all that passes counts: a rank that waits for its core waits for a thread of its own
-        that sends or sums. Sums of two ranks of Gloo take from a fifth to twice their median.
+        A barrier precedes it, so that waiting for other ranks is not counted. On CPUs wall-clock
+        time is measured, including waiting for threads that send or reduce. Gloo's all-reduce of
+        two ranks varies from a fifth to twice its median.
         """
         clock, device = Clock(), self.world.device
         times = []
         for _ in range(_REPEATS + 2):
-            with together(self.world, "timing what a step takes beside its layers"):
+            with together(self.world, "timing the overheads of a step"):
                 meet(self.world.everybody)
             if device.is_accelerator:
                 times.append(clock.timed(work, device)[1])
@@ -225,7 +232,7 @@ class _Bench:
 
 
 def _fitted(one_s: float, many_s: float, large_s: float) -> Pass:
-    """Return the call, the tensor and the number that explain three bags."""
+    """Fit costs per call, per tensor and per element to three measurements."""
     tensor_s = max(0.0, many_s - one_s) / (_MANY - 1)
     element_s = max(0.0, large_s - one_s) / (_LARGE - _SMALL)
     return Pass(max(0.0, one_s - tensor_s), tensor_s, element_s)

@@ -1,7 +1,7 @@
-"""A training of layers with hardly any work: what its steps take is beside their layers.
+"""A short training run with minimal layers, which measures the overheads of a step.
 
-On a CPU these layers read more than its caches hold, as layers with work do, and what a step takes
-beside them finds little of its own there.
+On a CPU the layers read more memory than the caches hold, as real layers do, so that the overheads
+are measured with cold caches.
 """
 
 import io
@@ -36,25 +36,25 @@ _WIDTH: Final = 64
 _READ: Final = 2**23  # float32
 _STEPS: Final = 40
 _BUCKET_BYTES: Final = 25_000_000
-_RATE: Final = 1e-6  # so that no optimizer makes numbers that are none
+_RATE: Final = 1e-6  # small enough that no optimizer reaches NaN
 _MICROBATCHES: Final = 4
-_SAMPLES: Final = 512  # of a micro-batch: stages hand over 128 KiB in float32
-# What writes figures on this machine; others would tell a server of a run that is none.
+_SAMPLES: Final = 512  # per micro-batch: stages send 128 KiB in float32
+# Only trackers that write local files; others would report this run to a server.
 _LOCAL: Final = frozenset({"tensorboard"})
 
 
 class Reading(nn.Linear):
-    """A small layer that reads so many numbers on its way, in its forward and in its backward."""
+    """A small linear layer that also reads `num_read` floats in its forward and backward."""
 
     def __init__(self, width: int, num_read: int) -> None:
         super().__init__(width, width)
-        self._read = torch.ones(num_read)  # no parameter and no buffer: nobody sums or sends it
+        self._read = torch.ones(num_read)  # not a buffer, so that it is not synchronized
 
     def forward(self, value: Tensor) -> Tensor:
-        """Return what a linear layer does."""
+        """Apply the linear layer and read the memory."""
         output = super().forward(value)
         self._read.sum()
-        register: Any = output.register_hook  # torch has left it without types
+        register: Any = output.register_hook  # untyped in torch
         if output.requires_grad:
             register(self._read_again)
         return output
@@ -64,27 +64,27 @@ class Reading(nn.Linear):
 
 
 def reading_layers(num_layers: int, num_read: int) -> list[LayerSpec]:
-    """Return such layers, one behind the other."""
+    """Return a sequence of `num_layers` such layers."""
     return [LayerSpec(Reading, _WIDTH, num_read) for _ in range(num_layers)]
 
 
 def prices_of_short_run(config: Config, world: World, mesh: Mesh, folder: Path) -> Prices | None:
-    """Return, on rank 0, what such a run has measured, as any run writes it; None on others.
+    """Train a short run and return its measured overheads on rank 0, None elsewhere. Collective.
 
-    Every rank calls it. The run is made in `folder`, which all see and which is gone afterwards.
-    Its steps have the edges of any run's, and write as many figures.
+    The run uses `folder`, which all ranks see and which is removed afterwards. Its steps have the
+    same boundaries as those of any run and write as many metrics.
     """
-    own, where = _settings(config, world, mesh, folder), "a short run beside the preflight"
+    own, where = _settings(config, world, mesh, folder), "a short run of the preflight"
     writes = "tensorboard" in own.metrics.to and world.rank == 0
-    # It takes seconds, in which no collective may wait for this rank.
+    # The import takes seconds, during which no collective may wait for this rank.
     patiently(world, where, partial(import_module, "torch.utils.tensorboard") if writes else None)
-    is_quiet = world.rank == 0 or not world.is_one_process  # the process's, so once for a process
+    is_quiet = world.rank == 0 or not world.is_one_process  # logging is global to the process
     try:
-        with _unheard() if is_quiet else nullcontext():
+        with _quiet() if is_quiet else nullcontext():
             run_training(own, world, StopRequest())
         with together(world, where):
             found = None if world.rank else _prices(folder / CALIBRATION_FILE)
-            meet(world.everybody)  # none has a file of the folder open that is removed now
+            meet(world.everybody)  # no rank has a file open in the folder, which is now removed
         return found
     finally:
         if not world.rank:
@@ -101,7 +101,7 @@ def _prices(path: Path) -> Prices:
 
 
 def _settings(config: Config, world: World, mesh: Mesh, folder: Path) -> Config:
-    """Return the settings of the run: of the user's, those that count beside layers."""
+    """Return the settings of the short run: the user's, as far as they affect overheads."""
     num_samples = _SAMPLES * _MICROBATCHES * mesh.replicas
     num_read = 0 if world.device.is_accelerator else _READ
     plain = Config()
@@ -142,8 +142,8 @@ def _settings(config: Config, world: World, mesh: Mesh, folder: Path) -> Config:
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """Keep what a run says of itself from whoever asked for something else; warnings are heard."""
+def _quiet() -> Iterator[None]:
+    """Suppress info messages and standard output of the short run; warnings are still logged."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.INFO))
     try:

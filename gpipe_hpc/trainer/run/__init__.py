@@ -1,1 +1,1 @@
-"""A run and its folder: who owns it, which settings it keeps, what it goes on from."""
+"""A run and its folder: ownership, stored settings, and the checkpoint to resume from."""

@@ -1,4 +1,4 @@
-"""The command that starts a run again: what the user typed, with the folder of the run."""
+"""The command that restarts a run: the command as typed, with the run's folder."""
 
 import os
 import shlex
@@ -11,29 +11,34 @@ from typing import Final
 MODULE: Final = "gpipe_hpc.train"
 _FOLDER: Final = "run.dir="
 _RESUME: Final = "checkpoint.resume="
-_MOST_ANCESTORS: Final = 8  # mpirun, say, has helpers between itself and a rank
+_MOST_ANCESTORS: Final = 8  # mpirun, for example, has helpers between itself and a rank
 
 
 def command_again(
     run_folder: Path, words: Sequence[str], pid: int | None = None, proc: Path = Path("/proc")
 ) -> str:
-    """Return a command line that goes on with the run in `run_folder`.
+    """Return a command line that continues the run in `run_folder`.
 
-    `words`: the settings of the run as they were typed. A launcher's own arguments are those of
-    the process, among the ancestors of this one (`pid`), whose command ends as this one's does.
-    `checkpoint.resume` is left out where it would lead elsewhere.
+    The launcher's arguments are taken from an ancestor process of this one (`pid`) whose command
+    ends like this one's. `checkpoint.resume` is removed.
+
+    Args:
+        run_folder: the folder of the run.
+        words: the settings of the run, as typed.
+        pid: the process whose ancestors are searched; None: this one.
+        proc: the /proc file system.
     """
     own = [MODULE, *words]
     launched = _launcher_of(own, os.getpid() if pid is None else pid, proc)
     ahead = [Path(sys.executable).name, "-m"] if launched is None else launched
     kept = [word for word in words if word.lstrip("+").partition("=")[0] != _RESUME[:-1]]
     if not any(word.startswith(_FOLDER) for word in kept):
-        kept.append(f"{_FOLDER}{_near(run_folder)}")
+        kept.append(f"{_FOLDER}{_relative(run_folder)}")
     return shlex.join([*ahead, MODULE, *kept])
 
 
 def _launcher_of(own: Sequence[str], pid: int, proc: Path) -> list[str] | None:
-    """Return the words ahead of ours of the outermost command that ends as ours does."""
+    """Return the first words of the outermost ancestor command that ends with the words `own`."""
     found = None
     for _ in range(_MOST_ANCESTORS):
         try:
@@ -49,7 +54,7 @@ def _launcher_of(own: Sequence[str], pid: int, proc: Path) -> list[str] | None:
 
 
 def _as_typed(words: Sequence[str]) -> list[str]:
-    """Return a command's words without the interpreter that the system put ahead of a script."""
+    """Return a command without the interpreter that the system prepends to a script."""
     if len(words) > 1 and Path(words[0]).name.startswith("python") and "/" in words[1]:
         script = Path(words[1])
         if shutil.which(script.name) == words[1]:
@@ -59,7 +64,7 @@ def _as_typed(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def _near(folder: Path) -> Path:
-    """Return a folder below the current one as seen from there."""
+def _relative(folder: Path) -> Path:
+    """Return a folder relative to the current one if it is inside it."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder

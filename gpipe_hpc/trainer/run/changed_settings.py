@@ -1,4 +1,4 @@
-"""Which settings a run may change when it goes on, and how those that it may not are shown."""
+"""Settings that may change when a run is resumed, and the comparison with earlier settings."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,14 +8,14 @@ from gpipe_hpc.config import REMOVED, written
 from gpipe_hpc.settings import Config
 from gpipe_hpc.yaml_files import read_yaml
 
-# What a run trains, and on what, is in these sections; all others are about this start of it.
+# Sections that determine what is trained, and on which data; others concern a single start.
 _SECTIONS: Final = ("model", "loss", "data", "optimizer", "lr", "train", "pipeline", "outer")
-# Of the user's own making, so that a name more is a difference, not a newer version's setting.
+# User-defined sections: an additional name is a difference, not a setting of a newer version.
 _FREE_FORM: Final = ("model", "loss")
-# No step computes another thing by these.
+# Settings that do not change what a step computes.
 _NO_MATTER: Final = frozenset(
     {
-        "data._target_",  # the kind says it
+        "data._target_",  # compared as the kind of data
         "data.workers",
         "data.prefetch",
         "data.index_dir",
@@ -27,25 +27,25 @@ _NO_MATTER: Final = frozenset(
         "train.deterministic",
         "train.device",
         "train.keep_freed_memory",
-        "train.build_on",  # a checkpoint has the weights
+        "train.build_on",  # the weights come from the checkpoint
         "train.num_threads",
         "train.bind",
     }
 )
-# A checkpoint goes on in any layout, and a run may be made longer: allowed, and said.
+# Allowed changes, which are logged: a checkpoint can be resumed in any layout and run longer.
 _LAYOUT: Final = frozenset(
     {
         "train.steps",
         "train.accumulation",
         "train.compile",
-        # How replicas sum exactly, and what each has of the optimizer's state.
+        # Order of the all-reduce, and sharding of the optimizer's state.
         "outer.bucket_bytes",
         "outer.hierarchy",
         "outer.order",
         "outer.overlap",
         "outer.shard",
         "outer.weights",
-        # A run that stopped at a corrupt sample may go on past it.
+        # A run that stopped at a corrupt sample may be resumed past it.
         "data.corrupt",
         "data.max_corrupt",
     }
@@ -57,7 +57,7 @@ _KINDS: Final = "kinds"
 
 
 class Change(NamedTuple):
-    """A setting that another start of the run had otherwise."""
+    """A setting with its values at an earlier start and now."""
 
     setting: str
     was: object
@@ -65,14 +65,14 @@ class Change(NamedTuple):
 
     @property
     def is_layout(self) -> bool:
-        """Say whether a run may go on with it: where layers are and how they are run."""
+        """Return whether a run may be resumed with the change: layout, execution or length."""
         if self.setting in _LAYOUT or self.setting in REMOVED:
             return True
         return self.setting.startswith("pipeline.") and self.setting not in _NO_LAYOUT
 
     @property
     def is_of_data(self) -> bool:
-        """Say whether it changes which samples come when."""
+        """Return whether the change affects the samples or their order."""
         named = ("kind of data", "train.seed", "train.batch_size")
         return self.setting.startswith(("data.", "train.batch_ramp.")) or self.setting in named
 
@@ -81,18 +81,18 @@ class Change(NamedTuple):
 
 
 SETTINGS: Final = "settings"
-"""The name, among what a checkpoint keeps for its run, of the settings it was trained with."""
+"""Key, in a checkpoint's extra values, of the settings it was trained with."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that `changes` compares, fit for JSON."""
+    """Return the settings that `changes` compares, as JSON values."""
     told = written(config)
     kept: dict[str, Any] = {name: told[name] for name in _SECTIONS if name in told}
     return kept | {_KINDS: _kinds_of(config)}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings in a run folder's file, as they were written; empty if there are none."""
+    """Read the settings in a run folder's file; empty if there are none."""
     try:
         told = read_yaml(path)
     except (OSError, ValueError):
@@ -103,11 +103,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
-    """Return what differs from the settings `before`, of a checkpoint or a file.
+    """Return the differences between `before`, the settings of a checkpoint or file, and `config`.
 
-    Settings that do not matter for what a step computes, and those that an older version did not
-    know, are passed over. So is a setting that was removed since, if it asked for what every run
-    does now. Nothing differs from no settings at all.
+    Ignored are settings that do not affect what a step computes, settings that an older version did
+    not have, and removed settings whose value was the current behaviour. Empty settings have no
+    differences.
     """
     if not before:
         return []
@@ -127,19 +127,19 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
         left, right = was.get(setting, _ABSENT), is_.get(setting, _ABSENT)
         removed = REMOVED.get(setting)
         if removed is not None:
-            right = left if left == removed.inert else f"no setting any more: {removed.instead}"
+            right = left if left == removed.inert else f"removed: {removed.instead}"
         if left != right:
             found.append(Change(setting, left, right))
     return found
 
 
 def _kinds_of(config: Config) -> dict[str, str]:
-    """Return what kind of data and optimizer it is, which no setting says by itself."""
+    """Return the kinds of data and optimizer, which no single setting contains."""
     return {"data": config.data.kind, "optimizer": type(config.optimizer).__name__}
 
 
 def _leaves(settings: Mapping[Any, Any]) -> Iterator[tuple[str, object]]:
-    """Yield what trains, by dotted name; a list is one value."""
+    """Yield the settings of all sections by dotted name; a list is one value."""
     for section in _SECTIONS:
         yield from _below(section, settings.get(section))
 

@@ -1,4 +1,4 @@
-"""Where a run writes: one folder, decided once, and its checkpoints."""
+"""The run folder: its default name, and the checkpoints in it."""
 
 import contextlib
 import logging
@@ -26,25 +26,25 @@ log = logging.getLogger("gpipe_hpc.train")
 REQUEUE_FILE = "REQUEUE"
 NON_FINITE_FILE: Final = "NON_FINITE"
 OWNER: Final = "run"
-"""The name, among what a checkpoint keeps for its run, of the run that wrote it."""
+"""Key, in a checkpoint's extra values, of the run that wrote it."""
 LAUNCHERS: Final = "launchers"
-"""The name, in `run.json`, of who has started the processes of the newest start."""
+"""Key, in `run.json`, of the launchers of the newest start's processes."""
 _PREFIX = "step_"
 _ABANDONED = "abandoned_"
-_FIRST_SPECIAL_STEP: Final = 2**32 - 16  # Slurm's numbers of its batch script and the like
+_FIRST_SPECIAL_STEP: Final = 2**32 - 16  # Slurm's step ids of the batch script and the like
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def default_run_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return runs/<name>, the same name when a launcher starts this run again.
+    """Return runs/<name>, with the same name for a restart of the same run.
 
-    A restarted worker of torchrun and a requeued job of Slurm must find what they had saved, so
-    the name comes from the job, or from the launcher: when it was started, and its process number,
-    which keeps apart runs that start in the same second.
+    Restarted workers of torchrun and requeued jobs of Slurm must find their checkpoints. The name
+    therefore comes from the job, or from the start time and process id of the launcher, which
+    distinguishes runs that start in the same second.
     """
     env = os.environ if environ is None else environ
     if "SLURM_JOB_ID" in env:
-        # An allocation may run several commands, by srun; a requeued one counts them anew.
+        # An allocation may run several commands with srun; after a requeue they count from 0.
         step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
         suffix = f"_{step}" if step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP else ""
         return Path("runs") / f"slurm_{env['SLURM_JOB_ID']}{suffix}"
@@ -54,7 +54,7 @@ def default_run_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def _start_s(pid: int) -> float | None:
-    """Return when a process was started; None, which means now, where /proc does not tell."""
+    """Return a process's start time in seconds since the epoch; None if /proc does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         lines = Path("/proc/stat").read_text().splitlines()
@@ -65,10 +65,10 @@ def _start_s(pid: int) -> float | None:
 
 
 class Restart(NamedTuple):
-    """Why a run may be the one that was in its folder before."""
+    """Evidence that a run is a restart of the one in its folder."""
 
-    by_launcher: bool  # which repeats the command word by word
-    has_mark: bool  # the run left its requeue mark
+    by_launcher: bool  # a launcher repeats the same command
+    has_mark: bool  # the previous run left its requeue mark
 
 
 def find_restart(
@@ -76,9 +76,10 @@ def find_restart(
     environ: Mapping[str, str] | None = None,
     launchers: Set[str] = frozenset(),
 ) -> Restart:
-    """Say whether a launcher, or the run's own requeue mark, has started an earlier run again.
+    """Detect whether a launcher or the run's requeue mark indicates a restart.
 
-    A launcher counts its restarts; `launchers`, of all ranks, may have started the run before.
+    Launchers count restarts in environment variables; otherwise, one of `launchers`, those of all
+    ranks, must be recorded as launcher of the previous start.
     """
     env = os.environ if environ is None else environ
     counts = (env.get(name, "0") for name in _RESTART_COUNTS)
@@ -89,11 +90,11 @@ def find_restart(
 
 
 class Checkpoints:
-    """The checkpoints of a run folder, by step; the newest `keep` stay.
+    """The checkpoints of a run folder, by step, of which the newest `keep` remain.
 
-    A checkpoint of the run is a folder (no link) with exactly the name of its step, whose content
-    says the same step and names the run. What an older version wrote names no run: it is read as
-    the run's, but not removed. Nothing else is read, renamed or removed.
+    A checkpoint of the run is a folder (not a link) with the exact name of its step, whose manifest
+    has the same step and the run's name. A checkpoint of an older version names no run: it can be
+    loaded but is never removed. Other files are not read, renamed or removed.
     """
 
     def __init__(self, run_folder: Path, keep: int) -> None:
@@ -102,23 +103,23 @@ class Checkpoints:
         self._keep = keep
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step belongs."""
+        """Return the path of the checkpoint of a step."""
         return self._folder / step_name(step)
 
     def all(self) -> list[Path]:
-        """Return the whole checkpoints, oldest first; what a kill cut short is not among them."""
+        """Return the complete checkpoints, oldest first."""
         name = run_id(self._run_folder)
         return [path for path in self._named() if _may_be_of(name, path)]
 
     def newest(self) -> Path | None:
-        """Return the newest whole checkpoint."""
+        """Return the newest complete checkpoint."""
         name = run_id(self._run_folder)
         return next((p for p in reversed(self._named()) if _may_be_of(name, p)), None)
 
     def prune(self) -> None:
-        """Remove the run's own except for the newest `keep`, of those abandoned too, and cut ones.
+        """Remove the run's checkpoints except the newest `keep`, and its incomplete ones.
 
-        What cannot be removed is told, and stays.
+        Abandoned checkpoints are counted separately. Errors of removing are logged as warnings.
         """
         name = run_id(self._run_folder)
         if name is None:
@@ -127,25 +128,25 @@ class Checkpoints:
         aside = [path for path in self._abandoned() if _is_of(name, path)]
         aside.sort(key=lambda path: path.stat().st_mtime)
         for path in [*own[: -self._keep], *aside[: -self._keep]]:
-            with _told(path):
-                # Under another name first: a kill must not leave half of it under this one.
+            with _warn_on_error(path):
+                # Rename first: a kill must not leave a damaged checkpoint with this name.
                 _remove(path.rename(path.with_name(path.name + PARTIAL_SUFFIX)))
-        for path in self._cut_short():
+        for path in self._incomplete():
             if _is_empty(path) or read_owner(path, OWNER) == name:
-                with _told(path):
+                with _warn_on_error(path):
                     _remove(path)
 
     def set_aside(self, resumed: Path | None) -> list[Path]:
-        """Rename what an earlier start of the run saved past the step that this one starts from.
+        """Rename checkpoints of earlier starts past the step that this start resumes from.
 
-        This start will write those steps anew, and a later one must not take the old for newest.
-        ConfigError if what stands in the way is not the run's.
+        This start will write these steps again, and a later one must not take an old one for the
+        newest. Raises ConfigError if something else has the name of such a step.
         """
         first = 0 if resumed is None else read_facts(resumed)["steps_done"]
         kept = None if resumed is None else resumed.resolve()
         name = run_id(self._run_folder)
         stale = []
-        for path in self._in_the_way(first):
+        for path in self._existing_from(first):
             is_start = resumed is not None and path == resumed.absolute()
             if is_start or (path.resolve() == kept and not path.is_symlink()):
                 continue
@@ -160,8 +161,8 @@ class Checkpoints:
         return [self._abandon(path) for path in stale]
 
     def _refuse_partials(self, first: int, name: str | None) -> None:
-        """Refuse to save where another run's cut-short checkpoint would have to go."""
-        for path in self._cut_short():
+        """Raise ConfigError if another run's incomplete checkpoint has a name that is needed."""
+        for path in self._incomplete():
             if not path.name.startswith(_PREFIX) or _could_be_of(name, path):
                 continue
             if _step(path.with_name(path.name.removesuffix(PARTIAL_SUFFIX))) >= first:
@@ -171,12 +172,17 @@ class Checkpoints:
                 )
 
     def candidates(self, resume: str, is_restart: bool = False) -> list[Path]:
-        """Return what `checkpoint.resume` asks for, best first: auto, never, or a path.
+        """Return the checkpoints selected by `checkpoint.resume`, best first, also damaged ones.
 
-        A path may be a checkpoint or a run folder, whose newest is best. `is_restart`: the
-        launcher repeats its command, so the run goes on from what it saved itself, if anything.
-        Damaged ones are among them. ConfigError if nothing is there, or no checkpoint;
-        CheckpointError if it cannot be read.
+        Args:
+            resume: auto, never, or the path of a checkpoint or of a run folder, whose newest is
+                best.
+            is_restart: whether a launcher repeats its command; then the run's own checkpoints take
+                precedence.
+
+        Raises:
+            ConfigError: if the path does not exist or is not a checkpoint.
+            CheckpointError: if it cannot be read.
         """
         own = self._newest_first()
         if resume == "auto" or (is_restart and own):
@@ -189,16 +195,16 @@ class Checkpoints:
             return others
         if not path.is_dir():
             raise ConfigError(
-                f"config: bad checkpoint.resume, expected a checkpoint or a run folder, got "
-                f"{path}, which is not there; use auto, never or the path of one"
+                f"config: bad checkpoint.resume: {path} does not exist; expected auto, never, or "
+                f"the path of a checkpoint or a run folder"
             )
         try:
             read_facts(path)
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | ValueError):
                 raise ConfigError(
-                    f"config: bad checkpoint.resume, expected a checkpoint or a run folder, got "
-                    f"{resume!r}: {error}"
+                    f"config: bad checkpoint.resume: {resume!r} is neither a checkpoint nor a run "
+                    f"folder: {error}"
                 ) from error
             raise
         return [path]
@@ -208,13 +214,13 @@ class Checkpoints:
         return [p for p in reversed(self._named()) if _may_be_of(name, p) or _is_damaged(name, p)]
 
     def _named(self) -> list[Path]:
-        """Return the folders that are named as a checkpoint, by step."""
+        """Return the folders with the name of a checkpoint, sorted by step."""
         return sorted(self._matching(_PREFIX, ""), key=_step)
 
     def _abandoned(self) -> list[Path]:
         return sorted(self._matching(_ABANDONED + _PREFIX, r"(\.\d+)?"))
 
-    def _cut_short(self) -> list[Path]:
+    def _incomplete(self) -> list[Path]:
         partial = re.escape(PARTIAL_SUFFIX)
         found = self._matching(f"({_ABANDONED})?{_PREFIX}", rf"(\.\d+)?{partial}")
         return sorted(found)
@@ -226,8 +232,8 @@ class Checkpoints:
                 if form.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     yield Path(entry.path)
 
-    def _in_the_way(self, first: int) -> list[Path]:
-        """Return whatever has the name of a step from `first` on, folder or not."""
+    def _existing_from(self, first: int) -> list[Path]:
+        """Return all files and folders named as checkpoints of steps from `first` on."""
         form = re.compile(rf"{_PREFIX}\d{{8,}}")
         found = (p for p in self._folder.glob(f"{_PREFIX}*") if form.fullmatch(p.name))
         return sorted((path for path in found if _step(path) >= first), key=_step)
@@ -242,7 +248,7 @@ class Checkpoints:
             number += 1
             aside = path.with_name(f"{_ABANDONED}{path.name}.{number}")
         path.rename(aside)
-        os.utime(aside)  # since when it is abandoned
+        os.utime(aside)  # records when it was abandoned
         return aside
 
 
@@ -251,7 +257,7 @@ def _step(path: Path) -> int:
 
 
 def _may_be_of(name: str | None, path: Path) -> bool:
-    """Say whether a whole checkpoint is of the run `name`: what names no run is anybody's."""
+    """Return whether a complete checkpoint is of the run `name` or names no run."""
     try:
         facts = read_facts(path)
     except CheckpointError:
@@ -261,7 +267,7 @@ def _may_be_of(name: str | None, path: Path) -> bool:
 
 
 def _is_damaged(name: str | None, path: Path) -> bool:
-    """Say whether a checkpoint says nothing of itself, and may have been the run's."""
+    """Return whether a folder is an unreadable checkpoint that may be the run's."""
     try:
         read_facts(path)
     except CheckpointError:
@@ -270,9 +276,9 @@ def _is_damaged(name: str | None, path: Path) -> bool:
 
 
 def _could_be_of(name: str | None, path: Path) -> bool:
-    """Say whether a folder, whole or damaged, is not known to be of another run.
+    """Return whether a folder, complete or damaged, is not known to belong to another run.
 
-    A manifest that has changed since it was written may have changed where it names its run.
+    A manifest with a wrong digest may have changed at the name of its run.
     """
     owner = read_owner(path, OWNER)
     return None in (name, owner) or owner == name or not is_manifest_as_written(path)
@@ -291,8 +297,8 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Tell that an old checkpoint cannot be removed; that is no reason to end a run."""
+def _warn_on_error(path: Path) -> Iterator[None]:
+    """Log an error of removing a checkpoint instead of ending the run."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Which run a folder belongs to: a random name in `run.json`, which its checkpoints repeat.
+"""Identity of a run: a random id in `run.json`, which is stored in its checkpoints.
 
-So a run knows its own checkpoints from others of the same form, and touches no others.
+A run uses the id to recognize its own checkpoints, and modifies no others.
 """
 
 import json
@@ -15,33 +15,32 @@ from gpipe_hpc.small_files import read_json
 
 RUN_FILE: Final = "run.json"
 STARTS: Final = "starts"
-"""The name, in `run.json`, of how far later starts went on from each start of the run.
+"""Key, in `run.json`, of the last step of each start from which a later one resumed.
 
-A start that went back leaves copies of later steps in the memory of hosts that are gone. When one
-of them returns, these are of no use: the run has done those steps anew, or is about to.
-"""
+If a start returns to an earlier step, in-memory copies of later steps may remain on hosts that have
+left. When such a host rejoins, its copies must be ignored, as those steps are computed again."""
 UNRECORDED: Final = "unrecorded"
-"""The name of a run that nobody will go on with, in a folder that goes when it ends."""
+"""Id of a run that is never resumed, in a folder that is removed when it ends."""
 
 
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class Run(NamedTuple):
-    """A start of a run in its folder, as all ranks know it."""
+    """A start of a run in its folder, known to all ranks."""
 
     folder: Path
     name: str
     is_repeated: bool  # a launcher started the same command again
-    notes: tuple[str, ...] = ()  # warnings, for the log
-    lineage: str = ""  # new where a start does not go on as the one before it would have
-    starts: tuple[tuple[str, int], ...] = ()  # the last step of each that a later one went on from
+    notes: tuple[str, ...] = ()  # warnings for the log
+    lineage: str = ""  # changes if a start does not continue the previous one
+    starts: tuple[tuple[str, int], ...] = ()  # see `known_starts`
 
 
 def read_run(run_folder: Path) -> dict[str, Any]:
-    """Return what `run.json` says; empty where there is none, or none that can be read.
+    """Return the content of `run.json`; empty if it does not exist or is invalid.
 
-    A name is what we make: folders are named by it, and removed, so it must not lead elsewhere.
+    The id is validated, because folders are named by it and removed.
     """
     try:
         told = read_json(run_folder / RUN_FILE)
@@ -52,12 +51,12 @@ def read_run(run_folder: Path) -> dict[str, Any]:
 
 
 def run_id(run_folder: Path) -> str | None:
-    """Return the random name of the run whose folder it is; None where no run has begun."""
+    """Return the id of the run in a folder; None if there is none."""
     return read_run(run_folder).get("id")
 
 
 def write_run(run_folder: Path, about: Mapping[str, Any]) -> str:
-    """Keep `about` in `run.json`; return the run's name, given once."""
+    """Write `about` to `run.json`, keeping an existing id; return the id."""
     told = {"id": run_id(run_folder) or uuid.uuid4().hex, **about}
     path = run_folder / RUN_FILE
     aside = path.with_name(path.name + ".part")
@@ -68,9 +67,9 @@ def write_run(run_folder: Path, about: Mapping[str, Any]) -> str:
 
 
 def known_starts(told: Mapping[str, Any]) -> dict[str, int]:
-    """Return, of what `run.json` says, the last step of each start that a later one went on from.
+    """Return the last step of each earlier start from which a later one resumed.
 
-    Only of those that have been followed by another one.
+    Starts that no other start has followed are left out.
     """
     starts = told.get(STARTS)
     each = starts.items() if isinstance(starts, dict) else ()
@@ -78,9 +77,9 @@ def known_starts(told: Mapping[str, Any]) -> dict[str, int]:
 
 
 def write_start(run_folder: Path, steps_done: int, name: str | None) -> None:
-    """Keep that a start goes on with the run after this step: what others did past it is void.
+    """Record that a start resumes from `steps_done`; later steps of earlier starts become invalid.
 
-    `name`: of the start; None if it writes no copies.
+    `name` identifies the start; None if it writes no in-memory copies.
     """
     told = read_run(run_folder)
     before = told.get(STARTS)

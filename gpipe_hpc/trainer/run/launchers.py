@@ -1,8 +1,8 @@
-"""Which launcher has started a process: so a start by the same one is known to repeat a command.
+"""Identification of the launcher of a process, to recognize that it repeats a command.
 
-torchrun counts how often it has started its workers again, but not where hosts came or went: each
-of its agents then stops its workers and starts them anew, with the same count, and an agent that
-came later has counted none. But an agent that was there before is there still.
+torchrun counts restarts of its workers, except when hosts join or leave: each agent then restarts
+its workers with the same count, and an agent that joined later has counted none. But an agent that
+was there before still runs.
 """
 
 import os
@@ -12,9 +12,9 @@ from gpipe_hpc.trainer.run.lock import machine, started
 
 
 def own_launchers(environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """Return the torchrun agent that has started this process, as a text; none on other ranks.
+    """Return an identifier of the torchrun agent that started this process, as a set.
 
-    The first rank of each agent's tells it. It is the parent process, unless a script is between.
+    Only the first rank of each agent returns it. The agent is assumed to be the parent process.
     """
     env = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" not in env or env.get("LOCAL_RANK") != "0":
@@ -24,6 +24,6 @@ def own_launchers(environ: Mapping[str, str] | None = None) -> frozenset[str]:
 
 
 def is_one_of_several_agents(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether this process was started by one of several agents of torchrun."""
+    """Return whether this process was started by one of several torchrun agents."""
     env = os.environ if environ is None else environ
     return "TORCHELASTIC_RUN_ID" in env and env.get("GROUP_WORLD_SIZE", "1") != "1"

@@ -1,12 +1,12 @@
-"""One run owns its folder: a lock file says which, and a dead run's lock is taken over.
+"""Exclusive lock of a run folder; the lock of a dead run is taken over.
 
-The lock is a file with a name of its own, made elsewhere and given its name by a hard link, which
-one of several that try gets, over NFS too. It says host, process and job. Its owner touches it
-every few seconds. Whoever finds one asks, on the same machine, whether that process still lives,
-and on another whether the file was touched lately.
+The lock file is created under a unique name and hard-linked to its final name, which is atomic,
+also over NFS. It names host, process and job, and its owner updates its modification time every few
+seconds. A process that finds a lock checks, on the same machine, whether the owner is alive, and
+for another machine, whether the file was modified recently.
 
-A lock with token T whose owner is dead goes to whoever links the name `LOCK.after.T`, which again
-only one of several gets; that one then renames its file to `LOCK`.
+The lock with token T of a dead owner goes to the process that links the name `LOCK.after.T`, which
+again only one process can do; it then renames its file to `LOCK`.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ log = logging.getLogger("gpipe_hpc.train")
 LOCK_FILE: Final = "LOCK"
 BEAT_S: Final = 5.0
 STALE_S: Final = 60.0
-"""Without a sign of life for so long, an owner on another machine counts as dead."""
+"""Seconds without a heartbeat after which an owner on another machine counts as dead."""
 WAIT_S: Final = 75.0
-"""A run that a launcher starts again waits so long for the one before it to die."""
+"""Seconds that a restarted run waits for the end of the previous one."""
 _POLL_S: Final = 0.25
 _JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "TORCHELASTIC_RUN_ID")
 _MOST_BYTES: Final = 2**16
-_TOKEN: Final = re.compile(r"\w{1,64}").fullmatch  # it becomes a part of names of files
+_TOKEN: Final = re.compile(r"\w{1,64}").fullmatch  # used in file names
 _NUMBER: Final = Number(0, is_whole=True)
 _OWNER: Final = {
     **dict.fromkeys(("token", "host", "machine", "since"), str),
@@ -51,18 +51,18 @@ _NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, e
 
 
 class Owner(NamedTuple):
-    """Who holds a lock; `machine` tells apart boots, and containers that number processes alone."""
+    """The process that holds a lock; `machine` identifies the boot and the PID namespace."""
 
     token: str
     host: str
     machine: str
     pid: int
-    pid_started: int  # clock ticks after the boot; tells apart processes of one number
+    pid_started: int  # clock ticks after boot; distinguishes processes with a reused PID
     job: str | None
     since: str
 
     def named(self) -> str:
-        """Return the owner for a message."""
+        """Return a description of the owner for messages."""
         job = "" if self.job is None else f", job {self.job}"
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
@@ -80,12 +80,15 @@ class RunLock:
 
     @classmethod
     def take(cls, folder: Path, waits: bool = False) -> "RunLock":
-        """Lock an existing folder, or raise RunFolderError that names who holds it.
-        OSError if nothing can be written there.
+        """Lock an existing folder; raise RunFolderError naming the owner if it is locked.
 
-        `waits`: this run was started again after another process of it, which may still be
-        dying; it is waited for during WAIT_S. An owner on another machine that was silent for
-        some beats is waited for until it gives a sign, or counts as dead after STALE_S.
+        An owner on another machine whose heartbeat is overdue is waited for until it beats again,
+        or counts as dead after STALE_S. Raises OSError if the folder is not writable.
+
+        Args:
+            folder: the run folder.
+            waits: whether this run is a restart, whose previous process may still be ending; it is
+                waited for up to WAIT_S.
         """
         lock = cls(folder, myself())
         aside = folder / f"{LOCK_FILE}.new.{lock.owner.token}"
@@ -98,20 +101,20 @@ class RunLock:
         return lock
 
     def check(self, looks: bool = False) -> None:
-        """Raise RunFolderError if the lock is another's now: this process was taken for dead.
+        """Raise RunFolderError if another process has taken over the lock, believing this one dead.
 
-        `looks`: read the file now, else say what was seen at the last beat.
+        With `looks` the file is read now, otherwise the result of the last heartbeat is used.
         """
         if looks and self._lost is None:
             self._lost = self._new_owner()
         if self._lost is not None:
             raise RunFolderError(
-                f"run.dir {self.folder}: the lock was lost ({self._lost}), so nothing more is "
-                "written here; find out who writes there now, and start again"
+                f"run.dir {self.folder}: the lock was lost ({self._lost}), so this run writes "
+                "nothing more; find the process that writes there now, and start again"
             )
 
     def give_back(self) -> None:
-        """Remove the lock, if it is still this one's."""
+        """Remove the lock if this process still owns it."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -140,7 +143,7 @@ class RunLock:
                 self._clear()
                 return
             owner, silent_s = found
-            # One that was silent for some beats is dying, or gives a sign within the next.
+            # After several missed heartbeats it is dying, or will beat again soon.
             may_die = waits or (silent_s is not None and silent_s > 3 * BEAT_S)
             if not may_die or time.monotonic() > limit_s:
                 raise self._refusal(owner, silent_s)
@@ -150,27 +153,30 @@ class RunLock:
             time.sleep(_POLL_S)
 
     def _clear(self) -> None:
-        """Remove what those left behind that died while they waited for the lock."""
+        """Remove files of dead processes that were waiting for the lock."""
         for left in self.folder.glob(f"{LOCK_FILE}.new.*"):
             owner = _read(left)
             if owner is not None and is_here(owner) and not lives(owner):
                 left.unlink(missing_ok=True)
 
     def _refusal(self, owner: Owner, silent_s: float | None) -> RunFolderError:
-        heard = "" if silent_s is None else f", which gave a sign of life {silent_s:.0f} s ago"
+        heard = "" if silent_s is None else f", last heartbeat {silent_s:.0f} s ago"
         return RunFolderError(
             f"run.dir {self.folder}: the folder is used by another run: "
             f"{owner.named()}{heard}; end that run, or choose another run.dir"
         )
 
     def _attempt(self, aside: Path) -> tuple[Owner, float | None] | None:
-        """Try once; return who holds it and how long ago another machine's owner gave a sign."""
+        """Try to lock once; return None on success, else the owner and the age of its heartbeat.
+
+        The age is None for an owner on this machine.
+        """
         dead: list[tuple[Path, Owner]] = []
         place = self._path
         while not _link(aside, place):
             owner = _read(place)
             if owner is None:
-                return self._attempt(aside)  # given back in between
+                return self._attempt(aside)  # released in the meantime
             silent_s = _silence_s(place, owner, aside)
             if silent_s is None and lives(owner):
                 return owner, None
@@ -183,20 +189,20 @@ class RunLock:
         return None
 
     def _inherit(self, dead: list[tuple[Path, Owner]], claim: Path) -> bool:
-        """Turn the right to succeed `dead` into the lock; False if another did so before."""
+        """Replace a dead owner's lock by our claim; return False if another process was faster."""
         for place, owner in dead:
             now = _read(place)
             if now is None or now.token != owner.token:
                 claim.unlink(missing_ok=True)
                 return False
-        # The lock changes hands first: a claim of the dead that is gone could be made again.
+        # Rename first: a removed claim on a dead owner's lock could be made again.
         claim.rename(self._path)
         log.warning(
             "run.dir %s: took over the lock of %s, which is dead",
             self.folder,
             dead[0][1].named(),
         )
-        # Claims on anybody's place but ours lead nowhere now.
+        # Claims on locks of other owners are now obsolete.
         for left in self.folder.glob(f"{LOCK_FILE}.after.*"):
             if not left.name.endswith(self.owner.token):
                 left.unlink(missing_ok=True)
@@ -210,25 +216,25 @@ class RunLock:
                     os.utime(self._path)
 
     def _new_owner(self) -> str | None:
-        """Say what became of the lock, if it is not ours; None where that cannot be seen."""
+        """Return why the lock is no longer ours; None if it is, or if this cannot be determined."""
         try:
             owner = read_owner(self._path)
         except FileNotFoundError:
-            return f"no {LOCK_FILE}: removed by hand, or by a run that took over and has ended"
+            return f"no {LOCK_FILE}: removed by hand, or by a run that took it over and has ended"
         except (OSError, ValueError):
             return None
         if owner.token == self.owner.token:
             return None
-        return f"taken over by {owner.named()}, after no sign of life for {STALE_S:g} s"
+        return f"taken over by {owner.named()}, after {STALE_S:g} s without a heartbeat"
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the job that this process belongs to, as its scheduler or launcher names it."""
+    """Return the scheduler's or launcher's job of this process as NAME=ID, or None."""
     return next((f"{name}={environ[name]}" for name in _JOBS if name in environ), None)
 
 
 def myself() -> Owner:
-    """Return this process as the owner of something, with a token of its own."""
+    """Return this process as an owner with a new token."""
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
@@ -241,27 +247,27 @@ def myself() -> Owner:
 
 
 def machine() -> str:
-    """Return what is alike where process numbers mean the same."""
+    """Return an identifier of the PID namespace, else the host name."""
     return shared_identity("pid") or socket.gethostname()
 
 
 def started(pid: int) -> int | None:
-    """Return when a living process was started, in clock ticks after the boot; None if dead."""
+    """Return a process's start time in clock ticks after boot; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # A zombie has ended; only its parent has not asked yet.
+    # A zombie has ended; its parent has not waited for it yet.
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def is_here(owner: Owner) -> bool:
-    """Say whether an owner is on this machine, in this boot, with these process numbers."""
+    """Return whether an owner runs on this machine, in this boot and PID namespace."""
     return owner.machine == machine()
 
 
 def lives(owner: Owner) -> bool:
-    """Say whether a process of this machine is still that one."""
+    """Return whether an owner on this machine is alive."""
     since = started(owner.pid)
     if since is not None:
         return since == owner.pid_started
@@ -270,15 +276,15 @@ def lives(owner: Owner) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # another user's, which /proc may hide
-    # It is ours, so /proc would show it alive, if there is one.
+        return True  # a process of another user, which /proc may hide
+    # A process of this user, which /proc would show if it existed.
     return not Path("/proc/self/stat").exists()
 
 
 def _silence_s(place: Path, owner: Owner, aside: Path) -> float | None:
-    """Return how long an owner on another machine gave no sign; None for one on this machine.
+    """Return the age in seconds of the heartbeat of an owner on another machine; None on this one.
 
-    Both times are the file server's: clocks of machines differ.
+    Both times are those of the file server, as the clocks of machines differ.
     """
     if is_here(owner):
         return None
@@ -289,11 +295,11 @@ def _silence_s(place: Path, owner: Owner, aside: Path) -> float | None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give a file a second name, unless that is taken: atomic, over NFS too."""
+    """Create a hard link; return False if the name exists. Atomic, also over NFS."""
     try:
         os.link(source, target)
     except FileExistsError:
-        # An answer of NFS may be lost and the request repeated: then it was us.
+        # NFS may repeat a request whose reply was lost: then the link is our own.
         return _is_same_file(source, target)
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -310,7 +316,7 @@ def _is_same_file(source: Path, target: Path) -> bool:
 
 
 def _copy_exclusively(source: Path, target: Path) -> bool:
-    """Stand in for a link where the file system has none."""
+    """Replace `_link` on file systems without hard links."""
     try:
         with target.open("x") as file:
             file.write(source.read_text())
@@ -320,9 +326,10 @@ def _copy_exclusively(source: Path, target: Path) -> bool:
 
 
 def _read(place: Path) -> Owner | None:
-    """Return whose a lock file is; None if it is gone. One that says nothing is nobody's here.
+    """Return the owner in a lock file; None if it is gone. An invalid file gets an unknown owner.
 
-    Raises RunFolderError for what is no file, such as a folder: nobody gives that back.
+    Raises RunFolderError if the path is not a regular file, such as a folder, which is never
+    released.
     """
     try:
         if not stat.S_ISREG(place.lstat().st_mode):
@@ -338,7 +345,7 @@ def _read(place: Path) -> Owner | None:
 
 
 def read_owner(place: Path) -> Owner:
-    """Return the owner that a file names; OSError or ValueError if it cannot be read or is none."""
+    """Read the owner from a file; raise OSError or ValueError if it is unreadable or invalid."""
     told = read_json(place, _MOST_BYTES)
     wrong = mismatch(told, _OWNER)
     if (
@@ -347,5 +354,5 @@ def read_owner(place: Path) -> Owner:
         or not _TOKEN(told["token"])
         or told["pid"] >= 2**31
     ):
-        raise ValueError(wrong or "no owner")
+        raise ValueError(wrong or "not an owner")
     return Owner(**told)

@@ -1,4 +1,4 @@
-"""The start of a run in its folder, by rank 0: locked, compared with earlier starts, written."""
+"""Open a run folder on rank 0: lock it, compare it with earlier starts, write the settings."""
 
 import hashlib
 import json
@@ -50,19 +50,19 @@ CONFIG_FILE: Final = "config.yaml"
 
 
 class Refusal(NamedTuple):
-    """Why rank 0 refuses a start, told to all ranks: each ends with the code that rank 0 does."""
+    """The error with which rank 0 refuses a start, in a form that can be broadcast to all ranks."""
 
     words: str
     is_non_finite: bool
 
     @classmethod
     def of(cls, error: ConfigError | NonFiniteError) -> "Refusal":
-        """Return what an error says."""
+        """Create a refusal from the error that rank 0 has raised."""
         return cls(str(error), isinstance(error, NonFiniteError))
 
     @property
     def error(self) -> ConfigError | NonFiniteError:
-        """Return an error that says it."""
+        """Return the error for this rank to raise."""
         return NonFiniteError(self.words) if self.is_non_finite else ConfigError(self.words)
 
 
@@ -70,19 +70,20 @@ class Refusal(NamedTuple):
 def own_folder(
     config: Config, stop: StopRequest, launchers: Set[str] = frozenset()
 ) -> Iterator[RunLock]:
-    """Make the folder of a run and lock it; ConfigError or RunFolderError if that cannot be.
+    """Create and lock the folder of a run; raise ConfigError or RunFolderError on failure.
 
-    `launchers`: who has started the ranks, as in `find_restart`.
+    If the run ends before its first step is done, a new folder is removed again, with parent
+    folders that were created for it: always for an unnamed folder in runs/, and for a named one if
+    the settings are invalid. A NaN or infinite loss or gradient leaves a mark, since launchers
+    restart failed runs.
 
-    A new folder goes again, with those around it that were made for it, if the run ends before its
-    first step is done: one in runs/, which nobody has named, however it ends, and one that was
-    named if its settings cannot work. There is nothing in it that was not said.
-
-    A run that came to a loss or gradient that is NaN or infinite leaves a mark: launchers start it
-    again.
+    Args:
+        config: the settings.
+        stop: requests to stop.
+        launchers: identifiers of the ranks' launchers, as in `find_restart`.
     """
     folder = Path(config.run.dir or default_run_folder()).absolute()
-    new = _not_there(folder)
+    new = _missing_folders(folder)
 
     def clear(_: Ending | None = None) -> None:
         if new and config.run.dir is None:
@@ -98,7 +99,7 @@ def own_folder(
     try:
         with stop.doing_last(clear), _locked(folder, launchers) as lock, stop.doing_last(give_back):
             is_locked = True
-            with _marking(folder, config):
+            with _outcome_marks(folder, config):
                 yield lock
     except GpipeError as error:
         clear()
@@ -108,10 +109,11 @@ def own_folder(
 
 
 @contextmanager
-def _marking(folder: Path, config: Config) -> Iterator[None]:
-    """Let a folder say, while it is locked, why the same start would fail, or would go on.
+def _outcome_marks(folder: Path, config: Config) -> Iterator[None]:
+    """Context that marks the folder if the run is stopped or reaches NaN, for its restart.
 
-    It goes on after a signal that another rank was sent before the first step, or obeyed too late.
+    A restart continues a stopped run, also if another rank received the signal, and refuses to
+    repeat a run that reached NaN.
     """
     try:
         yield
@@ -121,9 +123,9 @@ def _marking(folder: Path, config: Config) -> Iterator[None]:
                 _mark_requeue(folder)
         raise
     except NonFiniteError as error:
-        # A start that is refused for the mark leaves it. On a full disk the error itself is told.
+        # Mode "x" keeps an existing mark. On a full disk the original error is raised.
         with suppress(OSError), (folder / NON_FINITE_FILE).open("x", encoding="utf-8") as mark:
-            mark.write(f"{error}\n{_asked(config)}\n")
+            mark.write(f"{error}\n{_settings_hash(config)}\n")
         raise
 
 
@@ -131,21 +133,21 @@ def _mark_requeue(folder: Path) -> None:
     (folder / REQUEUE_FILE).write_text(f"{_newest_step(folder)}\n")
 
 
-def _asked(config: Config) -> str:
-    """Return a hash of all that a start was asked for, but for its folder and its network."""
+def _settings_hash(config: Config) -> str:
+    """Return a hash of all settings except those of the folder and the network."""
     told = {name: each for name, each in written(config).items() if name not in ("run", "comm")}
     text = json.dumps(told, sort_keys=True, default=str)
     return f"settings {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _not_there(folder: Path) -> list[Path]:
-    """Return a folder and those around it that are not there, the innermost first."""
+def _missing_folders(folder: Path) -> list[Path]:
+    """Return the folder and those of its parents that do not exist, innermost first."""
     return [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
 
 
 def _remove_unused(folder: Path, new: Sequence[Path]) -> None:
-    """Remove the folder of a run that trained nothing, and those made around it."""
-    with suppress(OSError):  # it could not be made, or somebody else uses those around it, too
+    """Remove the folder of a run that trained nothing, and the parents created for it."""
+    with suppress(OSError):  # it was not created, or a parent is in use
         if _has_begun(folder):
             return
         shutil.rmtree(folder, ignore_errors=True)
@@ -154,7 +156,7 @@ def _remove_unused(folder: Path, new: Sequence[Path]) -> None:
 
 
 def _newest_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint, by its name; 0 where there is none."""
+    """Return the step in the name of the newest checkpoint; 0 if there is none."""
     names = (path.name.removeprefix("step_") for path in folder.glob("checkpoints/step_*"))
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
@@ -174,12 +176,14 @@ def _locked(folder: Path, launchers: Set[str]) -> RunLock:
 
 
 def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> Run:
-    """Write what a start of a run leaves in its folder, which is locked.
+    """Write the files of a new start into the locked run folder.
 
-    What cannot go on is refused before anything is written: ConfigError with the settings that
-    differ; NonFiniteError where none at all does, and the run came to a loss that is NaN or
-    infinite. The settings of earlier starts are kept as config_1.yaml and so on. A start that only
-    validates an earlier one's checkpoint leaves all as it is.
+    Settings of earlier starts are renamed to config_1.yaml and so on. A start that only validates
+    an existing checkpoint changes nothing. Nothing is written if the start is refused.
+
+    Raises:
+        ConfigError: if settings differ that may not, naming them.
+        NonFiniteError: if no setting differs and the run reached a NaN or infinite loss.
     """
     folder = lock.folder
     restart = find_restart(folder, launchers=launchers)
@@ -192,11 +196,11 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     _refuse_changes(config, folder, restart, differing)
     if restart.by_launcher or config.checkpoint.resume == "auto":
         _refuse_non_finite(folder, config)
-    notes = [f"going on with another setting, {change}" for change in differing]
+    notes = [f"continuing with a changed setting: {change}" for change in differing]
     if restart.has_mark and not restart.by_launcher and config.checkpoint.resume != "auto":
         notes.append(
-            f"the run was to go on where it had stopped, but checkpoint.resume="
-            f"{config.checkpoint.resume} says otherwise and holds; auto would go on"
+            f"the previous start was stopped to be continued, but checkpoint.resume="
+            f"{config.checkpoint.resume} takes precedence; set it to auto to continue"
         )
     try:
         _keep_settings(folder, config_yaml(config))
@@ -212,8 +216,8 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     return Run(folder, name, restart.by_launcher, tuple(notes), lineage, known)
 
 
-def go_on_from(folder: Path, steps_done: int, start: str | None) -> None:
-    """Keep after which step this start goes on with the run; `start`: its name in its copies."""
+def record_start(folder: Path, steps_done: int, start: str | None) -> None:
+    """Record the step from which this start resumes, and its name in in-memory checkpoints."""
     try:
         write_start(folder, steps_done, start)
     except OSError as error:
@@ -221,10 +225,10 @@ def go_on_from(folder: Path, steps_done: int, start: str | None) -> None:
 
 
 def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ from those of the checkpoint that auto would go on from.
+    """Return the settings that differ from those of the checkpoint that resume=auto would use.
 
-    The start before this one may have had others, and failed. An older version's checkpoint says
-    nothing of its settings; then the last start's are taken.
+    The previous start may have had other settings and failed. If a checkpoint of an older version
+    does not contain its settings, those of the previous start are used.
     """
     newest = Checkpoints(folder, 1).newest() if config.checkpoint.resume == "auto" else None
     if newest is None:
@@ -233,7 +237,7 @@ def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> l
 
 
 def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before: object) -> str:
-    """Return what tells apart histories of one run: states of another are none of this one's."""
+    """Return an identifier of the run's history; states with another one are not used."""
     is_same = restart.by_launcher or config.checkpoint.resume == "auto"
     is_other = any(not change.is_layout for change in changed)
     return before if isinstance(before, str) and is_same and not is_other else uuid.uuid4().hex
@@ -242,23 +246,23 @@ def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
     remedy = os_remedy(error)
     return ConfigError(
-        f"config: bad run.dir, expected a folder that can be written, got {folder} "
-        f"({error.strerror}); {f'{remedy}; or ' if remedy else ''}choose another"
+        f"config: bad run.dir: {folder} is not a writable folder "
+        f"({error.strerror}); {f'{remedy}, or ' if remedy else ''}choose another folder"
     )
 
 
 def _refuse_changes(
     config: Config, folder: Path, restart: Restart, differing: Sequence[Change]
 ) -> None:
-    """Refuse to take another run's checkpoint for this one's.
+    """Raise ConfigError if the folder contains a run with other settings.
 
-    A requeue mark, or a launcher that starts the run again, says that it is the same run. But in
-    the default folder a restarted job's second command would find the first one's.
+    A requeue mark, or a launcher that restarts the run, shows that it is the same run. In the
+    default folder, however, the second command of a restarted job would find the run of the first.
     """
     is_named = config.run.dir is not None
     if restart.has_mark or (restart.by_launcher and is_named):
         return
-    # What differs in the data may be allowed by itself.
+    # Changed data may be allowed by checkpoint.data.
     is_allowed = config.checkpoint.data != "same"
     refused = [c for c in differing if not (c.is_layout or (is_allowed and c.is_of_data))]
     if refused:
@@ -272,7 +276,10 @@ def _refuse_changes(
 
 
 def _refuse_non_finite(folder: Path, config: Config) -> None:
-    """Refuse to train to the same NaN again: launchers start a run that failed many times."""
+    """Raise NonFiniteError if a run with the same settings already reached NaN in this folder.
+
+    Otherwise a launcher would restart the failing run many times.
+    """
     mark = folder / NON_FINITE_FILE
     try:
         before = read_bytes(mark).decode("utf-8", errors="replace").strip()
@@ -280,11 +287,11 @@ def _refuse_non_finite(folder: Path, config: Config) -> None:
         return
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"run: bad {mark}, expected the file that a run leaves when it comes to NaN, got "
-            f"{error}; {os_remedy(error) or 'look at it'}, or remove it"
+            f"run: {mark}, which marks a run that reached NaN, cannot be read: "
+            f"{error}; {os_remedy(error) or 'check it'}, or remove it"
         ) from error
     said, _, asked = before.rpartition("\n")
-    if asked == _asked(config):
+    if asked == _settings_hash(config):
         raise NonFiniteError(
             f"run: these settings reached a loss or gradient that is NaN or infinite in {folder}; "
             f"change a setting, or remove {mark} to try them again; the run reported: {said}"
@@ -292,7 +299,7 @@ def _refuse_non_finite(folder: Path, config: Config) -> None:
 
 
 def _keep_settings(folder: Path, text: str) -> None:
-    """Write config.yaml; another one that is there gets a number."""
+    """Write config.yaml; an existing one with other content is renamed with a number."""
     path = folder / CONFIG_FILE
     if path.exists():
         try:

@@ -1,4 +1,4 @@
-"""What a run starts from: the newest checkpoint that is whole, all ranks having looked."""
+"""Find the newest intact checkpoint to resume from, verified by all ranks."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,12 +20,22 @@ def newest_whole(
     rank: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> Verified | None:
-    """Return the checkpoint that `checkpoint.resume` asks for, verified; None to begin anew.
+    """Return the verified checkpoint selected by `checkpoint.resume`; None to start from scratch.
 
-    Where it asks for the newest of a folder and that is damaged, the newest whole one is taken,
-    and a warning names both. `say`: as in `verify`. All ranks call it; the first one alone lists
-    folders. Raises CheckpointError on all of them if there are checkpoints and none is whole, and
-    as `Checkpoints.candidates` on the first.
+    If the newest checkpoint of a folder is damaged, the newest intact one is used, with a warning.
+    Collective; only the first rank lists folders.
+
+    Args:
+        checkpoints: the checkpoints of the run.
+        resume: the setting checkpoint.resume.
+        is_restart: whether a launcher repeats its command.
+        group: all ranks.
+        rank: this rank.
+        say: called with the progress, see `verify`.
+
+    Raises:
+        CheckpointError: on all ranks, if there are checkpoints but none is intact; errors of
+            `Checkpoints.candidates` are raised on the first rank.
     """
     leads = rank == group.ranks[0]
     own = checkpoints.candidates(resume, is_restart) if leads else None
@@ -51,7 +61,7 @@ def newest_whole(
 
 
 def newest_listed(checkpoints: Checkpoints, resume: str, is_restart: bool) -> Path | None:
-    """Return the checkpoint that `newest_whole` would look at first: its manifest can be read."""
+    """Return the first candidate of `newest_whole` with a readable manifest, or None."""
     for path in checkpoints.candidates(resume, is_restart):
         try:
             read_facts(path)

@@ -1,4 +1,4 @@
-"""How a run starts: what it goes on from, its data, its pipeline, and the session of all that."""
+"""Start of a run: state to resume from, data, pipeline, and the session with all of them."""
 
 from gpipe_hpc.trainer.start.building import loss_of
 from gpipe_hpc.trainer.start.opening import open_session

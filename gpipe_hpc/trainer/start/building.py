@@ -1,4 +1,4 @@
-"""From the settings to the pipeline and its loss."""
+"""Build the pipeline and the loss of the settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,17 +21,17 @@ from gpipe_hpc.trainer.machines import process_bytes_of, with_process
 
 
 def loss_of(config: Config, facts: DataFacts, layers: Sequence[Layer]) -> LossFunction:
-    """Return the loss that the settings name, or else the one that fits data and model.
+    """Return the loss named in the settings, or the default for data and model.
 
-    Only a causal language model learns from labels that are its own inputs, by `causal_lm`.
+    Only a causal language model uses `causal_lm`, for labels equal to its inputs.
     """
     if config.loss:
         return bind_loss(config.loss)
     if facts.loss is None:
         raise ConfigError(
-            "config: no loss fits these targets: they are neither one tensor of floating-point "
-            "numbers nor one of integer classes (but truth values, texts, nests); convert them "
-            "(with data=arrays data.targets_dtype=int64), or name a loss, as "
+            "config: no default loss for these targets: they are neither one tensor of "
+            "floating-point numbers nor one of integer classes (but booleans, strings or nested); "
+            "convert them (with data=arrays data.targets_dtype=int64), or set a loss, for example "
             "loss._target_=my.module.loss_fn"
         )
     is_causal = facts.loss != "causal_lm" or looks_back(normalise_layers(layers))
@@ -46,7 +46,7 @@ def build_pipeline(
     cut: Mapping[str, Any] | None,
     example: tuple[Nest, Nest] | None,
 ) -> Pipeline:
-    """Return the pipeline that the settings ask for; `cut`: that of what the run goes on from."""
+    """Build the pipeline of the settings; `cut` is the partition of the state to resume from."""
     request = replace(request_of(config), partition=_partition(config, cut))
     request = with_process(request, _process_bytes(config, world), world.device)
     return Pipeline(
@@ -60,19 +60,19 @@ def build_pipeline(
 
 
 def _process_bytes(config: Config, world: World) -> int:
-    """Return on every rank what rank 0 reads of the memory of a process."""
+    """Broadcast the memory of a process besides tensors, as read by rank 0. Collective."""
     if config.plan.prices is None and config.plan.calibration is None:
         return 0
-    with together(world, "reading what a process takes"):
+    with together(world, "reading the memory of a process"):
         own = 0 if world.rank else process_bytes_of(config, world.device)
         told: int = world.everybody.broadcast_object(own, root=0)
     return told
 
 
 def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
-    """Return the cut asked for; a measured one is that of the checkpoint, if it fits.
+    """Return the partition policy; a measured partition is taken from the checkpoint if it matches.
 
-    So is one for ranks whose speed was measured: they keep the paces that it was made for.
+    So is a partition for ranks whose speed was measured, which keeps their measured slowdown.
     """
     policy = config.pipeline.partition
     if cut is None or policy not in _MEASURES:

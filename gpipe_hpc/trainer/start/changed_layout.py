@@ -1,4 +1,4 @@
-"""What is said where a run goes on with other ranks, or in another layout, than it had."""
+"""Messages for a run that resumes on other ranks or in another layout."""
 
 import logging
 from collections.abc import Mapping
@@ -11,10 +11,13 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 def say_change(before: Mapping[str, Any], pipe: Pipeline, position: int, source: str) -> None:
-    """Say what has changed since a state was kept, and whether each batch is still cut as it was.
+    """Log changes of the layout since a state was saved, and warn if micro-batches change.
 
-    `before`: what a checkpoint's manifest says; what an older version wrote says less. `position`:
-    the samples that the run has consumed. `source`: where the state is from.
+    Args:
+        before: facts of the checkpoint's manifest, which an older version may lack.
+        pipe: the pipeline.
+        position: samples that the run has consumed.
+        source: where the state comes from.
     """
     mesh = pipe.mesh
     stages, replicas = before.get("stages"), before.get("replicas")
@@ -24,7 +27,7 @@ def say_change(before: Mapping[str, Any], pipe: Pipeline, position: int, source:
     is_same = (ranks, stages, replicas) == (pipe.world.size, mesh.stages, mesh.replicas)
     if not is_same:
         log.info(
-            "%s before, %s now: %s; from step %d, after %s samples, with the state of %s",
+            "%s before, %s now: %s; resuming at step %d, after %s samples, with the state of %s",
             _ranks(ranks),
             pipe.world.size,
             _layout(pipe),

@@ -1,4 +1,4 @@
-"""What of model and data cannot work together, told before the first step."""
+"""Checks before the first step that model, loss and data are compatible."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 def check_model(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
-    """Raise ConfigError or ModelError for a model that cannot be trained on these data.
+    """Raise ConfigError or ModelError if the model cannot be trained on the data.
 
-    `source`: on rank 0, which alone reads samples.
+    `source` is given on rank 0, which alone reads samples.
     """
     if isinstance(config.data, TokenDataConfig):
         model = normalise_layers(layers)
@@ -42,9 +42,9 @@ def check_model(config: Config, source: DataSource | None, layers: Sequence[Laye
 
 
 def check_labels(config: Config, source: DataSource | None, loss_fn: LossFunction) -> None:
-    """Raise ConfigError for labels that the loss would shift twice, warn of those to be copied.
+    """Raise ConfigError if the loss would shift labels twice; warn if a model could copy them.
 
-    Also logs which loss is used, where data of the user's own decide. `source`: on rank 0.
+    Also logs the loss that is chosen for user data. `source` is given on rank 0.
     """
     function = getattr(loss_fn, "func", loss_fn)
     name = str(getattr(function, "__name__", type(function).__name__))
@@ -69,9 +69,9 @@ def check_labels(config: Config, source: DataSource | None, loss_fn: LossFunctio
 
 
 def _loss_text(config: Config, name: str, shift: str | None) -> str:
-    said = "as the targets suggest; loss._target_ names another"
+    said = "chosen by the targets; set loss._target_ for another"
     if config.loss:
-        said = f"as loss._target_={config.loss['_target_']} says"
+        said = f"set by loss._target_={config.loss['_target_']}"
     if name == "causal_lm":
         said = f"position i predicts label i + 1, {said}"
     elif name == "token_cross_entropy":
@@ -82,7 +82,7 @@ def _loss_text(config: Config, name: str, shift: str | None) -> str:
 
 
 def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:
-    """Raise ConfigError where the model would be asked for tokens that it is given."""
+    """Raise ConfigError if the model could copy the tokens that it should predict."""
     if data.objective == "next_token" and sees_ahead(layers):
         raise ConfigError(
             "config: bad data.objective: with next_token, a model whose positions see later ones "
@@ -92,9 +92,10 @@ def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:
 
 
 def _check_positions(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
-    """Refuse sequences that are longer than the model takes.
+    """Raise an error if sequences are longer than the model accepts.
 
-    A model says so by `most_positions` and `check_positions` of what its first layer is made with.
+    A model declares its limit by `most_positions` and `check_positions` of an argument of its first
+    layer.
     """
     made_with = [
         each for layer in layers[:1] if isinstance(layer, LayerSpec) for each in layer.args
@@ -115,7 +116,7 @@ def _check_positions(config: Config, source: DataSource | None, layers: Sequence
 
 
 def _check_batchnorm(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
-    """Refuse, on rank 0, micro-batches that BatchNorm layers cannot normalise."""
+    """Raise ModelError, on rank 0, if micro-batches are too small for BatchNorm layers."""
     replicas = config.pipeline.num_replicas
     if source is None or not source.train.num_samples:
         return

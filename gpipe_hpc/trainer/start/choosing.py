@@ -1,6 +1,6 @@
-"""`pipeline.layout=auto`: the layout that a search finds best for the ranks that came.
+"""Search of the best layout for the current ranks (`pipeline.layout=auto`).
 
-It is kept in the run folder, so a start that goes on with the run takes the same one.
+The result is stored in the run folder, so that a restart uses the same layout.
 """
 
 import json
@@ -32,13 +32,13 @@ from gpipe_hpc.trainer.search.answer import compared_on
 from gpipe_hpc.trainer.search.from_settings import PINS, Came, fixed_by, gauge_of_layers
 
 LAYOUT_FILE: Final = "layout.json"
-_SHOWN: Final = 3  # layouts that the log tells of
+_SHOWN: Final = 3  # layouts listed in the log
 
-_Layout = dict[str, dict[str, Any]]  # settings that were chosen, by section
+_Layout = dict[str, dict[str, Any]]  # chosen settings, by section
 
 
 class Chosen(NamedTuple):
-    """The settings with a layout that is known, warnings about it, and what rank 0 says of it."""
+    """The settings with the chosen layout, warnings about them, and rank 0's report."""
 
     config: Config
     doubts: Sequence[str]
@@ -46,9 +46,9 @@ class Chosen(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The best layout, and what is said of it.
+    """The best layout, and the report about it.
 
-    `off_best_cut`: how far its cut is from the best one; None on one rank.
+    `off_best_cut` is the distance of its partition from the best one; None on one rank.
     """
 
     layout: _Layout
@@ -57,27 +57,27 @@ class _Found(NamedTuple):
 
 
 def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) -> Chosen | None:
-    """Return the settings with the best layout for the ranks there are; None: it was given.
+    """Return the settings with the best layout for the current ranks; None if the layout is given.
 
-    `words`: the command line; what stands there stays. Rank 0 searches, unless an earlier start of
-    the run has done so for as many ranks with the same settings. Every rank calls it. Raises
-    ConfigError where no layout fits.
+    Collective. Rank 0 searches, unless an earlier start of the run has stored a result for the same
+    settings and number of ranks. Settings in `words`, the command line, are not changed. Raises
+    ConfigError if no layout fits.
     """
     if not config.pipeline.is_searched:
         return None
     where, path = "choosing the layout", run.folder / LAYOUT_FILE
-    asked = _asked(config, world.size, words)
+    asked = _question(config, world.size, words)
     with together(world, where):
-        found = _kept(path, asked) if world.rank == 0 else None
+        found = _load(path, asked) if world.rank == 0 else None
         is_known: bool = world.everybody.broadcast_object(found is not None, root=0)
     if not is_known:
-        came = _came(config, world)
+        came = _measure_ranks(config, world)
         search = None if came is None else partial(_choose, config, words, came)
         found = patiently(world, where, search)
     with together(world, where):
         if found is not None and not is_known and run.lineage:
-            _keep(path, asked, found)
-        told = None if found is None else _told(found.layout)
+            _store(path, asked, found)
+        told = None if found is None else _shared_layout(found.layout)
         layout: _Layout = world.everybody.broadcast_object(told, root=0)
     said = ""
     if found is not None:
@@ -87,8 +87,8 @@ def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) ->
     return Chosen(_with_paces(known, layout), check_config(known, world.size), said)
 
 
-def _asked(config: Config, num_ranks: int, words: Sequence[str]) -> dict[str, Any]:
-    """Return what the answer of a search hangs on, fit for JSON."""
+def _question(config: Config, num_ranks: int, words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings and number of ranks that the result of a search depends on, as JSON."""
     settings = settings_of(config)
     kept = {name: settings.get(name) for name in ("model", "data", "pipeline", "outer")}
     plan = {name: value for name, value in vars(config.plan).items() if name != "shown"}
@@ -98,11 +98,8 @@ def _asked(config: Config, num_ranks: int, words: Sequence[str]) -> dict[str, An
     return found
 
 
-def _kept(path: Path, asked: Mapping[str, Any]) -> _Found | None:
-    """Return what an earlier start found for the same question; None if there is none.
-
-    Whatever is wrong with the file, the search answers anew.
-    """
+def _load(path: Path, asked: Mapping[str, Any]) -> _Found | None:
+    """Load the layout that an earlier start found for the same settings and ranks, or None."""
     try:
         told = read_json(path)
         layout: _Layout = {name: dict(told["layout"][name]) for name in PINS}
@@ -115,10 +112,10 @@ def _kept(path: Path, asked: Mapping[str, Any]) -> _Found | None:
     if not is_ours or told.get("asked") != asked:
         return None
     said = "" if distance is None else f"; {distance.text()}"
-    return _Found(layout, f"as {path} says{said}", distance)
+    return _Found(layout, f"loaded from {path}{said}", distance)
 
 
-def _keep(path: Path, asked: Mapping[str, Any], found: _Found) -> None:
+def _store(path: Path, asked: Mapping[str, Any], found: _Found) -> None:
     off = found.off_best_cut
     told = {
         "layout": found.layout,
@@ -131,14 +128,14 @@ def _keep(path: Path, asked: Mapping[str, Any], found: _Found) -> None:
     aside.replace(path)
 
 
-def _told(layout: _Layout) -> _Layout:
-    """Return what all ranks are told of a layout: that there are paces, but not that of each."""
+def _shared_layout(layout: _Layout) -> _Layout:
+    """Return a layout without the slowdown of each rank, which only rank 0 needs."""
     paces = {"paces": ()} if "paces" in layout["pipeline"] else {}
     return layout | {"pipeline": layout["pipeline"] | paces}
 
 
-def _came(config: Config, world: World) -> Came | None:
-    """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
+def _measure_ranks(config: Config, world: World) -> Came | None:
+    """Return, on rank 0, the speed and host of all ranks, which each rank measures itself."""
     where = "measuring how fast ranks are"
     took_s = None
     if config.plan.measures_layers and world.size > 1:
@@ -149,7 +146,7 @@ def _came(config: Config, world: World) -> Came | None:
             took_s = 1 / own.products
         copied = host_copy_rate(world.device)
         fastest, slowest = world.everybody.merge_object((own, copied), _extremes)
-        # A few bytes of each rank: rank 0 hears thousands of them.
+        # Only a few bytes per rank, as rank 0 may receive thousands of messages.
         host = sha256(socket.gethostname().encode()).digest()[:8]
         told = world.everybody.gather_object((took_s, host), root=0)
     if told is None:
@@ -160,11 +157,11 @@ def _came(config: Config, world: World) -> Came | None:
 
 
 _Rates = tuple[Rates, float | None]
-"""Of a rank's operators, and of its copies to the host, None where it has none to make."""
+"""Compute rates of a rank, and its host copy rate (None if it has no accelerator)."""
 
 
 def _extremes(ahead: _Rates, behind: _Rates) -> _Rates:
-    """Return the fastest rates of some ranks and those behind them, and the slowest copies."""
+    """Merge rates of two groups of ranks: the fastest compute rates and the slowest host copies."""
     fastest = max(ahead[0], behind[0], key=lambda rates: rates.products)
     one, other = ahead[1], behind[1]
     return fastest, None if one is None or other is None else min(one, other)
@@ -173,7 +170,7 @@ def _extremes(ahead: _Rates, behind: _Rates) -> _Rates:
 def _layers_s(config: Config, world: World) -> float:
     """Return the seconds that the model's layers take on this rank, run one by one.
 
-    All ranks run the same: a micro-batch of as many samples as the settings give without a search.
+    All ranks run the same micro-batch size, that of the settings without a search.
     """
     num_samples = samples_per_microbatch(config)
     times = gauge_of_layers(config, world.device, num_samples).times
@@ -181,7 +178,7 @@ def _layers_s(config: Config, world: World) -> float:
 
 
 def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
-    """Return the best layout, and what else was found; ConfigError where none fits."""
+    """Search the best layout; raise ConfigError if none fits."""
     shown = min(_SHOWN, config.plan.shown)
     answer = compared_on(replace(config, plan=replace(config.plan, shown=shown)), words, came)
     if answer.chosen is None:
@@ -198,7 +195,7 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
             "recompute": candidate.recompute,
             "offload": candidate.offload,
             **({"partition": SIMULATED} if candidate.simulates_cut else {}),
-            # Those that were measured: the run's cut has to be the one that was compared.
+            # The measured slowdowns, so that the run uses the partition that was compared.
             **({"paces": [*paces]} if came.paces and not isinstance(paces, str | None) else {}),
         },
         "outer": {} if combining is None else combining._asdict(),
@@ -207,7 +204,7 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
 
 
 def _words(layout: Mapping[str, Any]) -> list[str]:
-    """Return a layout as settings to paste."""
+    """Return a layout as command line settings."""
     found = []
     for section, settings in layout.items():
         for name, value in settings.items():
@@ -219,7 +216,7 @@ def _words(layout: Mapping[str, Any]) -> list[str]:
 
 
 def _settings(config: Config, layout: _Layout) -> Config:
-    """Return the settings with all of a layout except the paces that were measured for it."""
+    """Return the settings with a layout, except the measured slowdown of ranks."""
     chosen = {name: value for name, value in layout["pipeline"].items() if name != "paces"}
     return replace(
         config,
@@ -229,7 +226,7 @@ def _settings(config: Config, layout: _Layout) -> Config:
 
 
 def _with_paces(config: Config, layout: _Layout) -> Config:
-    """Return the settings with the paces that were measured for a layout, if they were."""
+    """Return the settings with the measured slowdown of ranks, if the layout contains it."""
     if "paces" not in layout["pipeline"]:
         return config
     paces = FoundPaces(layout["pipeline"]["paces"])

@@ -1,4 +1,4 @@
-"""Opening the data at the start of a run: rank 0 first, then the others that need them."""
+"""Open the data at the start of a run: first on rank 0, then on the other ranks that need it."""
 
 import logging
 from collections.abc import Callable
@@ -14,11 +14,14 @@ from gpipe_hpc.settings import Config
 log = logging.getLogger("gpipe_hpc.train")
 
 INDEX_FOLDER: Final = "index"
-"""The folder of a run for indices of data that lie where nothing can be written."""
+"""Folder within the run folder for indices of data in read-only folders."""
 
 
 class Opened(NamedTuple):
-    """What this rank knows of the data; `source` and `baseline` where it has opened them."""
+    """Information about the data on this rank; `source` is None if it has not opened the data.
+
+    `baseline`, the loss of a trivial prediction, is only known on rank 0.
+    """
 
     source: DataSource | None
     facts: DataFacts
@@ -29,10 +32,10 @@ class Opened(NamedTuple):
 def open_data_first(
     config: Config, world: World, folder: Path, check: Callable[[Identity], None]
 ) -> Opened:
-    """Open the data on rank 0 and tell the others of them; all ranks call it.
+    """Open the data on rank 0 and broadcast the facts about it. Collective.
 
-    Elsewhere they are opened only if needed: on a cluster, a thousand ranks would list the same
-    folders. `check` may refuse them, on rank 0.
+    Other ranks open the data only if needed: on a cluster, a thousand ranks would list the same
+    folders. `check` may raise an error for the data's identity, on rank 0.
     """
 
     def first() -> Opened:
@@ -40,11 +43,11 @@ def open_data_first(
         counts = f"{source.train.num_samples:,} training samples, "
         counts += f"{source.validation.num_samples:,} validation samples"
         log.info("data: %s", source.about or counts)
-        # Nothing held back is a choice only if the user made it.
+        # Having no validation samples is intended only if the fraction was set to 0.
         is_chosen = getattr(config.data, "validation_fraction", None) == 0
         if not source.validation.num_samples and not is_chosen:
             log.warning(
-                "data: no sample is held back, so there will be no validation loss; give more "
+                "data: there are no validation samples, so there will be no validation loss; add "
                 "data, raise data.validation_fraction, or set it to 0 if that is intended"
             )
         identity = identify(source, config.data, config.train)
@@ -62,9 +65,9 @@ def open_data_first(
 def open_data_where_needed(
     config: Config, world: World, folder: Path, opened: Opened, *, is_needed: bool
 ) -> DataSource | None:
-    """Return the data on the ranks that have opened them or need them; all ranks call it.
+    """Open the data on ranks that need it and have not opened it yet; return it. Collective.
 
-    Raises ConfigError on all of them if they do not find the same data.
+    Raises ConfigError on all ranks if they do not find the same data.
     """
     own = opened.source, opened.facts
     work = (lambda: _open(config, folder)) if is_needed and opened.source is None else None
@@ -75,6 +78,6 @@ def open_data_where_needed(
 
 
 def _open(config: Config, folder: Path) -> tuple[DataSource, DataFacts]:
-    """Open the data, by the index that rank 0 has kept where the data are large."""
+    """Open the data, using the index that rank 0 has stored."""
     source = open_data(config.data, config.train.seed, folder / INDEX_FOLDER)
     return source, DataFacts.of(source)

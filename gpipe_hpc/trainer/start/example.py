@@ -1,4 +1,4 @@
-"""Samples of the run's data, read before it trains: to measure layers on, or to check them."""
+"""Read samples before training, to measure layers or check the data."""
 
 from gpipe_hpc.batches import unwrapped
 from gpipe_hpc.comm.world.world import World, together
@@ -13,7 +13,7 @@ from gpipe_hpc.settings import Config
 def example_of(
     config: Config, world: World, source: DataSource | None, sampler: ShuffledSampler
 ) -> tuple[Nest, Nest] | None:
-    """Read one micro-batch to measure or count layers on; rank 0 alone does so."""
+    """Read a micro-batch on rank 0 if layers are to be measured or counted; else return None."""
     pipeline = config.pipeline
     is_counted = pipeline.recompute == "budget" or pipeline.memory_bytes is not None
     if source is None or not (pipeline.partition in ("time", SIMULATED) or is_counted):
@@ -25,18 +25,17 @@ def example_of(
 def first_microbatch(
     config: Config, source: DataSource, sampler: ShuffledSampler
 ) -> tuple[Nest, Nest]:
-    """Read the first micro-batch of the run, which is as large as any."""
+    """Read the first micro-batch of the run, which has the maximum size."""
     indices, _ = sampler.batch(0)
     pieces = config.pipeline.num_replicas * config.pipeline.microbatches * config.train.accumulation
     return read_samples(config, source, indices[: max(1, -(-len(indices) // pieces))])
 
 
 def read_samples(config: Config, source: DataSource, indices: list[int]) -> tuple[Nest, Nest]:
-    """Return inputs and targets of some samples to train on; ConfigError if there are none."""
+    """Return inputs and targets of training samples; raise ConfigError if there are none."""
     if not indices:
         raise ConfigError(
-            "data: expected at least one sample to train on, got none; give more data, or keep "
-            "fewer of them for validation"
+            "data: there are no training samples; add data, or use less of it for validation"
         )
     reader = BatchReader(source.train, True, True, tolerance(config.data))
     with samples_that_fit():

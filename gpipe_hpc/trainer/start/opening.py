@@ -1,4 +1,4 @@
-"""From the settings to the session of a run on this rank."""
+"""Build the session of a run on this rank from the settings."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.run.folder import Checkpoints
 from gpipe_hpc.trainer.run.identity import Run
 from gpipe_hpc.trainer.run.lock import RunLock
-from gpipe_hpc.trainer.run.opening import go_on_from
+from gpipe_hpc.trainer.run.opening import record_start
 from gpipe_hpc.trainer.session import ADASCALE, Session
 from gpipe_hpc.trainer.start.building import build_pipeline, loss_of
 from gpipe_hpc.trainer.start.checks import check_labels, check_model
@@ -43,11 +43,15 @@ def open_session(
     copies: NeighbourCopies | None = None,
     asked: Config | None = None,
 ) -> Session:
-    """Build the run on this rank and, where there is a checkpoint to resume, take it over.
+    """Build the session on this rank and restore the state to resume from, if any. Collective.
 
-    `lock`: of the run folder, on rank 0. `copies`: of the ranks' states in memory; what is found
-    there goes before an older checkpoint. `asked`: the settings as they were given, where a layout
-    was found for them since.
+    Args:
+        config: the settings.
+        world: all ranks.
+        run: the run.
+        lock: lock of the run folder, on rank 0.
+        copies: in-memory checkpoints, preferred to an older checkpoint on disk.
+        asked: the settings as given, if a layout was searched for them.
     """
     checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
     origin = Origin(config, world, run, checkpoints, copies)
@@ -63,7 +67,7 @@ def open_session(
     with together(world, "opening the run"):
         if world.rank == 0 and run.lineage:
             steps_done, start = session.pipe.steps_done, None if copies is None else copies.start
-            go_on_from(run.folder, steps_done, start)
+            record_start(run.folder, steps_done, start)
     if copies is not None:
         copies.forget_others()
     session.tally.add(opened.facts.corrupt, says=world.rank == 0)
@@ -80,7 +84,7 @@ def _built(
     origin: Origin,
     opened: Opened,
 ) -> Session:
-    """Return the session of a run that has not yet taken over any state."""
+    """Return the session of a run before any state is restored."""
     asked, config = config, on_ranks(config, world.size)
     train = config.train
     sampler = ShuffledSampler(
@@ -88,7 +92,7 @@ def _built(
     )
     with together(world, "opening the run"):
         if world.rank == 0:
-            origin.make_way()
+            origin.move_aside()
         layers = build_target("model", config.model)
         loss_fn = loss_of(config, opened.facts, layers)
         check_model(config, opened.source, layers)
@@ -129,7 +133,7 @@ def _built(
 
 
 def _refuse_frozen(world: World, pipe: Pipeline) -> None:
-    """Refuse, on all ranks, a model of which no rank trains anything."""
+    """Raise ModelError on all ranks if no parameter requires a gradient. Collective."""
     with together(world, "opening the run"):
         own = any(parameter.requires_grad for _, parameter in pipe.named_parameters())
         if not world.everybody.merge_object(own, or_):
@@ -140,9 +144,9 @@ def _refuse_frozen(world: World, pipe: Pipeline) -> None:
 
 
 def _planned(world: World, foreseen: Foresight | None) -> tuple[RankForecast, ...] | None:
-    """Return on all ranks what those of a pipeline are planned to hold, as rank 0 has counted."""
+    """Broadcast rank 0's memory forecast of each stage rank. Collective."""
     told = None if foreseen is None else [vars(rank) for rank in foreseen.ranks]
-    with together(world, "telling the planned memory"):
+    with together(world, "broadcasting the planned memory"):
         rows: list[dict[str, Any]] | None = world.everybody.broadcast_object(told, root=0)
     return None if rows is None else tuple(RankForecast(**row) for row in rows)
 
@@ -156,13 +160,13 @@ def _adascale(config: Config, pipe: Pipeline) -> AdaScale | None:
 
 
 def _restore(adascale: AdaScale, extra: Mapping[str, Any], steps_done: int) -> None:
-    """Go on with what a checkpoint keeps; one of a run without AdaScale keeps nothing."""
+    """Restore AdaScale from a checkpoint, or start it if the checkpoint's run did not use it."""
     if ADASCALE in extra:
         adascale.restore(extra[ADASCALE])
         return
     adascale.progress = float(steps_done)
     log.warning(
         "the checkpoint is of a run without lr.scaling=adascale: its %d steps count as steps of "
-        "the base batch, and the noise is measured from the beginning",
+        "the base batch, and the gradient noise is estimated from scratch",
         steps_done,
     )

@@ -1,4 +1,4 @@
-"""What a start of a run goes on from: copies in memory, a checkpoint, or nothing."""
+"""The state from which a run starts: in-memory copies, a checkpoint, or none."""
 
 import logging
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ _EXTRA: Final = {
 
 
 class Resumed(NamedTuple):
-    """A checkpoint to start from; `facts`: what its manifest says.
+    """A checkpoint to resume from, with the facts of its manifest.
 
-    `verified`: None where nobody has looked whether it is whole.
+    `verified` is None if its files have not been verified yet.
     """
 
     path: Path
@@ -49,27 +49,27 @@ class Resumed(NamedTuple):
 
     @property
     def steps_done(self) -> int:
-        """Return its step."""
+        """Return the step of the checkpoint."""
         return int(self.facts["steps_done"])
 
     @property
     def cut(self) -> dict[str, Any]:
-        """Return the partition it was saved with."""
+        """Return the partition with which the checkpoint was saved."""
         cut: dict[str, Any] = self.facts["partition"]
         return cut
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Return what the run has kept in it."""
+        """Return the checkpoint's extra values, such as the data position."""
         extra: dict[str, Any] = self.facts["extra"]
         return extra
 
 
 class Origin:
-    """Where a run stands before this start, found by all ranks together.
+    """The state of a run before this start, found collectively by all ranks.
 
-    `in_memory`: copies of all ranks' states, if they are as new as the checkpoint; then nobody has
-    looked whether that is whole.
+    `in_memory` contains the in-memory copies of all ranks, if they are at least as new as the
+    checkpoint; the checkpoint is not verified then.
     """
 
     def __init__(
@@ -91,22 +91,22 @@ class Origin:
 
     @property
     def cut(self) -> Mapping[str, Any] | None:
-        """Return the partition of what the run goes on from."""
+        """Return the partition of the state from which the run resumes."""
         if self.in_memory is not None:
             cut: Mapping[str, Any] = self.in_memory.about["partition"]
             return cut
         return None if self.resumed is None else self.resumed.cut
 
     def check_data(self, identity: Identity) -> None:
-        """Refuse, on rank 0, to go on with other data in silence."""
+        """Raise CheckpointError on rank 0 if changed data is not allowed by checkpoint.data."""
         policy, resumed = self._config.checkpoint.data, self.resumed
         if self.in_memory is not None:
             check_data(MEMORY, self.in_memory.about["extra"], identity, policy)
         elif resumed is not None and last_step(self._config.train) > resumed.steps_done:
             check_data(resumed.path, resumed.extra, identity, policy)
 
-    def make_way(self) -> None:
-        """Put away, on rank 0, what an earlier start saved past the step of this one."""
+    def move_aside(self) -> None:
+        """Rename, on rank 0, an earlier start's checkpoints past the step of this start."""
         resumed, last = self.resumed, last_step(self._config.train)
         found = None if resumed is None else resumed.path
         done = 0 if resumed is None else resumed.steps_done
@@ -120,7 +120,7 @@ class Origin:
     def take_over(
         self, pipe: Pipeline, optimizer: torch.optim.Optimizer, identity: Identity
     ) -> dict[str, Any] | None:
-        """Fill pipeline and optimizer from memory or disk; return what was kept beside, if any."""
+        """Restore pipeline and optimizer from memory or disk; return the extra values, if any."""
         if self.in_memory is not None and self._copies is not None:
             extra = self._copies.restore(self.in_memory, pipe, optimizer)
             if extra is not None:
@@ -146,18 +146,18 @@ class Origin:
             say_change(before, pipe, int(extra["position"]), source)
 
     def _fall_back(self, identity: Identity) -> None:
-        """Turn from copies in memory to the newest checkpoint that is whole."""
+        """Switch from in-memory copies to the newest intact checkpoint."""
         with together(self._world, "opening the run"):
             self.in_memory = None
             self.resumed = self._found()
             if self._world.rank == 0:
                 self.check_data(identity)
-                self.make_way()
+                self.move_aside()
 
     def _found(self) -> Resumed | None:
-        """Return the checkpoint to start from, if any: the newest that is whole.
+        """Return the newest intact checkpoint, if any.
 
-        Where there is as new a state in memory the files are not read, and `verified` is None.
+        If in-memory copies are at least as new, its files are not read, and `verified` is None.
         """
         world, resume, is_repeated = (
             self._world,

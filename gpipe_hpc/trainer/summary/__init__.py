@@ -1,5 +1,5 @@
-"""What a run says of itself when it ends: ``summary.json`` and a table on the screen.
+"""Report of a run when it ends: ``summary.json`` and a table on the screen.
 
-`ledger` notes what each step took, `figures` is what a rank tells, `compose` puts all together,
-`table` says it in words.
+`ledger` collects statistics of steps, `figures` the measurements of a rank, `compose` builds the
+summary, `table` formats it as text.
 """

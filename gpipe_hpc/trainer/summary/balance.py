@@ -1,4 +1,4 @@
-"""How the micro-batches of a step would be divided best over replicas of unequal speed."""
+"""Best distribution of a step's micro-batches over replicas of unequal speed."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -7,25 +7,25 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.data_parallel import MicrobatchSplit
 
-_LEAST_GAIN: Final = 0.1  # of the slowest replica's time, to speak of
+_LEAST_GAIN: Final = 0.1  # fraction of the slowest replica's time worth reporting
 
 
 class Balance(NamedTuple):
-    """Weights for `outer.weights`, and the share of the slowest replica's time that they save."""
+    """Weights for `outer.weights`, and the fraction of the slowest replica's time they save."""
 
     weights: tuple[int, ...]
     gain: float
 
-    def told(self) -> dict[str, Any]:
-        """Return it as summary.json has it."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the weights and the gain as a dict for summary.json."""
         return {"weights": list(self.weights), "gain": self.gain}
 
 
 def balance(busy_s: Sequence[float], portions: MicrobatchSplit) -> Balance | None:
-    """Return what would let all replicas end together; None if it would save little.
+    """Return weights with which all replicas finish together; None if they would save little.
 
-    `busy_s`: how long each rank computed, by world rank, over any number of steps. A replica is as
-    fast as its busiest rank; a micro-batch is taken to cost it as much as each did.
+    `busy_s` is the computing time of each rank, by world rank, over any number of steps. A replica
+    is as slow as its busiest rank; its time is assumed to be proportional to its micro-batches.
     """
     if not busy_s:
         return None
@@ -44,7 +44,7 @@ def balance(busy_s: Sequence[float], portions: MicrobatchSplit) -> Balance | Non
 
 
 def _divide(costs: Sequence[float], total: int) -> list[int]:
-    """Return how many of `total` each is to run so that the last ends soonest, one at least."""
+    """Divide `total` micro-batches, at least one each, so that the last replica ends earliest."""
     counts = [1] * len(costs)
     for _ in range(total - len(costs)):
         ends = [(count + 1) * cost for count, cost in zip(counts, costs, strict=True)]

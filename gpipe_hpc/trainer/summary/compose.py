@@ -1,4 +1,4 @@
-"""``summary.json``: everything known of a run when it ends; see docs/reference/summary.md."""
+"""Compose and write ``summary.json``, the report of a run; see docs/reference/summary.md."""
 
 import json
 import logging
@@ -48,14 +48,14 @@ _DEFINITION: Final = (
 
 
 class Ended(NamedTuple):
-    """How a run stands: running, done, stopped or failed, and then why."""
+    """The outcome of a run: running, done, stopped or failed, with the error."""
 
     outcome: str
     error: str | None = None
 
 
 class Traced(NamedTuple):
-    """The median of the traced steps: a timeline of each replica, on one clock."""
+    """The median of the traced steps: a timeline for each replica, on a common clock."""
 
     step: int
     pipeline_s: float
@@ -71,13 +71,19 @@ def compose_summary(
     traced: Traced | None,
     planned: StepTime | None,
 ) -> dict[str, Any]:
-    """Return what rank 0 knows; `ranks` are those that could be asked, at least rank 0.
+    """Return the content of the summary, on rank 0.
 
-    `planned`: the step as it was expected before the run.
+    Args:
+        session: the run.
+        ledger: times and losses of its steps.
+        ended: its outcome.
+        ranks: measurements of the ranks that could be queried, at least of rank 0.
+        traced: the median of the traced steps, if any.
+        planned: the step as predicted before the run.
     """
     pipe, config = session.pipe, session.config
     can_differ = not config.pipeline.normalise_over_replicas
-    # Where a run failed, the others could not be asked.
+    # If a run failed, only rank 0's measurements are available.
     computed_s = [each.computed_s for each in ranks] if len(ranks) == pipe.world.size else ()
     better = balance(computed_s, pipe.layout.portions) if can_differ else None
     return {
@@ -115,7 +121,7 @@ def compose_summary(
             "bubble": planned.timeline.bubble,
             "step_s": planned.total_s,
         },
-        "balance": None if better is None else better.told(),
+        "balance": None if better is None else better.as_dict(),
         "bubble_definition": _DEFINITION,
         "stalls_s": ledger.stalls_s,
         "traced_step": None if traced is None else _traced(traced),
@@ -128,7 +134,7 @@ def compose_summary(
 
 
 def write_summary(run_folder: Path, summary: dict[str, Any]) -> Path:
-    """Write the file in one piece: a reader finds the old one or the new one."""
+    """Write the summary atomically; return its path."""
     path = run_folder / SUMMARY_FILE
     aside = path.with_name(path.name + ".part")
     aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n", "utf-8")
@@ -165,11 +171,11 @@ def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
 
 
 def expected_step(session: Session) -> StepTime | None:
-    """Return a step as simulated for the layers measured before the run; None if none were.
+    """Simulate a step with the layer times measured before the run; None if none were measured.
 
-    Of the replica with the most micro-batches: its smaller micro-batches, and the empty ones, take
-    as much less. The same function tells it as for a plan, with plan.links and plan.prices; where
-    these do not match the run, or layers could not be counted, of the pipeline alone.
+    The step is that of the replica with the most micro-batches. It is simulated as in a plan, with
+    plan.links and plan.prices; if these do not match the run, or if layers could not be counted,
+    only the pipeline is simulated.
     """
     pipe, foreseen = session.pipe, session.foreseen
     costs = None
@@ -187,7 +193,7 @@ def expected_step(session: Session) -> StepTime | None:
                 session.config.plan.host_copy_bytes_per_s,
             )
         except ConfigError as error:
-            log.warning("the step was planned without links and prices: %s", error)
+            log.warning("the step is predicted without links and prices: %s", error)
         else:
             known = replace(foreseen.known, times=pipe.partition.times, measure=MEASURED)
             combining = pipe.request.combining
@@ -217,7 +223,7 @@ def _ranks(
         times = idle_of_ranks(ranks, traced.pipeline_s, traced.replicas)
     planned = None if session.foreseen is None else session.foreseen.ranks
     return [
-        figures.told()
+        figures.as_dict()
         | own
         | {"planned_memory": None if planned is None else _planned(planned[figures.stage_rank])}
         for figures, own in zip(ranks, times, strict=True)
@@ -230,10 +236,9 @@ def _planned(rank: RankForecast) -> dict[str, int]:
 
 
 def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, Any]]:
-    """Return what would make the traced step of the fullest replica faster.
+    """Return advice that would make the traced step of the replica with the most work faster.
 
-    Of a run that was stopped only what takes a moment: the other ranks have left, and whoever
-    stopped it may soon kill this one.
+    For a stopped run only quick simulations are made, since the process may soon be killed.
     """
     config, foreseen = session.config, session.foreseen
     if foreseen is None:
@@ -248,7 +253,7 @@ def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, An
 
 
 def _finite(value: Any) -> Any:
-    """Return the same without NaN and infinity, which JSON does not know: null stands for them."""
+    """Replace NaN and infinity, which JSON cannot represent, by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What each rank tells of itself, gathered on rank 0; and why it was idle, where that is known."""
+"""Measurements of each rank, gathered on rank 0, and the causes of idle time."""
 
 import socket
 from collections.abc import Sequence
@@ -12,12 +12,15 @@ from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.schedule import BubbleCauses, Timeline, explain_measured
 from gpipe_hpc.trainer.one_step import Spent
 from gpipe_hpc.trainer.summary.layer_clock import LayerTime
-from gpipe_hpc.trainer.traces.held import HeldStep
+from gpipe_hpc.trainer.traces.held import RecordedStep
 
 
 @dataclass
 class Sums:
-    """What the steps of a start took this rank, but for the first one, if there are others."""
+    """Sums of a rank's times over the steps of a start, usually without the first step.
+
+    The first step, which includes initialization, counts only if it is the only one.
+    """
 
     num_steps: int = 0
     computed_s: float = 0.0
@@ -26,7 +29,7 @@ class Sums:
     optimizer_s: float = 0.0
 
     def add(self, computed_s: float, spent: Spent) -> None:
-        """Take a step in."""
+        """Add the times of a step."""
         if self.num_steps == 1:
             self.computed_s = self.reading_s = self.clipping_s = self.optimizer_s = 0.0
         self.num_steps += 1
@@ -36,7 +39,7 @@ class Sums:
         self.optimizer_s += spent.optimizer_s
 
     def means(self) -> tuple[float | None, float | None, float | None]:
-        """Return the means of reading, clipping and the optimizer; None before the first step."""
+        """Return mean seconds of reading, clipping and optimizer; None before the first step."""
         if not self.num_steps:
             return None, None, None
         counted = max(1, self.num_steps - 1)
@@ -44,11 +47,13 @@ class Sums:
 
 
 class RankFigures(NamedTuple):
-    """What one rank tells.
+    """Measurements of one rank.
 
-    `busy_s`: in the step that is the median of those traced, if any. `computed_s`: in all steps but
-    the first, which prepares what later ones find ready. `reading_s`, `clipping_s`, `optimizer_s`:
-    the means of these steps. `layers`: what their forwards took in a few steps.
+    Args:
+        busy_s: computing time in the median of the traced steps, if any.
+        computed_s: computing time of all steps but the first, which includes initialization.
+        reading_s, clipping_s, optimizer_s: means over these steps.
+        layers: forward times of layers in a few steps.
     """
 
     rank: int
@@ -61,7 +66,7 @@ class RankFigures(NamedTuple):
     peak_memory_bytes: int
     memory_before_bytes: int  # in use before the model was built
     computed_s: float = 0.0
-    cpus: str | None = None  # that it may use, as Linux writes them
+    cpus: str | None = None  # allowed CPUs in Linux's list format
     num_threads: int | None = None
     reading_s: float | None = None
     clipping_s: float | None = None
@@ -72,12 +77,12 @@ class RankFigures(NamedTuple):
     def of(
         cls,
         pipe: Pipeline,
-        median: HeldStep | None,
+        median: RecordedStep | None,
         memory_before_bytes: int,
         sums: Sums,
         layers: tuple[LayerTime, ...],
     ) -> "RankFigures":
-        """Return those of this rank."""
+        """Collect the measurements of this rank."""
         device, cpus = pipe.world.device, allowed_cpus()
         return cls(
             pipe.world.rank,
@@ -96,8 +101,8 @@ class RankFigures(NamedTuple):
             layers,
         )
 
-    def told(self) -> dict[str, Any]:
-        """Return them as summary.json has them."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the measurements as a dict for summary.json."""
         return self._asdict() | {
             "stages": list(self.stages),
             "layers": [layer._asdict() for layer in self.layers],
@@ -107,10 +112,10 @@ class RankFigures(NamedTuple):
 def idle_of_ranks(
     ranks: Sequence[RankFigures], pipeline_s: float, replicas: Sequence[Timeline]
 ) -> list[dict[str, Any]]:
-    """Return for each rank its busy and idle seconds in a step of `pipeline_s`, and why it idled.
+    """Return each rank's busy and idle seconds in a step of `pipeline_s`, and why it idled.
 
-    The causes are those of its replica's measured step, and the time that is over before or after
-    it, while other replicas work; without `replicas` they are not known.
+    The causes come from the measured step of its replica, plus the time before and after it, during
+    which other replicas work; they are None without `replicas`.
     """
     causes = [
         _causes(own, timeline, pipeline_s)
@@ -128,13 +133,13 @@ def idle_of_ranks(
 
 
 def _causes(own: BubbleCauses, timeline: Timeline, pipeline_s: float) -> dict[str, float]:
-    """Return the seconds of each cause; they sum to the idle time within `pipeline_s`.
+    """Return the seconds of each cause; they add up to the idle time within `pipeline_s`.
 
-    That ends when all actions of compute have run; a reduction may still be under way, and what is
-    left of it is part of summing up.
+    That time ends when all compute actions have run; the rest of an ongoing reduction is not
+    counted.
     """
     left_s = pipeline_s - (timeline.makespan - own.reduction_tail)
-    if left_s < 0:  # parameters were still gathered before the first rank computed
+    if left_s < 0:  # parameters were still being gathered when the first rank computed
         own, left_s = own._replace(transfers=own.transfers + left_s), 0.0
     tail_s = min(own.reduction_tail, left_s)
     seconds = own._replace(reduction_tail=tail_s)._asdict()

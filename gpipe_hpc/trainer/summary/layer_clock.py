@@ -1,4 +1,4 @@
-"""How long the forward of each layer takes on a rank, over a few steps."""
+"""Forward times of single layers, measured in a few steps."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,20 +10,20 @@ from torch import nn
 from gpipe_hpc.device.deferred import Mark, seconds_between, take_mark
 from gpipe_hpc.device.device import Device
 
-_NUM_STEPS: Final = 3  # that are watched, behind the first, which prepares what others find ready
+_NUM_STEPS: Final = 3  # timed steps, after the first, which includes initialization
 
 
 class LayerTime(NamedTuple):
-    """The mean of a layer's forwards on one rank, recomputed ones too; `layer`: its number."""
+    """Mean forward time of a layer on one rank, including recomputation; `layer` is its index."""
 
     layer: int
     forward_s: float
 
 
 class LayerClock:
-    """Watches the layers of a rank in steps 2 to 4 of a start; later ones take no more time.
+    """Measures the forward times of a rank's layers in steps 2 to 4 of a start.
 
-    Without layers it watches nothing.
+    Later steps have no overhead. Does nothing without layers.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], device: Device) -> None:
@@ -33,7 +33,7 @@ class LayerClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Return the block in which a step of training runs."""
+        """Context manager for a training step, with timing hooks on the layers if it is timed."""
         self._num_seen += 1
         if not 2 <= self._num_seen < 2 + _NUM_STEPS:
             yield
@@ -55,7 +55,7 @@ class LayerClock:
         self._spans[index].append((began[index], take_mark(self._device)))
 
     def times(self) -> tuple[LayerTime, ...]:
-        """Return the mean of each layer that has run; on an accelerator that waits for its end."""
+        """Return the mean time of each layer that has run; on an accelerator this synchronizes."""
         return tuple(
             LayerTime(index, sum(seconds_between(*span) for span in spans) / len(spans))
             for index, spans in self._spans.items()

@@ -1,4 +1,4 @@
-"""What rank 0 notes while a run goes on."""
+"""Statistics over the steps of a run, on rank 0."""
 
 import statistics
 import time
@@ -8,34 +8,34 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.trainer.one_step import Spent
 
-_NUM_KEPT: Final = 10_000  # steps of which medians are taken: the newest
+_NUM_KEPT: Final = 10_000  # newest steps over which medians are computed
 
 
 class Times(NamedTuple):
-    """Where the time of a step went: in the pipeline of all ranks, and around it on rank 0."""
+    """Times of a step: in the pipeline of all ranks, and around it on rank 0."""
 
     pipeline_s: float
     bubble: float
     spent: Spent
 
     def scalars(self) -> dict[str, float | None]:
-        """Return them by name, as metrics.jsonl has them."""
+        """Return the times by their names in metrics.jsonl."""
         return {"bubble": self.bubble, "pipeline_s": self.pipeline_s, **self.spent._asdict()}
 
     @staticmethod
     def none() -> dict[str, float | None]:
-        """Return the same names with None, for a step whose times are not known."""
+        """Return the same names with None, for a step with unknown times."""
         return dict.fromkeys(("bubble", "pipeline_s", *Spent._fields))
 
 
 @dataclass
 class Ledger:
-    """Sums over the steps of one start, and the newest steps one by one.
+    """Sums over the steps of one start, and the newest steps individually.
 
-    The first step counts in no rate and no median: it prepares what later ones find ready.
+    The first step, which includes initialization, is excluded from rates and medians.
     """
 
-    first_step: int  # the number of steps done before
+    first_step: int  # number of steps done before this start
     began_s: float = field(default_factory=time.time)
     num_steps: int = 0
     num_samples: int = 0
@@ -47,7 +47,7 @@ class Ledger:
     _newest: deque[tuple[float, Times]] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
 
     def note(self, times: Times | None, step_time_s: float, num_samples: int, loss: float) -> None:
-        """Take in a finished step."""
+        """Add the times and loss of a finished step."""
         if self.num_steps == 1:
             self.num_samples, self.steps_s = 0, 0.0
             self._newest.clear()
@@ -60,16 +60,16 @@ class Ledger:
         self.last_loss = loss
 
     def stall(self, name: str, seconds: float) -> None:
-        """Note how long all waited at a step's edge for the state to be kept."""
+        """Add the seconds that all ranks waited at a step boundary for the state to be saved."""
         self.stalls_s[name] = self.stalls_s.get(name, 0.0) + seconds
 
     @property
     def samples_per_s(self) -> float | None:
-        """Return samples over the time of their steps; None before the first step."""
+        """Return samples per second of step time; None before the first step."""
         return self.num_samples / self.steps_s if self.steps_s else None
 
     def medians(self) -> dict[str, Any]:
-        """Return the medians of a step: seconds, those in the pipeline and others; the bubble."""
+        """Return the medians of step time, pipeline time, the other times, and the bubble."""
         if not self._newest:
             return {"step_time_s": None, "pipeline_s": None, "outside_pipeline_s": None}
         outside = [step_s - times.pipeline_s for step_s, times in self._newest]

@@ -1,4 +1,4 @@
-"""The report of a run while it goes on: what each step adds, and what is said in the end."""
+"""Collect the measurements of a run while it trains, and write its report."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ from gpipe_hpc.trainer.traces.files import (
     write_trace,
 )
 from gpipe_hpc.trainer.traces.held import (
-    HeldStep,
-    HeldSteps,
+    RecordedStep,
+    RecordedSteps,
     TracedStep,
     gather_steps,
     timelines_of,
@@ -40,35 +40,35 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 @contextmanager
-def _telling(failed: str = "summary: it could not be made") -> Iterator[None]:
-    """Tell what keeps a report from being made; that is no reason to end a run."""
+def _log_errors(failed: str = "summary: cannot be created") -> Iterator[None]:
+    """Log errors of writing a report instead of ending the run."""
     try:
         yield
     except OSError as error:
-        remedy = os_remedy(error) or "look at the folder"
+        remedy = os_remedy(error) or "check the folder"
         log.warning("summary: cannot be written to the run folder: %s; %s", error, remedy)
     except Exception:
         log.warning("%s; the run itself is complete", failed, exc_info=True)
 
 
 class Reporter:
-    """What one rank holds for the report; rank 0 writes it.
+    """Measurements of one rank for the report, which rank 0 writes.
 
-    Ranks put theirs together where all meet anyway, after a validation and at the end: each sends
-    rank 0 some numbers, and at the end the times of one step's actions.
+    Ranks send them to rank 0 when all synchronize anyway: after a validation and at the end. Each
+    sends a few numbers, and at the end the times of one step's actions.
     """
 
     def __init__(self, session: Session, memory_before_bytes: int) -> None:
         self._session, self._pipe = session, session.pipe
         self._before_bytes = memory_before_bytes
         trace = session.config.trace
-        self._held = HeldSteps(trace.steps, trace.from_step)
+        self._held = RecordedSteps(trace.steps, trace.from_step)
         self._sums = Sums()
         layers = {
             i: layer for each in self._pipe.stages.values() for i, layer in each.layers.items()
         }
         is_compiled = any(each.is_compiled for each in self._pipe.stages.values())
-        # What is compiled would be compiled anew for a watched step.
+        # Hooks would make torch.compile compile the layers again.
         self.layer_clock = LayerClock({} if is_compiled else layers, self._pipe.world.device)
         self.ledger = Ledger(session.pipe.steps_done)
         layout, leads = session.pipe.layout, session.pipe.world.rank == 0
@@ -76,27 +76,27 @@ class Reporter:
         self.planned = expected_step(session) if leads else None
 
     def hold(self, timed: TimedStep, pipeline_s: float) -> None:
-        """Note how long this rank computed, and keep when, if that step may be traced."""
+        """Add this rank's times of a step, and store its events if the step may be traced."""
         self._sums.add(timed.marks.times.busy_s, timed.laps.spent(pipeline_s))
         if self._held.wants(timed.step):
             moments, around = timed.marks.moments, timed.laps.moments()
-            self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s, around))
+            self._held.take(RecordedStep(timed.step, pipeline_s, moments, timed.origin_s, around))
 
     def review(self) -> None:
-        """Tell on rank 0 which stages are not as planned; warn of a cut that is not the best.
+        """Log stages that differ from the plan, and warn if another partition is better (rank 0).
 
-        The same call everywhere: each rank sends the times of one step's actions.
+        Collective; each rank sends the times of one step's actions.
         """
         median, everybody = self._held.median, self._pipe.everybody
         if median is None or self._pipe.layout.schedule.num_ranks == 1:
             return
-        with together(self._pipe.world, "looking at the cut again"):
+        with together(self._pipe.world, "reviewing the partition"):
             stages = self._pipe.mesh.stages
             traced = gather_steps(everybody, (median,), median, stages)
             watched = everybody.gather_object(self.layer_clock.times(), root=0)
         if watched is None or self._session.foreseen is None:
             return
-        with _telling("the cut was not looked at again"):
+        with _log_errors("the partition was not reviewed"):
             fullest = self._pipe.layout.portions.fullest
             measured = timelines_of(traced[0], self._tables)[fullest]
             of_replica = watched[fullest * stages : (fullest + 1) * stages]
@@ -109,15 +109,15 @@ class Reporter:
                 log.warning("%s", found.text())
 
     def refresh(self) -> None:
-        """Write how the run stands, for whoever looks before its end; the same call everywhere."""
+        """Write an intermediate summary during the run. Collective."""
         ranks = self._gather_figures()
         if ranks:
-            with _telling():
+            with _log_errors():
                 summary = self._compose(Ended("running"), ranks, None)
                 write_summary(self._session.run_folder, summary)
 
     def finish(self, ended: Ended) -> None:
-        """Write traces and summary and show the closing table; the same call everywhere."""
+        """Write traces and summary and log the closing table. Collective."""
         ranks = self._gather_figures()
         with together(self._pipe.world, "gathering traces"):
             median = self._held.median
@@ -127,7 +127,7 @@ class Reporter:
             everybody = self._pipe.everybody
             traced = gather_steps(everybody, kept, median, self._pipe.mesh.stages)
         if ranks:
-            with _telling():
+            with _log_errors():
                 found = self._median_of(traced)
                 summary = self._compose(ended, ranks, found)
                 log.info("%s", summary_text(summary))
@@ -143,13 +143,13 @@ class Reporter:
             calibrate(self._session, self.ledger, steps, typical.replicas, ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Write on rank 0 what it knows by itself of a run that failed; whatever that meets, stays.
+        """Write a summary of a failed run on rank 0, from its own data; ignores errors.
 
-        No rank is asked: one of them is gone.
+        No other rank is queried, as one of them has failed.
         """
         with suppress(Exception):
             if self._session.lock is not None:
-                self._session.lock.check()  # the folder may be another run's by now
+                self._session.lock.check()  # another run may own the folder by now
             text = f"{type(error).__name__}: {error}"
             summary = self._compose(Ended("failed", text), [self._figures()], None)
             write_summary(self._session.run_folder, summary)
@@ -159,7 +159,7 @@ class Reporter:
         return RankFigures.of(self._pipe, self._held.median, self._before_bytes, self._sums, layers)
 
     def _gather_figures(self) -> Sequence[RankFigures]:
-        """Return the figures of all ranks on rank 0, nothing elsewhere."""
+        """Return the measurements of all ranks on rank 0, nothing elsewhere. Collective."""
         with together(self._pipe.world, "gathering the ranks' figures"):
             return self._pipe.everybody.gather_object(self._figures(), root=0) or ()
 

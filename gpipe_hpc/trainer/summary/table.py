@@ -1,4 +1,4 @@
-"""A summary in words: what a run shows when it ends."""
+"""Closing table of a run: its summary as text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.planner.telling.columns import aligned
 from gpipe_hpc.units import bytes_text, flops_text
 
-_MAX_RANKS: Final = 16  # lines of a table; of more ranks those at the ends are shown
+_MAX_RANKS: Final = 16  # lines of a table; of more ranks only the extremes are shown
 _AROUND: Final = {
     "reading_ahead_s": "reading",
     "edge_s": "summing up",
@@ -20,13 +20,13 @@ _CAUSES: Final = {
     "reduction_tail_s": "reductions",
     "other_replicas_s": "replicas",
 }
-# One rank waits for no other: what is idle, it was between its actions.
+# A single rank is idle only between its actions.
 _ALONE: Final = {"transfers_s": "between actions"}
 _OF_REPLICAS: Final = ("reduction_tail_s", "other_replicas_s")
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """Return the closing table, without an end of line; what is not known is left out."""
+    """Return the closing table; unknown values are left out."""
     parts = [_heading(summary), _pace(summary), _comparison(summary)]
     parts += [_ranks(summary), _stalls(summary), _balance(summary), _advice(summary)]
     return "\n".join(filter(None, parts))
@@ -55,17 +55,17 @@ def _pace(summary: Mapping[str, Any]) -> str:
 
 
 def _around(step: Mapping[str, Any]) -> str:
-    """Say what took the time outside the pipeline."""
+    """Return the parts of the time outside the pipeline."""
     known = [f"{name} {_time(step[key])}" for key, name in _AROUND.items() if key in step]
     return f" ({', '.join(known)})" if known else ""
 
 
 def _advice(summary: Mapping[str, Any]) -> str:
-    """Return the advice that saves most, and how sure of it one can be."""
+    """Return the advice with the largest gain, and its assumptions."""
     if not summary["advice"]:
         return ""
     first = summary["advice"][0]
-    text = f"advice: {first['text']}, simulated with what this run's actions took"
+    text = f"advice: {first['text']}, simulated with this run's measured times"
     if first["assumes"]:
         return f"{text} and assuming {first['assumes']}"
     more = first["more_bytes"]
@@ -123,32 +123,32 @@ def _ranks(summary: Mapping[str, Any]) -> str:
 
 
 def _legend(summary: Mapping[str, Any]) -> str:
-    """Say what the columns of memory count, which are not meant to be equal."""
+    """Explain the memory columns, which have different meanings."""
     parts = [
         f"peak memory: {summary['peak_memory_meaning']}",
-        "above start: of it, since the start",
+        "above start: the increase since the start",
     ]
     if any(each["planned_memory"] for each in summary["ranks"]):
         parts.append(
             "planned: weights, gradients, optimizer, activations and workspace as counted, without "
-            "Python and what libraries take"
+            "memory of Python and libraries"
         )
     return "\n".join(parts)
 
 
 def _caption(summary: Mapping[str, Any], num_shown: int) -> str:
-    """Say of which step, and of how many ranks, the table is."""
+    """Return the heading of the table: its step and number of ranks."""
     words = []
     if summary["traced_step"] is not None:
         words.append(f"step {summary['traced_step']['step']}, the median of those traced")
     num_ranks = summary["layout"]["ranks"]
     if num_shown < num_ranks:
-        words.append(f"{num_shown} of {num_ranks} ranks (summary.json has what is known of all)")
+        words.append(f"{num_shown} of {num_ranks} ranks (summary.json contains all)")
     return f"{'; '.join(words)}:" if words else ""
 
 
 def _shown(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return all ranks, or of many those at the ends: most and least busy, most and least full."""
+    """Return the ranks to show: all, or if there are many, those with extreme times or memory."""
     if len(ranks) <= _MAX_RANKS:
         return list(ranks)
     by_time = sorted(ranks, key=lambda each: each["busy_s"] or 0.0)
@@ -160,18 +160,18 @@ def _shown(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _stalls(summary: Mapping[str, Any]) -> str:
     seconds = sum(summary["stalls_s"].values())
-    return f"checkpoints and copies held the run up for {seconds:.3f} s in all" if seconds else ""
+    return f"checkpoints and copies delayed the run by {seconds:.3f} s in total" if seconds else ""
 
 
 def _balance(summary: Mapping[str, Any]) -> str:
-    """Return the weights with which replicas of unequal speed would end together."""
+    """Return the weights with which replicas of unequal speed would finish at the same time."""
     better = summary["balance"]
     if better is None:
         return ""
     weights, gain = ",".join(map(str, better["weights"])), 100 * better["gain"]
     return (
-        f"advice: outer.weights=[{weights}]: -{gain:.0f} % of the time that the slowest "
-        f"replica computed, if every micro-batch takes each replica as long as in this run"
+        f"advice: outer.weights=[{weights}]: -{gain:.0f} % of the computing time of the slowest "
+        f"replica, if the time per micro-batch of each replica stays as in this run"
     )
 
 
@@ -182,14 +182,14 @@ def _time(seconds: float | None) -> str:
 
 
 class _Clock(NamedTuple):
-    """The unit of all times of a table."""
+    """The unit of all times in a table."""
 
     unit: str
     factor: float
 
     @classmethod
     def fit(cls, longest_s: float) -> "_Clock":
-        """Return seconds or milliseconds."""
+        """Choose seconds or milliseconds by the longest time."""
         return cls("s", 1.0) if longest_s >= 1 else cls("ms", 1e3)
 
     def text(self, seconds: float | None) -> str:

@@ -1,1 +1,1 @@
-"""Measured timelines of a run: held in memory on each rank, gathered once, kept in files."""
+"""Measured timelines of a run: kept in memory on each rank, gathered once, written to files."""

@@ -1,10 +1,10 @@
-"""What a rank does in a step besides the actions of its table."""
+"""Activities of a rank in a step outside its pipeline actions."""
 
 from typing import NamedTuple
 
 
 class Around(NamedTuple):
-    """What a rank did around the pipeline of a step, and when, in seconds of its host's clock."""
+    """An activity of a rank around the pipeline, with host times in seconds."""
 
     name: str
     start_s: float

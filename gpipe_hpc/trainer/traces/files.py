@@ -1,4 +1,4 @@
-"""Timelines of a run as files, which `python -m gpipe_hpc.draw` reads."""
+"""Read and write traces, the timelines of steps; `python -m gpipe_hpc.draw` displays them."""
 
 import json
 from collections.abc import Sequence
@@ -12,16 +12,18 @@ from gpipe_hpc.trainer.traces.around import Around
 
 FOLDER: Final = "trace"
 PLANNED: Final = "planned.json"
-_MOST_BYTES: Final = 2**30  # of the traces of thousands of ranks
+_MOST_BYTES: Final = 2**30  # enough for thousands of ranks
 _MOST_VALUES: Final = 100_000_000
 _STEPS: Final = "step_*.json"
 
 
 class ReadStep(NamedTuple):
-    """A step as a file has it, in seconds since its first event.
+    """A step read from a trace file; times are in seconds since its first event.
 
-    `step`: its number, None of a planned one. `replicas`: the timeline of each. `around`: what
-    each world rank did besides; empty where that is not known.
+    Args:
+        step: its number; None for a planned step.
+        replicas: the timeline of each replica.
+        around: activities of each rank outside the pipeline; empty if unknown.
     """
 
     step: int | None
@@ -30,7 +32,7 @@ class ReadStep(NamedTuple):
 
 
 def trace_name(step: int) -> str:
-    """Return where the trace of a step lies in a run's folder."""
+    """Return the path of a step's trace within the run folder."""
     return f"{FOLDER}/step_{step:08d}.json"
 
 
@@ -42,9 +44,9 @@ def write_trace(
     is_median: bool = True,
     around: Sequence[Sequence[Around]] = (),
 ) -> Path:
-    """Keep the timeline of a step, of each replica one, in a file of its own.
+    """Write the timelines of all replicas for a step into a file; return its path.
 
-    `around`: what each rank did besides, by world rank, on the same clock.
+    `around` lists the activities of each rank outside the pipeline, on the same clock.
     """
     about = {"step": step, "is_median": is_median}
     start_s = _start_s(replicas)
@@ -53,12 +55,12 @@ def write_trace(
 
 
 def write_planned(timeline: Timeline, run_folder: Path) -> Path:
-    """Keep the timeline of a step as it was simulated for the run."""
+    """Write the timeline of a step as it was simulated before the run."""
     return _write(run_folder / FOLDER / PLANNED, [timeline], {})
 
 
 def _write(path: Path, replicas: list[Timeline], more: dict[str, Any]) -> Path:
-    """Write the rows of all ranks, replica by replica, in seconds since the first event of all."""
+    """Write the events of all ranks, replica by replica, in seconds since the first event."""
     first = replicas[0]
     start_s = _start_s(replicas)
     content = {
@@ -83,22 +85,22 @@ def _write(path: Path, replicas: list[Timeline], more: dict[str, Any]) -> Path:
 
 
 def _start_s(replicas: Sequence[Timeline]) -> float:
-    """Return when the first event of all begins."""
+    """Return the time of the first event of all replicas."""
     return min((each.start_s for each in replicas if any(each.events)), default=0.0)
 
 
 def read_trace(path: Path) -> Timeline:
-    """Read the timeline of the first replica back; seconds since the first event of the step."""
+    """Read the timeline of the first replica, in seconds since the first event of the step."""
     return read_replicas(path)[0]
 
 
 def read_replicas(path: Path) -> list[Timeline]:
-    """Read a timeline back for each replica; DataError if the file is none of ours."""
+    """Read the timeline of each replica; raise DataError if the file is not a trace."""
     return read_step(path).replicas
 
 
 def read_step(path: Path) -> ReadStep:
-    """Read a step back, of all replicas; DataError if the file is none of ours."""
+    """Read all replicas of a step; raise DataError if the file is not a trace."""
     try:
         content = _content(path)
         rows = content["ranks"]
@@ -136,14 +138,15 @@ def read_step(path: Path) -> ReadStep:
 
 
 def typical_trace(run_folder: Path) -> Path:
-    """Return the trace of the newest start's median step; DataError if there is none.
+    """Return the path of the trace of the newest start's median step, else of the last step.
 
-    Of files that do not say which that is, the last step's. ConfigError if there is no such folder.
+    Raises DataError if there is no trace, ConfigError if the folder does not exist.
     """
     if not run_folder.is_dir():
         raise ConfigError(
-            f"config: bad run.dir, expected the folder of a run, got {str(run_folder)!r}, which is "
-            f"{'no folder' if run_folder.exists() else 'not there'}; correct it, or look in runs/"
+            f"config: bad run.dir: {str(run_folder)!r} "
+            f"{'is not a folder' if run_folder.exists() else 'does not exist'}; correct it, or "
+            f"look in runs/"
         )
     found = sorted((run_folder / FOLDER).glob(_STEPS))
     if not found:
@@ -154,7 +157,7 @@ def typical_trace(run_folder: Path) -> Path:
 
 
 def _why_untraced(run_folder: Path) -> str:
-    """Return why a run has left no timeline, as far as its summary says, and what to do."""
+    """Return why a run has no trace, according to its summary, and the remedy."""
     try:
         summary = read_json(run_folder / "summary.json")
         outcome, last = str(summary["outcome"]), int(summary["last_step"])
@@ -162,13 +165,13 @@ def _why_untraced(run_folder: Path) -> str:
         outcome, last = "", 0
     if outcome == "failed":
         return (
-            f"it failed after step {last}, and a run writes timelines when it ends well: start it "
-            f"again, it goes on from its newest checkpoint"
+            f"it failed after step {last}, and only successful runs write timelines: start it "
+            f"again, it resumes from its newest checkpoint"
         )
     if outcome == "running":
         return (
-            f"it runs still, or was killed after step {last}: a run writes timelines when it ends; "
-            f"wait for it, or stop it with Ctrl-C or SIGTERM"
+            f"it is still running, or was killed after step {last}: a run writes timelines when it "
+            f"ends; wait for it, or stop it with Ctrl-C or SIGTERM"
         )
     return "run with trace.steps=1 or more"
 
@@ -181,11 +184,11 @@ def _is_median(path: Path) -> bool:
     try:
         return bool(_content(path).get("is_median"))
     except (OSError, ValueError, AttributeError):
-        return False  # whoever reads it says why
+        return False  # reading it later reports the error
 
 
 def forget_later_traces(run_folder: Path, last_step: int) -> None:
-    """Remove traces of steps that this run has not done: an earlier start's, since abandoned."""
+    """Remove traces of steps after `last_step`, which an earlier, abandoned start has left."""
     for path in (run_folder / FOLDER).glob(_STEPS):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > last_step:

@@ -1,4 +1,4 @@
-"""What a rank holds of some steps while a run goes on: when its actions ran."""
+"""Events of recent steps, kept in memory on each rank and gathered at the end of a run."""
 
 from array import array
 from collections import deque
@@ -11,11 +11,11 @@ from gpipe_hpc.schedule import Event, Schedule, Timeline, parse_action
 from gpipe_hpc.trainer.traces.around import Around
 
 
-class HeldStep(NamedTuple):
-    """One step of one rank; `pipeline_s` is what it took all ranks together.
+class RecordedStep(NamedTuple):
+    """The events of one step on one rank; `pipeline_s` is the pipeline time of all ranks.
 
-    `around`: what else it did then. `origin_s`: the moment of this rank's clock from which all
-    ranks count.
+    `around` lists activities outside the pipeline; `origin_s` is the time of this rank's clock from
+    which times are counted.
     """
 
     step: int
@@ -25,42 +25,43 @@ class HeldStep(NamedTuple):
     around: tuple[Around, ...] = ()
 
 
-class HeldSteps:
-    """The last `most` steps; with `first_step` the first `most` from that one on.
+class RecordedSteps:
+    """The last `most` steps, or the first `most` steps from `first_step` on.
 
-    Every rank holds the same steps, so all know without a word which one is the median.
+    Every rank keeps the same steps, so all choose the same median without communication.
     """
 
     def __init__(self, most: int, first_step: int | None = None) -> None:
         self._first_step = first_step
-        self._steps: deque[HeldStep] = deque(maxlen=most)
+        self._steps: deque[RecordedStep] = deque(maxlen=most)
 
     def wants(self, step: int) -> bool:
-        """Say whether a step is to be held."""
+        """Return whether a step is to be stored."""
         if self._first_step is None:
             return self._steps.maxlen != 0
         return step >= self._first_step and len(self._steps) != self._steps.maxlen
 
-    def take(self, held: HeldStep) -> None:
-        """Hold a step."""
+    def take(self, held: RecordedStep) -> None:
+        """Store a step."""
         self._steps.append(held)
 
     @property
-    def steps(self) -> tuple[HeldStep, ...]:
-        """Return what is held, from the earliest step."""
+    def steps(self) -> tuple[RecordedStep, ...]:
+        """Return the stored steps, earliest first."""
         return tuple(self._steps)
 
     @property
-    def median(self) -> HeldStep | None:
-        """Return the step whose time is the median, of two the faster; None if none is held."""
+    def median(self) -> RecordedStep | None:
+        """Return the step with the median time (the faster of two); None if none is stored."""
         ordered = sorted(self._steps, key=lambda held: held.pipeline_s)
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
 class TracedStep(NamedTuple):
-    """One step of all ranks, in the order of world ranks; `is_median` among those traced.
+    """One step of all ranks, in the order of world ranks.
 
-    `around`: what each did besides, on the same clock as the rows.
+    `is_median` marks the median of the traced steps; `around` lists each rank's activities outside
+    the pipeline, on the same clock as the rows.
     """
 
     step: int
@@ -77,12 +78,12 @@ class TracedStep(NamedTuple):
 
 
 def gather_steps(
-    group: Gathering, held: Sequence[HeldStep], median: HeldStep | None, num_stage_ranks: int
+    group: Gathering,
+    held: Sequence[RecordedStep],
+    median: RecordedStep | None,
+    num_stage_ranks: int,
 ) -> list[TracedStep]:
-    """Return the steps of all ranks on world rank 0, nothing elsewhere; the same call everywhere.
-
-    Each rank sends its own rows alone.
-    """
+    """Gather steps of all ranks on rank 0; return an empty list elsewhere. Collective."""
     own = [
         (
             list(map(str, each.moments.actions)),
@@ -115,7 +116,7 @@ def _events(rank: int, actions: Sequence[str], seconds: Sequence[float]) -> tupl
 
 
 def timelines_of(traced: TracedStep, tables: Sequence[Schedule]) -> list[Timeline]:
-    """Return a timeline for each replica; `tables`: what each ran."""
+    """Return a timeline for each replica; `tables` are the replicas' schedules."""
     return [
         Timeline(rows, table.num_stages, table.num_microbatches, table.name, table.skips)
         for rows, table in zip(traced.replicas(), tables, strict=True)

@@ -7,13 +7,13 @@ import pytest
 from gpipe_hpc.report.markdown import render_markdown
 from gpipe_hpc.report.record import read_record
 from gpipe_hpc.report.sections import report_of
-from gpipe_hpc.trainer.figures.straggling import Watched
+from gpipe_hpc.trainer.figures.straggling import StragglerDetector
 from tests.support import losses, metrics, train_here
 
 
 def events(busy, others):
     """Return what is said at which step."""
-    watched, found = Watched(), {}
+    watched, found = StragglerDetector(), {}
     for step, (own_s, other_s) in enumerate(zip(busy, others, strict=True), 1):
         said = watched.add(step, own_s, other_s)
         if said is not None:
@@ -57,14 +57,14 @@ def test_one_rank_is_held_against_itself():
 
 def test_a_run_of_one_rank_has_no_straggler(tiny, tmp_path, monkeypatch):
     """Longer sequences were told as a slow host that "the other ranks" did not share."""
-    monkeypatch.setattr(Watched, "add", lambda *_: pytest.fail("there is no other rank"))
+    monkeypatch.setattr(StragglerDetector, "add", lambda *_: pytest.fail("there is no other rank"))
     train_here(1, *tiny, "train.steps=4", f"run.dir={tmp_path}")
     assert len(losses(tmp_path)) == 4
 
 
 def test_a_run_tells_a_straggler_in_its_log_and_in_its_metrics(tiny, tmp_path, monkeypatch, caplog):
     """By clocks that are given: one rank takes half as long again from step 12 to 24."""
-    real = Watched.add
+    real = StragglerDetector.add
 
     def add(self, step, busy_s, others_s):
         return real(self, step, 1.5 if self is built[0] and 12 <= step <= 24 else 1.0, 1.0)
@@ -73,16 +73,16 @@ def test_a_run_tells_a_straggler_in_its_log_and_in_its_metrics(tiny, tmp_path, m
         made(self)
         built.append(self)
 
-    built, made = [], Watched.__init__
-    monkeypatch.setattr(Watched, "__init__", new)
-    monkeypatch.setattr(Watched, "add", add)
+    built, made = [], StragglerDetector.__init__
+    monkeypatch.setattr(StragglerDetector, "__init__", new)
+    monkeypatch.setattr(StragglerDetector, "add", add)
     train_here(2, *tiny, "pipeline.stages=2", "train.steps=32", f"run.dir={tmp_path}")
     said = [r.getMessage() for r in caplog.records if "computed" in r.getMessage()]
     assert len(said) == 2
     assert re.match(
         r"straggler: rank [01] has computed 1.50 times as long as before since step 12", said[0]
     )
-    assert re.match(r"rank [01] has computed as fast as before again since step 25", said[1])
+    assert re.match(r"rank [01] has computed at its normal speed again since step 25", said[1])
     told = {line["step"]: line for line in metrics(tmp_path) if "straggles" in line}
     # A rank tells the others at the edge of the step after.
     assert sorted(told) == list(range(17, 30))

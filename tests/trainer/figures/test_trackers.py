@@ -204,7 +204,7 @@ def test_a_tracker_that_fails_in_mid_run_is_told_once_and_ends_no_run(tmp_path, 
 
 
 def test_a_tracker_that_does_not_open_is_an_error_with_its_own_words(tmp_path, installed):
-    with pytest.raises(ConfigError, match="PermissionError: no API key; mend that"):
+    with pytest.raises(ConfigError, match="PermissionError: no API key; fix this"):
         open_metrics(tmp_path, to=["wandb"], project="none of mine")
 
 

@@ -135,9 +135,7 @@ def test_a_removed_setting_stops_no_run_and_is_told_where_it_did_something(tmp_p
     assert "fuse_accumulation" in text and len(found) == was
     for change in found:
         assert change.is_layout
-        assert "fuse_accumulation: was True, is no setting any more: autograd accumulates" in str(
-            change
-        )
+        assert "fuse_accumulation: was True, is removed: autograd accumulates" in str(change)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "a: ${"])

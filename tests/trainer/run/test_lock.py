@@ -79,7 +79,7 @@ def test_a_process_that_is_hidden_is_alive(tmp_path, monkeypatch):
 def test_a_lock_of_another_machine_is_judged_by_its_beats(tmp_path, fast, dead_pid):
     """Process numbers of another machine, or container, say nothing here."""
     put(tmp_path, machine="another", pid=dead_pid)
-    with pytest.raises(RunFolderError, match=r"elsewhere.*gave a sign of life 0 s ago"):
+    with pytest.raises(RunFolderError, match=r"elsewhere.*last heartbeat 0 s ago"):
         RunLock.take(tmp_path)
     put(tmp_path, machine="another", pid=dead_pid, age_s=2.0)
     RunLock.take(tmp_path).give_back()

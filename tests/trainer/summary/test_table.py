@@ -43,7 +43,7 @@ def test_of_a_run_that_knows_little_the_little_is_said():
         "rank  stages  peak memory  above start",
         "   0       0       100 MB      40.0 MB",
         "peak memory: of the process",
-        "above start: of it, since the start",
+        "above start: the increase since the start",
     ]
 
 
@@ -87,7 +87,7 @@ def test_all_that_is_known_is_said():
         *("0", "0", "1.000", "1.000", "0.250", "0.125", "0.125", "0.500"),
         *("100", "MB", "40.0", "MB", "1.00", "GB"),
     ]
-    assert "held the run up for 3.000 s" in text
+    assert "delayed the run by 3.000 s" in text
     # The columns were 128 MB and 15 MB for one rank, and nothing said why.
     assert "planned: weights, gradients, optimizer, activations and workspace as counted" in text
     assert text.splitlines()[-1].startswith("advice: x=1: -7 % of it, simulated")
@@ -116,7 +116,7 @@ def test_of_a_thousand_ranks_those_at_the_ends_are_shown():
 def test_what_would_balance_replicas_is_said():
     better = {"weights": [3, 1], "gain": 0.25}
     (line,) = [x for x in summary_text(summary([], balance=better)).splitlines() if "advice" in x]
-    assert "outer.weights=[3,1]: -25 % of the time that the slowest replica computed" in line
+    assert "outer.weights=[3,1]: -25 % of the computing time of the slowest replica" in line
 
 
 def test_the_time_around_the_pipeline_is_said():
