@@ -25,7 +25,7 @@ from gpipe_hpc.trainer.one_step import refuse_non_finite, train_one_step
 from gpipe_hpc.trainer.run.identity import UNRECORDED, Run
 from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.start import open_session
-from gpipe_hpc.trainer.step_edge import StepEdge, Told, agree
+from gpipe_hpc.trainer.step_edge import RankStepInfo, StepEdge, agree
 
 _WARM_UP: Final = 2
 
@@ -73,7 +73,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
         refuse_non_finite(session, train_one_step(session))
         _finish(pipe.world)
         took_s = time.perf_counter() - began_s
-        told = Told(pipe.last_step_times(), 0, origin_s=edge.origin_s)
+        told = RankStepInfo(pipe.last_step_times(), 0, origin_s=edge.origin_s)
         overall = summarise_ranks(told.numbers(), pipe.everybody, pipe.world.rank)
         agreed = agree(overall, pipe.world.size)
         edge.leave(time.perf_counter())
