@@ -100,8 +100,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 class Noise(NamedTuple):
-    """As shares: the median distance of repeated runs from the median of their layout, and that of
-    two plans with a run between them from one another."""
+    """Relative spread of repeated runs around their median, and of two plans around a run."""
 
     runs: float
     plans: float

@@ -148,9 +148,7 @@ class Clock:
                 self._transfer(node, destination, way)
 
     def _bare_forwards(self) -> dict[int, float]:
-        """Return the durations of forwards whose micro-batch is recomputed, if they differ from
-        others.
-        """
+        """Return the durations of forwards whose micro-batch is recomputed, if given separately."""
         if self.costs.bare_forward is None:
             return {}
         makers = self.graph.makers

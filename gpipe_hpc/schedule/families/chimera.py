@@ -15,7 +15,7 @@ from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 
 
 def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "direct") -> Schedule:
-    """Run pipelines in both directions over the ranks, in units of K micro-batches for all.
+    """Run an even number of pipelines, half of them in reverse, in units of K micro-batches.
 
         rank 0 0F00F2...3F13B1===3F33B3===...0B0===......0B2===
         rank 1 ...1F02F11F22F3...2B1===1B0===2B3===1B2===......

@@ -91,7 +91,7 @@ def in_rows(
 
 
 def _unequal_paces(ranks: int, paces: Sequence[float] | None) -> Sequence[float]:
-    """Return the relative compute time of each rank, empty if all are equal; check the values."""
+    """Return the checked relative compute time of each rank, or () if all are equal."""
     given = [] if paces is None else [*paces]
     are_paces = all(isinstance(each, int | float) and 0 < each < math.inf for each in given)
     if paces is not None and (len(given) != ranks or not are_paces):

@@ -92,7 +92,7 @@ def with_holes(
 
 
 def _in_turn(home: Sequence[int], count: int) -> list[int]:
-    """Return the replica of each micro-batch for a stage that only `count` replicas hold."""
+    """Return the replica that runs each micro-batch, for a stage held by `count` replicas only."""
     taken = [home.count(row) for row in range(count)]
     rows: list[int] = []
     for row in home:
