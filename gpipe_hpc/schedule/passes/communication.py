@@ -374,7 +374,7 @@ class _Rendezvous:
                 post, due = next(posts, _NO_POST)
             if is_send:
                 if not posted[awaited]:
-                    self._sleep(rank, index, awaited, receivers[awaited])
+                    self._block_on(rank, index, awaited, receivers[awaited])
                     yield
                 sent[awaited] = 1
                 if wanted[awaited]:
@@ -384,12 +384,12 @@ class _Rendezvous:
                     wake(receiver)
             elif awaited != SEVERAL:
                 if not sent[awaited]:
-                    self._sleep(rank, index, awaited, senders[awaited])
+                    self._block_on(rank, index, awaited, senders[awaited])
                     yield
             else:
                 for needed in several[index]:
                     if not sent[needed]:
-                        self._sleep(rank, index, needed, senders[needed])
+                        self._block_on(rank, index, needed, senders[needed])
                         yield
 
     def _placed(self, rank: int) -> "_Placed":
@@ -409,7 +409,7 @@ class _Rendezvous:
         live = np.arange(1, len(posts) + 1) - taken
         return _Placed(row, int(live.max(initial=0)))
 
-    def _sleep(self, rank: int, index: int, number: int, other: int) -> None:
+    def _block_on(self, rank: int, index: int, number: int, other: int) -> None:
         """Block a rank on a transfer with another rank."""
         self.position[rank] = index
         self.asleep[rank] = number
