@@ -11,7 +11,7 @@ from benchmarks.probes import machine
 from benchmarks.rounds import Conductor, Measured
 from benchmarks.table import block_lines
 
-# Seconds of a step, roughly: only to share out the time there is.
+# Approximate seconds of a step, used to divide the available time.
 _GUESS_S: Final = {"A": 1.3, "A16": 0.8, "B": 0.8, "C": 1.3, "T": 0.25}
 
 

@@ -8,17 +8,17 @@ from gpipe_hpc.schedule import schedule_names
 
 RANKS: Final = 2
 
-# The part of the full form that has all cells of the short one.
+# The part of the full benchmark that contains all cells of the short one.
 FULL: Final = "core"
 
-# How many undisturbed steps a cell waits for: those that claims rest on, others, rare ones.
+# Number of undisturbed steps wanted: for cells of claims, other cells, and rare ones.
 MAIN: Final = 10
 OTHER: Final = 4
 RARE: Final = 2
 
-# Schedules that claims rest on.
+# Schedules on which claims are based.
 OUR_MAIN: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v", "auto")
-# The table of ours that each of torch.distributed.pipelining is held against.
+# gpipe_hpc's counterpart of each schedule of torch.distributed.pipelining.
 OURS_OF_TORCH: Final = {
     "GPipe": "gpipe",
     "1F1B": "one_f_one_b",
@@ -105,7 +105,7 @@ class Contestant:
 
 _HERE: Final = "benchmarks.contestants"
 
-# Those that need nothing but torch.
+# Contestants that need only torch.
 CONTESTANTS: Final = (
     Contestant("floor", f"{_HERE}.floor:Floor"),
     Contestant("ours", f"{_HERE}.ours:Ours"),

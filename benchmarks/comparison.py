@@ -7,7 +7,7 @@ from typing import NamedTuple
 from benchmarks.cells import FULL
 from benchmarks.figures import FEWEST, Figures, Row
 
-# Between two runs even the same program moves by this much.
+# Difference between two runs of the same program.
 _LEAST = 0.02
 
 

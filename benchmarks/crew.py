@@ -20,14 +20,14 @@ from gpipe_hpc.errors import GpipeError
 START_S: Final = 120.0
 ANSWER_S: Final = 120.0
 
-# The same for all. Freed memory stays with the process, so that a step causes no page faults, and
-# lies in huge pages where the system has them.
+# Equal for all contestants. Freed memory stays with the process, so that a step causes no page
+# faults, and uses huge pages if the system has them.
 ALLOCATOR: Final = {
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-# Waits for the end of who holds its input, however that comes, then kills the groups named.
+# Waits for the end of the process that holds its input, then kills the named process groups.
 _GUARD: Final = 'read -r _; for group do kill -s KILL -- "-$group"; done'
 _ROOT: Final = Path(__file__).resolve().parents[1]
 
@@ -190,7 +190,7 @@ class Crew:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            # Its own session: whatever it has started stops and goes on with it.
+            # Signal the whole session, so that child processes stop and continue too.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 

@@ -21,7 +21,7 @@ class LayerTimes:
         merged = {int(index): times for answer in answers for index, times in answer.items()}
         rows = [merged[index] for index in range(len(merged))]
         forward, backward, inputs = zip(*rows, strict=True)
-        # Measured apart, the half may come out above the whole.
+        # Measured separately, the half may exceed the whole.
         halves = [min(half, whole) for half, whole in zip(inputs, backward, strict=True)]
         return cls(tuple(forward), tuple(backward), tuple(halves))
 

@@ -15,14 +15,14 @@ from benchmarks.probes import is_disturbed, machine_busy_s, usage
 # A visit lasts at least this long: the clock of processor time ticks every 0.01 s.
 _VISIT_S: Final = 0.25
 _MOST_STEPS: Final = 100
-# How often processes that others depend on are started again.
+# How often the processes of important contestants are restarted.
 _STARTS: Final = 3
-# Of a block's time for building and checking its cells; those that come later are left out.
+# Share of a block's time for building and checking its cells; later ones are left out.
 _OPENING_SHARE: Final = 0.7
 # A cell that is opened again may take this much more, and this many times as long, as at first.
 _REOPEN_S: Final = 20.0
 _REOPEN_FACTOR: Final = 5.0
-# Gradients differ from plain ones by rounding alone.
+# Gradients may differ from the reference by rounding only.
 TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.1}
 
 
@@ -177,7 +177,7 @@ class Conductor:
         for number in range(num_sittings):
             now_s = time.monotonic()
             until_s = now_s + (deadline_s - now_s) / (num_sittings - number)
-            # Who is opened last finds the heap as others left it: in turn that is somebody else.
+            # The last cell to open finds a fragmented heap: alternate which cell that is.
             order = measured[::-1] if number % 2 else measured
             for each in order:
                 each.sit_down(number, num_sittings)
@@ -251,15 +251,15 @@ class Conductor:
         return True
 
     def _visit(self, course: _Course, num_rounds: int) -> None:
-        # Others may disturb two of three rounds before the block gives up.
+        # Give up after three times the number of rounds.
         for number in range(3 * num_rounds):
             due = [
                 each for each in course.measured if each.is_open and each.is_due(number, num_rounds)
             ]
-            # Nobody always follows the same one.
+            # Vary the order, so that no cell always follows the same one.
             start = number % max(len(due), 1)
             for each in due[start:] + due[:start]:
-                # Once round, whatever it takes: else opening them was for nothing.
+                # Complete the first round even after the deadline.
                 if number > 0 and time.monotonic() > course.deadline_s:
                     return
                 if each.failed:
@@ -284,7 +284,7 @@ class Conductor:
                 continue
             if other.samples and time.monotonic() > course.deadline_s:
                 continue
-            # Where one fails again, its loss has opened the rest.
+            # If one fails again, `_lose` has opened the rest.
             if not self._open(other, course):
                 return
 
@@ -323,7 +323,7 @@ def check_gradients(cell: Cell, answers: Sequence[Mapping[str, Any]]) -> tuple[f
     norm = sum(answer["norm"] for answer in answers)
     error = math.sqrt(sum(answer["error"] for answer in answers) / norm)
     tolerance = TOLERANCES["bfloat16" if cell.workload == "A16" else "float32"]
-    # Also what is not a number is wrong.
+    # NaN is an error too.
     if not error <= tolerance:
         return error, f"wrong gradients: they differ from plain ones by {error:.1e} of their norm"
     return error, ""

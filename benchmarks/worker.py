@@ -26,9 +26,9 @@ from benchmarks.probes import end_with_parent, forget_peak, memory, usage
 from benchmarks.weighing import weigh
 from benchmarks.workloads import Workload, make_workload, plain_gradients
 
-# How long ahead of the moment a process stops sleeping and watches the clock.
+# Seconds before the start time at which a process stops sleeping and polls the clock.
 _WATCH_S = 0.001
-# The first may hold less: what a peer keeps from step to step is not there yet.
+# The first step may need less memory, because state kept between steps does not exist yet.
 _STEPS_WEIGHED = 2
 
 
@@ -147,7 +147,7 @@ class Worker:
         return {}
 
     def _write_reference(self, workload: str, path: Path) -> dict[str, Any]:
-        # One rank for all; whoever finds the file finds it whole, also after an end amid writing.
+        # Written by one rank and renamed, so that the file is complete once it exists.
         if self.rank == 0:
             partial = path.with_name(f"{path.name}.partial")
             torch.save(plain_gradients(make_workload(workload, self.size)), partial)
@@ -211,7 +211,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             answer = {"failed": f"{type(error).__name__}: {error}"}
-    # Some peers wait for one another when they end; nothing is left to be said.
+    # Skip the interpreter's shutdown, in which some peers wait for each other.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

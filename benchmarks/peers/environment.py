@@ -11,8 +11,8 @@ import torch
 
 PACKAGES = ("deepspeed", "torchgpipe")
 EXTENSIONS = "extensions"
-# DeepSpeed compiles its collectives at their first use, for longer than a contestant may take; one
-# that is killed amid that leaves a lock, and whoever comes next waits for ever.
+# DeepSpeed compiles its collectives at their first use, which takes longer than a contestant may
+# take. A process killed during that leaves a lock, on which later ones would wait for ever.
 _COMPILE = f"""
 import os, sys
 os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "{EXTENSIONS}")

@@ -111,7 +111,7 @@ def main() -> None:
 
     def keep(figures: Figures) -> None:
         figures.save(kept)
-        rounded = load_figures(kept)  # what can be read off the file again
+        rounded = load_figures(kept)  # as rounded in the file
         report.write(rounded, args.to)
         if args.to == HERE:
             report.write_front_page(rounded, HERE.parent.parent / "README.md")

@@ -50,7 +50,7 @@ def measure(num_launches: int = 5) -> dict[str, dict[str, object]]:
     taken: dict[str, list[tuple[float, bool]]] = {"first_step_ours": [], "first_step_torch": []}
     with tempfile.TemporaryDirectory(prefix="first_step_") as folder:
         for script in taken:
-            launch(script, Path(folder))  # reads what later ones find in memory
+            launch(script, Path(folder))  # warms the file cache
         for _ in range(num_launches):
             for script, times in taken.items():
                 times.append(launch(script, Path(folder)))
