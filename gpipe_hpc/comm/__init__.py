@@ -1,1 +1,1 @@
-"""Ranks and what moves between them: launch, mesh, transports, collectives, failure."""
+"""Communication between ranks: launch, groups, transports, collectives, failure detection."""

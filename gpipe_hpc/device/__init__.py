@@ -1,1 +1,1 @@
-"""Devices: CPU and accelerators, cores and their threads, memory of the host."""
+"""Devices: CPU and accelerators, CPU cores and thread binding, host memory."""

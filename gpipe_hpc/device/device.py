@@ -1,8 +1,9 @@
-"""The device on which a rank computes: the only module that knows what kinds of it there are.
+"""Device abstraction: the only module that distinguishes CPU, CUDA, XPU and other accelerators.
 
-A `Device` is handed down to whatever moves tensors between host and device, runs something beside
-the compute, or asks for memory. Two are here: `HostDevice`, the CPU, and `Accelerator`, any that
-torch has. Tests bring another, which watches that nothing is used before it is there.
+Code that copies tensors between host and device, uses streams or queries memory is given a
+`Device`. There are two implementations: `HostDevice` for the CPU and `Accelerator` for every
+accelerator that torch supports. Tests add a third one, which checks that no tensor is used before
+it is ready.
 """
 
 import ctypes
@@ -28,181 +29,190 @@ from gpipe_hpc.device.host.machine import kernel_identity, processor_name, share
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.setting_names import setting
 
-# By names of their own, as a device has a property `torch`.
+# An alias, because within `Device` the name `torch` is a property.
 Dtype = torch.dtype
 
 
 class Event(Protocol):
-    """A mark in a stream: done once everything is done that was put there before it."""
+    """A device event: complete as soon as all work queued before it in its stream is complete."""
 
     def record(self, stream: "Stream | None" = None) -> None:
-        """Put the mark at the end of a stream; None for the current one."""
+        """Record the event at the end of a stream, by default of the current stream."""
 
     def query(self) -> bool:
-        """Say whether the mark is done; True before it was recorded."""
+        """Return whether the event is complete; True if it was never recorded."""
 
     def synchronize(self) -> None:
-        """Let the host wait for the mark."""
+        """Block the host until the event is complete."""
 
     def elapsed_ms(self, later: "Event") -> float:
-        """Return the milliseconds to a later mark; both are done and were made with `timing`."""
+        """Return the time from this event to a later one, in milliseconds.
+
+        Both events must be complete and created with ``timing=True``.
+        """
 
 
 class Stream(Protocol):
-    """What the device does in order; several streams of one device run side by side."""
+    """A queue of operations that a device executes in order; several streams run concurrently."""
 
     def wait_event(self, event: Event) -> None:
-        """Let what comes from now on begin after a mark."""
+        """Make work queued on this stream from now on wait for an event."""
 
     def wait_stream(self, other: "Stream") -> None:
-        """Let what comes from now on begin after all that another stream has to do so far."""
+        """Make work queued on this stream from now on wait for the work now queued on `other`."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Put a mark at the end, a new one without timing if none is given; return it."""
+        """Record an event at the end of the stream and return it; by default a new one."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all that the stream has to do so far."""
+        """Block the host until all work queued on the stream is complete."""
 
 
 class Device(Protocol):
-    """Where a rank computes, and how its memory, its streams and the host's memory meet."""
+    """The device of a rank: its memory, streams, events and copies to and from the host."""
 
     @property
     def torch(self) -> torch.device:
-        """Return the device as torch names it, as ``cuda:3``: where new tensors are made."""
+        """Return the torch device with its index, such as ``cuda:3``."""
 
     @property
     def type(self) -> str:
-        """Return its kind, as torch's autocast wants it: ``cpu``, ``cuda``, ``xpu``."""
+        """Return the torch device type, such as ``cpu``, ``cuda`` or ``xpu``."""
 
     @property
     def is_accelerator(self) -> bool:
-        """Say whether it has memory and streams of its own: what it is told, it does later."""
+        """Return whether the device has its own memory and executes operations asynchronously."""
 
     @property
     def name(self) -> str:
-        """Return what it is called, as ``NVIDIA H100 80GB HBM3``."""
+        """Return the product name, such as ``NVIDIA H100 80GB HBM3``."""
 
     @property
     def backend(self) -> str:
-        """Return torch.distributed's own backend for its tensors, as ``gloo``, ``nccl``."""
+        """Return torch.distributed's default backend for it, such as ``gloo`` or ``nccl``."""
 
     @property
     def identity(self) -> str:
-        """Return a text that two ranks share if they compute on one device; empty on a CPU.
+        """Return a string that two ranks share if they use the same device; empty on a CPU.
 
-        A slice of a device (MIG) is one of its own.
+        Each partition of a device (MIG) has its own identity.
         """
 
     @property
     def is_slice(self) -> bool:
-        """Say whether it is a slice of a device whose other slices others may compute on."""
+        """Return whether this is a device partition (MIG) whose other partitions may be busy."""
 
     @property
     def numa_node(self) -> int | None:
-        """Return the NUMA node of its host that it is next to; None on a CPU, or if not known."""
+        """Return the NUMA node of the host closest to the device; None on a CPU or if unknown."""
 
     @property
     def library_bytes(self) -> int:
-        """Return what libraries keep of its memory, among torch's tensors, once layers have run."""
+        """Return the bytes of device memory that libraries such as cuBLAS allocate at first use.
+
+        torch's allocator counts these bytes as tensors.
+        """
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in the memory of this device, not of another of its kind."""
+        """Return whether a tensor is in the memory of this device (same type and index)."""
 
     def is_astray(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies neither here nor on the host: on another device."""
+        """Return whether a tensor is neither on this device nor on the host."""
 
     def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
-        """Return a tensor of the device with these values; the same if it lies there already.
+        """Return the tensor on this device, copying only if it is elsewhere.
 
-        `non_blocking`: the host goes on at once if the source is pinned, and must not write to it
-        before the current stream has come there.
+        If `non_blocking` is true and the source is pinned, the call returns before the copy is
+        complete. The caller must not write to the source until the current stream has completed the
+        copy.
         """
 
     def bring_into(self, own: Tensor, host: Tensor) -> None:
-        """Copy from pinned memory into a tensor of the device, on the current stream."""
+        """Copy pinned host memory into an existing device tensor, on the current stream."""
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host with these values once it has them: the host waits."""
+        """Return the tensor on the host, blocking until the copy is complete."""
 
     def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
-        """Copy into pinned memory on the current stream; the host does not wait.
+        """Copy a device tensor into pinned host memory without blocking the host.
 
-        Who reads `pinned` waits for an event that was recorded behind this.
+        The copy runs on the current stream. Before reading `pinned`, wait for an event recorded
+        after this call.
         """
 
     def pinned(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
-        """Return new host memory that copies run from and to beside what the device computes."""
+        """Return uninitialized host memory that is pinned, so that copies overlap with compute."""
 
     def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
-        """Return a new tensor of the device with any values."""
+        """Return a new uninitialized tensor on this device."""
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Move the parameters and buffers of a module to the device, in place; return it."""
+        """Move the parameters and buffers of a module to the device in place; return the module."""
 
     def stream(self) -> Stream:
-        """Return a stream beside the current one."""
+        """Return a stream that runs concurrently with the current one."""
 
     def current_stream(self) -> Stream:
-        """Return the stream that this thread's operators go to."""
+        """Return the current stream of the calling thread."""
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Return a block within which this thread's operators go to a stream."""
+        """Return a context manager that makes `stream` the current stream of the calling thread."""
 
     def event(self, *, timing: bool = False) -> Event:
-        """Return a mark that is not recorded yet; `timing`: one that `elapsed_ms` can read."""
+        """Return a new event that is not recorded yet; `elapsed_ms` needs `timing=True`."""
 
     def lend(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory, once it is let go of, until a stream has done what it has to.
+        """Keep a tensor's memory from being reused until a stream's queued work is complete.
 
-        Needed where a stream uses a tensor that was made while another was current.
+        Required if a stream uses a tensor that was allocated while another stream was current; see
+        `torch.Tensor.record_stream`.
         """
 
     def synchronize(self) -> None:
-        """Let the host wait for everything that the device has to do."""
+        """Block the host until all work queued on the device is complete."""
 
     def use(self) -> None:
-        """Make this the device of the calling thread; each new thread that uses it calls this."""
+        """Make this the current device of the calling thread; call it in every new thread."""
 
     def generators(self) -> list[Generator]:
-        """Return the generators that a layer on this device may draw from, the CPU's first.
+        """Return the random number generators that layers on this device may use, the CPU's first.
 
-        Raises ConfigError for a device whose generators are not to be had.
+        Raises ConfigError if torch does not expose the generators of the device.
         """
 
     def memory_allocated(self) -> int:
-        """Return the bytes in use: of tensors on an accelerator, of this process on a CPU."""
+        """Return the bytes in use: by tensors on an accelerator, by this process on a CPU."""
 
     def memory_peak(self) -> int:
-        """Return the most bytes in use so far, or since `reset_peak`."""
+        """Return the peak of `memory_allocated` in bytes since the start or `reset_peak`."""
 
     def memory_reserved(self) -> int:
-        """Return the bytes that torch holds of the device, used or not."""
+        """Return the bytes reserved by torch's caching allocator, including unused blocks."""
 
     def memory_total(self) -> int | None:
-        """Return the bytes that the device has; None on a CPU, whose memory ranks share."""
+        """Return the capacity of the device in bytes; None on a CPU, whose memory ranks share."""
 
     def memory_free(self) -> int | None:
-        """Return the bytes that may still be allocated; None where the system does not tell."""
+        """Return the bytes that can still be allocated; None if the system does not report them."""
 
     def reset_peak(self) -> None:
-        """Begin a new peak of `memory_peak`."""
+        """Reset the peak that `memory_peak` returns."""
 
     def trim(self) -> None:
-        """Give back to the system, and so to other processes, what this one has freed."""
+        """Return freed memory to the system, so that other processes can use it."""
 
     def deterministic(self) -> AbstractContextManager[None]:
-        """Return a block within which operators give the same bits each time, or raise.
+        """Return a context manager in which operators are bitwise deterministic or raise.
 
-        Of the whole process, and of the device's libraries where they have such settings.
+        It applies to the whole process and sets the device libraries' own options for determinism.
         """
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Say whether an error means that memory ran out."""
+        """Return whether an error means that host or device memory is exhausted."""
 
 
 class HostDevice:
-    """The CPU: everything is done when the call returns, so streams and marks have no work."""
+    """The CPU: operations are synchronous, so streams and events do nothing."""
 
     torch: Final = torch.device("cpu")
     type: Final = "cpu"
@@ -215,35 +225,35 @@ class HostDevice:
     library_bytes: Final = 0
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in the host's memory."""
+        """Return whether a tensor is in host memory."""
         return tensor.device.type == self.type
 
     def is_astray(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies on an accelerator."""
-        return tensor.device.type not in _NOWHERE_ELSE
+        """Return whether a tensor is on an accelerator."""
+        return tensor.device.type not in _HOST_OR_META
 
     def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
-        """Return the tensor itself, if it is one of the host."""
+        """Return the tensor on the host; no copy if it is already there."""
         return tensor.to(self.torch)
 
     def bring_into(self, own: Tensor, host: Tensor) -> None:
-        """Copy from one tensor to another."""
+        """Copy `host` into `own`."""
         own.copy_(host)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, if it is one of the host."""
+        """Return the tensor on the host; no copy if it is already there."""
         return tensor.to(self.torch)
 
     def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
-        """Copy from one tensor to another."""
+        """Copy `tensor` into `pinned`."""
         pinned.copy_(tensor)
 
     def pinned(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
-        """Return plain memory: nothing copies beside the compute."""
+        """Return ordinary host memory: a CPU needs no pinned buffers."""
         return torch.empty(shape, dtype=dtype, device=self.torch)
 
     def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
-        """Return a new tensor with any values."""
+        """Return a new uninitialized tensor."""
         return torch.empty(shape, dtype=dtype, device=self.torch)
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -251,67 +261,67 @@ class HostDevice:
         return module.to(self.torch)
 
     def stream(self) -> Stream:
-        """Return a stream that is always done."""
+        """Return a stream whose work is always complete."""
         return _HostStream()
 
     def current_stream(self) -> Stream:
-        """Return a stream that is always done."""
+        """Return a stream whose work is always complete."""
         return _HostStream()
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Return a block that changes nothing."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     def event(self, *, timing: bool = False) -> Event:
-        """Return a mark that tells the time of `time.perf_counter`."""
+        """Return an event that records the time of `time.perf_counter`."""
         return _HostEvent()
 
     def lend(self, tensor: Tensor, stream: Stream) -> None:
         """Do nothing: no stream uses memory later."""
 
     def synchronize(self) -> None:
-        """Do nothing: everything is done."""
+        """Do nothing: all operations are synchronous."""
 
     def use(self) -> None:
-        """Do nothing: each thread has the CPU."""
+        """Do nothing: every thread can use the CPU."""
 
     def generators(self) -> list[Generator]:
-        """Return the CPU's generator."""
+        """Return the CPU's default generator."""
         return [torch.default_generator]
 
     def memory_allocated(self) -> int:
-        """Return the resident bytes of this process; 0 where the system does not tell."""
+        """Return the resident bytes of this process; 0 if the system does not report them."""
         return used_bytes()
 
     def memory_peak(self) -> int:
-        """Return the resident bytes of this process at the fullest, or since `reset_peak`."""
+        """Return the peak resident bytes of this process since the start or `reset_peak`."""
         return peak_bytes()
 
     def memory_reserved(self) -> int:
-        """Return the resident bytes of this process."""
+        """Return the resident memory of this process in bytes."""
         return used_bytes()
 
     def memory_total(self) -> None:
         """Return None: the ranks of a machine share its memory."""
 
     def memory_free(self) -> int | None:
-        """Return what the machine and the job's limits leave; None if the system does not tell."""
+        """Return the bytes that the machine and job limits leave; None if not reported."""
         return free_bytes()
 
     def reset_peak(self) -> None:
-        """Begin a new peak of the process, where the system allows it."""
+        """Reset the peak resident memory of this process, if the system allows it."""
         reset_peak()
 
     def trim(self) -> None:
-        """Give freed memory back to the system."""
+        """Return freed heap memory to the system."""
         trim_freed_memory()
 
     def deterministic(self) -> AbstractContextManager[None]:
-        """Return a block within which operators give the same bits each time, or raise."""
+        """Return a context manager in which operators are bitwise deterministic or raise."""
         return _deterministic()
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Say whether torch or Python got no memory from the system."""
+        """Return whether torch or Python failed to allocate host memory."""
         return isinstance(error, MemoryError) or _NO_HOST_MEMORY in str(error)
 
 
@@ -329,7 +339,7 @@ class _HostEvent:
         pass
 
     def elapsed_ms(self, later: Event) -> float:
-        assert isinstance(later, _HostEvent), "marks of two kinds of devices"
+        assert isinstance(later, _HostEvent), "the events belong to different device types"
         return 1e3 * (later._at_s - self._at_s)
 
 
@@ -351,7 +361,7 @@ class _HostStream:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A device of torch's accelerator: of CUDA (NVIDIA and AMD), XPU, or one out of the tree."""
+    """A torch accelerator: CUDA (NVIDIA and AMD), XPU or an out-of-tree device type."""
 
     torch: torch.device  # with its index
 
@@ -359,26 +369,27 @@ class Accelerator:
 
     @property
     def type(self) -> str:
-        """Return its kind, as ``cuda``."""
+        """Return the torch device type, such as ``cuda``."""
         return self.torch.type
 
     @property
     def name(self) -> str:
-        """Return what its maker calls it; its kind where torch does not tell."""
+        """Return the product name, or the device type if torch does not report one."""
         ask = getattr(self._module, "get_device_name", None)
         return self.type if ask is None else str(ask(self.torch.index))
 
     @property
     def backend(self) -> str:
-        """Return the backend that torch.distributed's table has for it; gloo if it has none."""
+        """Return torch.distributed's default backend for this device type; gloo if it has none."""
         return _table_of_backends().get(self.type, "gloo")
 
     @property
     def identity(self) -> str:
-        """Return its UUID; else its place on its host's bus; else what this process calls it.
+        """Return the device's UUID, else its PCI address, else its index as seen by this process.
 
-        Not its index: launchers show each rank its own device alone, which is then number 0.
-        NVIDIA's driver is asked first: of a slice, torch may tell the UUID of the whole.
+        The index alone does not identify a device: some launchers expose a single device, number 0,
+        to each rank. The NVIDIA driver is queried first, because torch may report the UUID of the
+        whole device for a MIG partition.
         """
         own = _uuid_of_driver(self.torch.index) if self.type == "cuda" else None
         if own is not None:
@@ -388,65 +399,68 @@ class Accelerator:
         uuid = str(getattr(told, "uuid", ""))
         if uuid.strip("0-"):
             return f"{self.type} {uuid}"
-        bus = _place_on_bus(told)
+        bus = _pci_address(told)
         if None not in bus[1:]:
             return f"{self.type} {bus} of {kernel_identity()}"
-        seen = sorted((k, v) for k, v in os.environ.items() if any(t in k for t in _SHOWING))
+        seen = sorted(
+            (k, v) for k, v in os.environ.items() if any(t in k for t in _VISIBILITY_PARTS)
+        )
         return f"{self.type} {self.torch.index} of {shared_identity('mnt')} {gethostname()} {seen}"
 
     @property
     def is_slice(self) -> bool:
-        """Say whether it is a slice, which NVIDIA's names say: ``NVIDIA A100 MIG 1g.5gb``."""
+        """Return whether the product name contains ``MIG``, as in ``NVIDIA A100 MIG 1g.5gb``."""
         return " MIG " in self.name
 
     @property
     def numa_node(self) -> int | None:
-        """Return the node that Linux tells for its place on the bus, where torch tells that."""
+        """Return the NUMA node that Linux reports for the PCI address; None if unknown."""
         ask = getattr(self._module, "get_device_properties", None)
-        domain, bus, device = _place_on_bus(None if ask is None else ask(self.torch.index))
+        domain, bus, device = _pci_address(None if ask is None else ask(self.torch.index))
         return None if bus is None or device is None else node_of_pci(domain or 0, bus, device)
 
     @property
     def library_bytes(self) -> int:
-        """Return the bytes of cuBLAS's workspaces; those of other libraries nobody has measured.
+        """Return the bytes of cuBLAS workspaces.
 
-        Each thread that computes products has one: that of forwards, and torch's for backwards.
-        One more for a stream of its own, as PowerSGD has, is left out.
+        There is one workspace for each thread that runs matmuls: the forward thread and autograd's
+        backward thread. Not counted: an additional workspace for a side stream, as PowerSGD uses,
+        and the memory of other libraries.
         """
         if self.type != "cuda" or torch.version.hip is not None:
             return 0
         return 2 * _cublas_workspace_bytes(self.torch.index)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in the memory of this very device."""
+        """Return whether a tensor is on this device (same type and index)."""
         return tensor.device == self.torch
 
     def is_astray(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies on another device, be it one of this kind."""
-        return tensor.device.type not in _NOWHERE_ELSE and tensor.device != self.torch
+        """Return whether a tensor is on another device, possibly of the same type."""
+        return tensor.device.type not in _HOST_OR_META and tensor.device != self.torch
 
     def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
-        """Return a tensor of the device with these values; see `Device.bring`."""
+        """Return the tensor on this device; see `Device.bring`."""
         return tensor.to(self.torch, non_blocking=non_blocking)
 
     def bring_into(self, own: Tensor, host: Tensor) -> None:
-        """Copy from pinned memory on the current stream; the host does not wait."""
+        """Copy pinned host memory into `own` on the current stream without blocking the host."""
         own.copy_(host, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host; the host waits for it."""
+        """Return the tensor on the host, blocking until the copy is complete."""
         return tensor.to(_HOST)
 
     def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
-        """Copy into pinned memory on the current stream; the host does not wait."""
+        """Copy into pinned memory on the current stream without blocking the host."""
         pinned.copy_(tensor, non_blocking=True)
 
     def pinned(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
-        """Return new host memory whose pages stay where they are."""
+        """Return uninitialized pinned (page-locked) host memory."""
         return torch.empty(shape, dtype=dtype, device=_HOST, pin_memory=True)
 
     def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
-        """Return a new tensor of the device with any values."""
+        """Return a new uninitialized tensor on this device."""
         return torch.empty(shape, dtype=dtype, device=self.torch)
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -454,42 +468,41 @@ class Accelerator:
         return module.to(self.torch)
 
     def stream(self) -> Stream:
-        """Return a stream of torch's pool for this device."""
+        """Return a stream from torch's stream pool of this device."""
         return _TorchStream(torch.Stream(self.torch))
 
     def current_stream(self) -> Stream:
-        """Return the stream that this thread's operators go to."""
+        """Return the current stream of the calling thread."""
         return _TorchStream(torch.accelerator.current_stream(self.torch))
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Return a block within which this thread's operators go to a stream."""
-        return _current(_torchs(stream), self.torch)
+        """Return a context manager that makes `stream` the current stream of the calling thread."""
+        return _current(_torch_stream(stream), self.torch)
 
     def event(self, *, timing: bool = False) -> Event:
-        """Return a mark that is not recorded yet."""
+        """Return a new event that is not recorded yet."""
         return _TorchEvent(torch.Event(self.torch, enable_timing=timing))
 
     def lend(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory until a stream has done what it has to."""
-        tensor.record_stream(_torchs(stream))
+        """Keep a tensor's memory from being reused until a stream's queued work is complete."""
+        tensor.record_stream(_torch_stream(stream))
 
     def synchronize(self) -> None:
-        """Let the host wait for everything that the device has to do."""
+        """Block the host until all work queued on the device is complete."""
         torch.accelerator.synchronize(self.torch)
 
     def use(self) -> None:
-        """Make this the device of the calling thread."""
+        """Make this the current device of the calling thread."""
         torch.accelerator.set_device_index(self.torch)
 
     def generators(self) -> list[Generator]:
-        """Return the CPU's generator and the device's."""
+        """Return the CPU's default generator and the device's."""
         module = self._module
         if not hasattr(module, "default_generators"):
             raise ConfigError(
-                f"train.device: expected one whose generators can be seeded, so that dropout is "
-                f"the same in every layout, got {self.type}, whose module has no "
-                f"default_generators; use another version of its package, or "
-                f"{setting('train.device', 'cpu')}"
+                f"train.device={self.type} is not supported: its torch module has no "
+                f"default_generators, which are needed to seed dropout; use another version of "
+                f"its package, or {setting('train.device', 'cpu')}"
             )
         if not module.default_generators:  # before anything was done there
             module.init()
@@ -500,42 +513,44 @@ class Accelerator:
         return int(self._of_memory("memory_allocated")(self.torch))
 
     def memory_peak(self) -> int:
-        """Return the most bytes of tensors on the device."""
+        """Return the peak bytes of tensors on the device."""
         return int(self._of_memory("max_memory_allocated")(self.torch))
 
     def memory_reserved(self) -> int:
-        """Return the bytes that torch's allocator holds of the device."""
+        """Return the bytes reserved by torch's caching allocator."""
         return int(self._of_memory("memory_reserved")(self.torch))
 
     def memory_total(self) -> int | None:
-        """Return the bytes that the device has; None where torch does not tell."""
+        """Return the capacity of the device in bytes; None if torch does not report it."""
         told = self._memory_info()
         return None if told is None else told[1]
 
     def memory_free(self) -> int | None:
-        """Return what nobody has of the device, and what torch's allocator holds unused."""
+        """Return free device memory plus unused memory of torch's caching allocator, in bytes."""
         told = self._memory_info()
         return None if told is None else told[0] + self.memory_reserved() - self.memory_allocated()
 
     def reset_peak(self) -> None:
-        """Begin a new peak of `memory_peak`."""
+        """Reset the peak that `memory_peak` returns."""
         self._of_memory("reset_peak_memory_stats")(self.torch)
 
     def trim(self) -> None:
-        """Give back what torch's allocator holds of the device unused."""
+        """Release the unused blocks of torch's caching allocator."""
         self._of_memory("empty_cache")()
 
     def deterministic(self) -> AbstractContextManager[None]:
-        """Return a block within which operators give the same bits each time, or raise."""
-        # cuBLAS reads it when it is first used, and else sums in any order.
+        """Return a context manager in which operators are bitwise deterministic or raise."""
+        # cuBLAS reads it once, at first use; without it the order of summation may vary.
         os.environ.setdefault(_WORKSPACE, ":4096:8")
         return _deterministic()
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Say whether the device, a library on it or pinned memory ran out."""
+        """Return whether device memory, a library's workspace or pinned memory ran out."""
         if isinstance(error, torch.OutOfMemoryError):
             return True
-        return isinstance(error, RuntimeError) and any(text in str(error) for text in _RAN_OUT)
+        return isinstance(error, RuntimeError) and any(
+            text in str(error) for text in _OUT_OF_MEMORY_TEXTS
+        )
 
     def _memory_info(self) -> tuple[int, int] | None:
         try:
@@ -545,7 +560,7 @@ class Accelerator:
         return told
 
     def _of_memory(self, name: str) -> Any:
-        """Return one of torch's functions for the memory of all kinds, or that of this kind."""
+        """Return a memory function of `torch.accelerator`, else of the device type's own module."""
         found = getattr(torch.accelerator, name, None)
         return found or getattr(self._module, OF_MEMORY[name])
 
@@ -555,36 +570,40 @@ class Accelerator:
 
 
 def device_of_rank(name: str, local_rank: int | None) -> Device:
-    """Return the device on which a rank computes; it becomes that of the calling thread.
+    """Return the device on which a rank computes and make it current in the calling thread.
 
-    `name`: auto, cpu, a kind as ``cuda``, or one device of a kind as ``cuda:0``, which all ranks of
-    a machine then share. `local_rank`: which of its machine's ranks this is; None where somebody
-    else has started the ranks, and chosen the current device. A rank takes the device of its local
-    rank, counted round where it sees fewer: some launchers show each rank its own alone. Whether
-    two ranks have one device, they find out together; see `claim_device`.
+    A rank without an explicit index uses device number ``local_rank % device_count``, because some
+    launchers expose only one device to each rank. `claim_device` checks that no two ranks use the
+    same device.
 
-    Raises ConfigError for a kind that torch does not know or see, or that cannot be trained on.
+    Args:
+        name: ``auto``, ``cpu``, a device type such as ``cuda``, or one device such as ``cuda:0``,
+            which all ranks of the machine then share.
+        local_rank: index of this rank on its machine; None if an external launcher has already
+            selected the current device.
+
+    Raises ConfigError if the device type is unknown, not available or not usable for training.
     """
     kind = automatic_kind() if name == "auto" else known_kind(name)
     if kind is None:
         raise ConfigError(
             f"train.device: expected auto, {KNOWN_KINDS}, got {name!r}; choose one of them, or "
-            f"install the package that brings it"
+            f"install the package that provides this device"
         )
     if kind.type == "cpu":
         return HostDevice()
     if kind.type == "mps":
         raise ConfigError(
-            "train.device: expected one with float64, in which losses are summed, got mps, which "
-            f"has none; use {setting('train.device', 'cpu')}"
+            "train.device=mps is not supported: losses are accumulated in float64, which mps does "
+            f"not have; use {setting('train.device', 'cpu')}"
         )
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != kind.type:
         raise ConfigError(
-            f"train.device: expected a device of kind {kind.type}, got a torch that sees "
-            f"{'none' if here is None else here.type}; use "
-            f"{setting('train.device', 'cpu')}, or check the driver, what hides devices from this "
-            f"process, and the torch build"
+            f"train.device: expected a device of type {kind.type}, but torch finds "
+            f"{'no accelerator' if here is None else here.type} on this machine; use "
+            f"{setting('train.device', 'cpu')}, or check the driver, variables that hide devices "
+            f"(such as CUDA_VISIBLE_DEVICES), and the torch build"
         )
     count = torch.accelerator.device_count()
     index: int | None = kind.index
@@ -594,8 +613,8 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
         index = torch.accelerator.current_device_index()
     if index >= count:
         raise ConfigError(
-            f"train.device: expected one of the {count} of kind {kind.type} that this process "
-            f"sees, {kind.type}:0 to {kind.type}:{count - 1}, got {name}; choose one of them"
+            f"train.device: expected one of the {count} {kind.type} devices visible to this "
+            f"process, {kind.type}:0 to {kind.type}:{count - 1}, got {name}; choose one of them"
         )
     refuse_old_torch(kind.type)
     device = Accelerator(torch.device(kind.type, index))
@@ -605,10 +624,10 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
 
 
 def wake_backward(device: Device) -> None:
-    """Let torch's thread for backwards on a device begin with a plain kernel.
+    """Run a small elementwise backward so that autograd's device thread has a CUDA context.
 
-    Where its first one was a product, as on ranks to which a gradient comes, cuBLAS found that the
-    thread had no context, made one and warned of it (seen with torch 2.11).
+    If the first kernel of that thread is a matmul, cuBLAS finds no context in it, creates one and
+    prints a warning (seen with torch 2.11).
     """
     with torch.enable_grad():
         one = torch.zeros(1, device=device.torch, requires_grad=True)
@@ -616,7 +635,7 @@ def wake_backward(device: Device) -> None:
 
 
 def refuse_old_torch(kind: str) -> None:
-    """Raise ConfigError, with their names, where torch lacks functions that a kind needs."""
+    """Raise ConfigError naming the torch functions that a device type needs and torch lacks."""
     lacking = [name for name in NEEDED if not _has(torch, name.split("."))]
     module = torch.get_device_module(kind) if "get_device_module" not in lacking else None
     lacking += [
@@ -627,8 +646,8 @@ def refuse_old_torch(kind: str) -> None:
     if lacking:
         names = ", ".join(f"torch.{name}" for name in lacking)
         raise ConfigError(
-            f"train.device: expected a torch with {names}, got {torch.__version__} without; use "
-            f"torch 2.10 or newer, or {setting('train.device', 'cpu')}"
+            f"train.device={kind} needs {names}, which torch {torch.__version__} does not have; "
+            f"use torch 2.10 or newer, or {setting('train.device', 'cpu')}"
         )
 
 
@@ -637,19 +656,18 @@ def _has(value: object, names: Sequence[str]) -> bool:
 
 
 def device_to_come(name: str) -> Device:
-    """Return a device of the kind that a run with this name will have, though it is not here.
+    """Return the device that `name` will select at training time; none need be installed here.
 
-    It can be asked for its kind, not for its memory.
+    Its type may be queried, but not its memory.
     """
     kind = automatic_kind() if name == "auto" else torch.device(name)
     return HostDevice() if kind.type == "cpu" else Accelerator(kind)
 
 
 def _uuid_of_driver(index: int) -> str | None:
-    """Return the UUID that NVIDIA's driver has for a device or, if it is one, a slice (MIG).
+    """Return the UUID that the NVIDIA driver reports for a device or MIG partition.
 
-    `index`: as this process counts those that it is shown, whichever names show them. None where
-    there is no such driver.
+    `index` counts the devices visible to this process. None if the driver is missing.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -665,10 +683,10 @@ def _uuid_of_driver(index: int) -> str | None:
 
 
 def _cublas_workspace_bytes(index: int | None) -> int:
-    """Return what torch gives cuBLAS for a thread: what a variable says, else by the device.
+    """Return the bytes of a thread's cuBLAS workspace: from the environment, else torch's default.
 
-    Of a device that is not here: what torch gives the newer ones. The rule is that of
-    aten/src/ATen/cuda/CublasHandlePool.cpp; on an H200, 33,554,432 bytes a thread were seen.
+    If the device is absent, the default of compute capability 9 and later is used. The rule is that
+    of aten/src/ATen/cuda/CublasHandlePool.cpp; an H200 uses 33,554,432 bytes per thread.
     """
     wish = os.environ.get(_WORKSPACE, "")
     if re.fullmatch(r"(:\d+:\d+)+", wish):
@@ -679,18 +697,18 @@ def _cublas_workspace_bytes(index: int | None) -> int:
     return 2**10 * (2 * 4096 + 8 * 16 if is_old else 8 * 4096)
 
 
-def _place_on_bus(told: object) -> list[int | None]:
-    """Return domain, bus and device of what torch tells of a device; None for what it does not."""
+def _pci_address(told: object) -> list[int | None]:
+    """Return PCI domain, bus and device from torch's device properties; None if missing."""
     return [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Say whether a tensor lies in the host's memory, and reading it waits for no device."""
+    """Return whether a tensor is in host memory, so that reading it does not wait for a device."""
     return tensor.device.type == "cpu"
 
 
 def known_kind(name: str) -> torch.device | None:
-    """Return what a name as ``cuda`` or ``cuda:1`` means to torch; None if it means nothing."""
+    """Return the torch device that a string such as ``cuda:1`` names; None if unknown to torch."""
     try:
         found = torch.device(name)
     except RuntimeError:
@@ -699,43 +717,43 @@ def known_kind(name: str) -> torch.device | None:
 
 
 def known_backends() -> list[str]:
-    """Return the backends that torch.distributed's table has for any kind of device."""
+    """Return the default backends of all device types that torch.distributed knows."""
     return sorted(set(_table_of_backends().values()))
 
 
 def _table_of_backends() -> dict[str, str]:
-    """Return torch.distributed's table: the backend of each kind of device.
+    """Return torch.distributed's default backend of each device type.
 
-    Without the one of torch's own tests, which sends nothing. It takes the kinds that have no other
-    as soon as some parts of torch are loaded.
+    The `fake` backend of torch's own tests is left out: it sends nothing, and it is registered for
+    device types without a backend as soon as some modules of torch are imported.
     """
     table = dist.Backend.default_device_backend_map
     return {kind: backend for kind, backend in table.items() if backend != "fake"}
 
 
 def automatic_kind() -> torch.device:
-    """Return the kind of this machine's accelerator, without an index; the CPU if there is none.
+    """Return the type of this machine's accelerator, without an index; the CPU if it has none.
 
-    Apple's ``mps`` is left out: it knows no float64, in which losses are summed.
+    Apple's ``mps`` is excluded: it has no float64, in which losses are accumulated.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     return _HOST if found is None or found.type == "mps" else found
 
 
 def maker_name(device: Device) -> str:
-    """Return what the maker of a device calls it; of a CPU, what its processor is called."""
+    """Return the product name of a device; for a CPU, the name of the processor."""
     return device.name if device.is_accelerator else processor_name()
 
 
 def name_here(device: Device) -> str | None:
-    """Return what this machine's device of the same kind is called; None if it has none."""
+    """Return the product name of this machine's device of the same type; None if it has none."""
     if device.is_accelerator and automatic_kind().type != device.type:
         return None
     return maker_name(device)
 
 
 def generators_in_use() -> list[Generator]:
-    """Return the CPU's generator and, once an accelerator is in use, its current device's."""
+    """Return the CPU's generator and, if an accelerator is in use, that of its current device."""
     kind = torch.accelerator.current_accelerator()
     own = () if kind is None else getattr(torch.get_device_module(kind), "default_generators", ())
     index = torch.accelerator.current_device_index() if own else 0
@@ -743,15 +761,15 @@ def generators_in_use() -> list[Generator]:
 
 
 def knows(group: dist.ProcessGroup, device: Device) -> bool:
-    """Say whether a group of torch takes tensors of a device at all, if by way of the host."""
+    """Return whether a process group accepts tensors of a device, directly or by host copies."""
     kinds = {each.split(":")[0] for each in str(dist.get_backend_config(group)).split(",")}
     return device.type in kinds
 
 
 def carries(group: dist.ProcessGroup, device: Device) -> bool:
-    """Say whether a group of torch sends from an accelerator's own memory, in order of streams.
+    """Return whether a process group communicates from device memory, ordered by streams.
 
-    Else its tensors go by way of the host.
+    If not, its tensors are copied through host memory.
     """
     told = str(dist.get_backend_config(group)).split(",")
     return (
@@ -774,7 +792,7 @@ NEEDED: Final = (
     "accelerator.synchronize",
     "get_device_module",
 )
-"""What is asked of torch for an accelerator; all of it is there since 2.7."""
+"""Names in torch required for an accelerator; all exist since torch 2.7."""
 OF_MEMORY: Final = MappingProxyType(
     {
         "empty_cache": "empty_cache",
@@ -785,21 +803,26 @@ OF_MEMORY: Final = MappingProxyType(
         "reset_peak_memory_stats": "reset_peak_memory_stats",
     }
 )
-"""What is asked of `torch.accelerator` for memory, and what torch.cuda and torch.xpu call it.
+"""Memory functions of `torch.accelerator` and their names in torch.cuda and torch.xpu.
 
-It came with 2.9, get_memory_info with 2.10; before, the module of the kind is asked.
+They exist since torch 2.9, get_memory_info since 2.10; before, the device type's own module is
+used.
 """
 
 _HOST: Final = torch.device("cpu")
-# KiB and how many of each, as ":4096:2:16:8".
+# Pairs of size in KiB and count, such as ":4096:2:16:8".
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
-# Kinds of devices that no tensor can be lost on: the host, and none at all.
-_NOWHERE_ELSE: Final = ("cpu", "meta")
+# Device types on which a tensor is never misplaced.
+_HOST_OR_META: Final = ("cpu", "meta")
 # Parts of the names of variables that hide devices: CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK.
-_SHOWING: Final = ("VISIBLE", "AFFINITY_MASK")
+_VISIBILITY_PARTS: Final = ("VISIBLE", "AFFINITY_MASK")
 _NO_HOST_MEMORY: Final = "DefaultCPUAllocator: can't allocate memory"
-# Of the driver where torch's allocator is not asked, of cuBLAS for its workspace, and of NCCL.
-_RAN_OUT: Final = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+# Messages of the driver (outside torch's allocator), of cuBLAS and cuDNN workspaces, and of NCCL.
+_OUT_OF_MEMORY_TEXTS: Final = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class _TorchEvent:
@@ -816,12 +839,12 @@ class _TorchEvent:
         self.torch.synchronize()
 
     def elapsed_ms(self, later: Event) -> float:
-        return self.torch.elapsed_time(_mark(later))
+        return self.torch.elapsed_time(_torch_event(later))
 
     def _stream(self, stream: Stream | None) -> torch.Stream:
         if stream is None:
             return torch.accelerator.current_stream(self.torch.device)
-        return _torchs(stream)
+        return _torch_stream(stream)
 
 
 class _TorchStream:
@@ -829,10 +852,10 @@ class _TorchStream:
         self.torch = stream
 
     def wait_event(self, event: Event) -> None:
-        self.torch.wait_event(_mark(event))
+        self.torch.wait_event(_torch_event(event))
 
     def wait_stream(self, other: Stream) -> None:
-        self.torch.wait_stream(_torchs(other))
+        self.torch.wait_stream(_torch_stream(other))
 
     def record_event(self, event: Event | None = None) -> Event:
         if event is None:
@@ -844,13 +867,13 @@ class _TorchStream:
         self.torch.synchronize()
 
 
-def _torchs(stream: Stream) -> torch.Stream:
-    assert isinstance(stream, _TorchStream), "a stream of another kind of device"
+def _torch_stream(stream: Stream) -> torch.Stream:
+    assert isinstance(stream, _TorchStream), "the stream belongs to another device type"
     return stream.torch
 
 
-def _mark(event: Event) -> torch.Event:
-    assert isinstance(event, _TorchEvent), "a mark of another kind of device"
+def _torch_event(event: Event) -> torch.Event:
+    assert isinstance(event, _TorchEvent), "the event belongs to another device type"
     return event.torch
 
 
@@ -861,7 +884,7 @@ def _deterministic() -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # Nothing here reads memory that nobody wrote, and to fill it takes time.
+    # No code here reads uninitialized memory, and filling it costs time.
     settings.fill_uninitialized_memory = False
     try:
         yield
@@ -872,7 +895,7 @@ def _deterministic() -> Iterator[None]:
 
 @contextmanager
 def _current(stream: torch.Stream, device: torch.device) -> Iterator[None]:
-    # A stream of torch as a block remembers in itself what was before: two threads may not share.
+    # Not `with stream:`, which stores the previous stream in the stream: unsafe for two threads.
     before = torch.accelerator.current_stream(device)
     torch.accelerator.set_stream(stream)
     try:

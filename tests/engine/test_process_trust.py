@@ -117,8 +117,8 @@ def test_other_source_lines_on_some_ranks_stop_all(processes, tmp_path, monkeypa
         return str(caught.value)
 
     for told in processes(3, body, tmp_path):
-        assert "other source lines of gpipe_hpc, expected those of rank 0" in told
-        assert "got others on rank 1 (/other/gpipe_hpc, 000000000000)" in told
+        assert "different source code of gpipe_hpc, expected that of rank 0" in told
+        assert "got another on rank 1 (/other/gpipe_hpc, 000000000000)" in told
 
 
 def losses(monkeypatch):

@@ -43,4 +43,4 @@ def test_torchruns_own_thread_is_not_taken_for_a_wish(torchrun, environ, tiny):
     flags = ("--standalone", "--nproc_per_node=2")
     launch = torchrun(flags, *tiny, "train.steps=1", "run.dir=run")
     assert launch.wait() == 0, launch.output
-    assert "a core each, of the rank that has fewest" in launch.output
+    assert "one per core of the rank with the fewest cores" in launch.output

@@ -264,14 +264,14 @@ class PlayedFormer(Former):
         super().__init__(*given)
         self._counts = counts
 
-    def _entered(
+    def _create_group(
         self, name: str, members: tuple[int, ...], backend: str, given: object = None
     ) -> dist.ProcessGroup:
         self._counts.groups.append(len(members) if "gloo" in backend else 1)
         register()
-        return super()._entered(name, members, FACE_NAME, None)
+        return super()._create_group(name, members, FACE_NAME, None)
 
-    def _connected(self, name: str, pair: tuple[int, int], device: Any) -> Any:
+    def _connect_ready(self, name: str, pair: tuple[int, int], device: Any) -> Any:
         self._counts.pairs.append(pair)
 
 

@@ -1,7 +1,8 @@
-"""Collectives of our own over sends and receives: plans, and what carries them out.
+"""Collectives built from point-to-point sends and receives, as plans and their executors.
 
-`plan` defines a plan; `ring`, `halving`, `tree`, `direct` and `hierarchy` make plans; `menu` starts
-them over a group; `carrier` and `on_stream` carry them out. Planners are pure: what a rank sends is
-counted without sending it. Algorithms that lose to the backend's own, their closed forms and a
-comparison are in `experiments/outer/collectives`.
+`plan` defines the data structure; `ring`, `halving`, `tree`, `direct` and `hierarchy` make plans;
+`menu` starts them over a group; `carrier` and `on_stream` execute them. The planners are pure
+functions, so the traffic of a plan can be counted without sending anything. Algorithms that are
+slower than the backend's own, their closed forms and a comparison are in
+`experiments/outer/collectives`.
 """

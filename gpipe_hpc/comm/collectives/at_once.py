@@ -1,4 +1,4 @@
-"""All-to-all and all-gather where any two ranks are connected: each rank sends to each, at once."""
+"""All-to-all and all-gather in which each rank exchanges directly with every other."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from gpipe_hpc.comm.collectives.shards import shards
 
 
 def all_to_all(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Do what `Group.all_to_all` says."""
+    """Implement `Group.all_to_all`."""
     parts = shards(whole, counts, group.size)
     own = parts[group.position]
     came = [own if at == group.position else torch.empty_like(own) for at in range(group.size)]
@@ -18,7 +18,7 @@ def all_to_all(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> list
 
 
 def all_gather(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> None:
-    """Do what `Group.all_gather` says."""
+    """Implement `Group.all_gather`."""
     parts = shards(whole, counts, group.size)
     own = dict.fromkeys(range(group.size), parts[group.position])
     _exchange(group, own, dict(enumerate(parts)))
@@ -27,10 +27,10 @@ def all_gather(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> None
 def _exchange(
     group: Group, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]
 ) -> None:
-    """Send and receive all parts except one's own; nothing travels where there is nothing."""
+    """Send and receive all parts except this rank's own; empty parts are not sent."""
 
     def pieces(parts: Mapping[int, torch.Tensor]) -> list[Piece]:
-        # At distance d from each, so that nobody is everybody's first.
+        # Ordered by distance from this rank, so that no rank is the first peer of all others.
         order = sorted(parts, key=lambda at: (at - group.position) % group.size)
         return [Piece(group.ranks[at], parts[at]) for at in order[1:] if parts[at].numel()]
 

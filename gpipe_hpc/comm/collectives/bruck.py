@@ -1,11 +1,11 @@
-"""All-to-all and all-gather in ceil(log2 n) rounds, with partners 1, 2, 4, 8, ... places away.
+"""All-to-all and all-gather in ceil(log2 n) rounds, with partners at distances 1, 2, 4, 8, ...
 
 Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
-systems", 1997. A rank needs connections with few others, whatever n is. What that costs: a piece
-goes by way of other ranks, so of a vector of B bytes a rank sends B/2 in each round of an
-all-to-all. An all-gather sends B in all, as little as any.
+systems", 1997. A rank needs few connections, however large n is. The cost: pieces are forwarded by
+other ranks, so of a vector of B bytes a rank sends B/2 in each round of an all-to-all. An
+all-gather sends B in total, which is optimal.
 
-Legend: n ranks (`size`), of which this is i (`position`); d, the distance of a round.
+Legend: n ranks (`size`), this one is i (`position`); d is the distance of a round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,17 +31,17 @@ def distances(size: int) -> list[int]:
 
 
 def partners(place: Place) -> list[int]:
-    """Return the positions with which a rank has to be connected, ascending."""
+    """Return the positions with which a rank needs connections, ascending."""
     n, i = place
     return sorted({(i + sign * d) % n for d in distances(n) for sign in (1, -1)})
 
 
 def bruck_all_gather(place: Place, counts: Sequence[int]) -> Plan:
-    """Give every rank all shards: what there is goes to ranks before, ever farther away.
+    """Plan an all-gather: each rank sends the shards that it has to ranks ever farther before it.
 
     ```text
     n = 5        d = 1      d = 2       d = 4
-    rank 0       1 <- 1     2 3 <- 2    4 <- 4       (shards <- from whom)
+    rank 0       1 <- 1     2 3 <- 2    4 <- 4       (shards <- source rank)
     ```
     """
 
@@ -58,7 +58,7 @@ def bruck_all_gather(place: Place, counts: Sequence[int]) -> Plan:
 
 
 def binomial_scatter(place: Place, counts: Sequence[int]) -> Plan:
-    """Give rank i shard i of the first rank's vector, along a tree of powers of two."""
+    """Plan a scatter of the first rank's vector along a binomial tree: shard i to rank i."""
 
     def steps() -> Iterator[Step]:
         n, i = place
@@ -77,16 +77,17 @@ def binomial_scatter(place: Place, counts: Sequence[int]) -> Plan:
 def all_to_all(
     place: Place, flat: torch.Tensor, counts: Sequence[int], exchange: Exchange
 ) -> list[torch.Tensor]:
-    """Return this rank's shard of every rank's vector, by position; `flat` is left alone.
+    """Return this rank's shard of every rank's vector, by position; `flat` is not modified.
 
-    A piece for the rank j places on goes d places in each round whose d is part of j.
+    A piece for the rank j positions further moves d positions in each round whose bit d is set in
+    j.
     """
     n, i = place
     shards = torch.split(flat, list(counts))
     pieces = [shards[(i + j) % n] for j in range(n)]
     for d in distances(n):
         moved = [j for j in range(n) if j & d]
-        # What j has of this round's distance and more is still to go.
+        # Length of each received piece: it still has to move by the bits of j from d upwards.
         lengths = [counts[(i - d + j - j % d) % n] for j in moved]
         out = torch.cat([pieces[j] for j in moved])
         came = flat.new_empty(sum(lengths))
@@ -102,9 +103,9 @@ def all_to_all(
 def reduce_scatter(
     place: Place, flat: torch.Tensor, order: Order, exchange: Exchange, combine: Combine
 ) -> None:
-    """Put the sum of this rank's shard in place, its terms added in their order.
+    """Replace this rank's shard of `flat` by its sum over all ranks, added in the given order.
 
-    Takes up to twice the memory of the vector for the time of it.
+    Temporarily uses up to twice the memory of the vector.
     """
     terms = all_to_all(place, flat, order.counts, exchange)
     first, *others = order.chain(place.position)
@@ -117,13 +118,13 @@ def reduce_scatter(
 def all_reduce(
     place: Place, flat: torch.Tensor, order: Order, exchange: Exchange, combine: Combine
 ) -> None:
-    """Put the sum of all elements in place, their terms added in their order."""
+    """Replace all elements of `flat` by their sum over all ranks, added in the given order."""
     reduce_scatter(place, flat, order, exchange, combine)
     carry_out(bruck_all_gather(place, order.counts), flat, place.position, exchange)
 
 
 def _cyclic(counts: Sequence[int], first: int, num: int) -> list[Span]:
-    """Return the elements of `num` shards from `first` on; behind the last comes the first."""
+    """Return the spans of `num` consecutive shards from `first` on, wrapping around at the end."""
     spans, end = spans_of(counts), first + num
     found = [Span(spans[first].start, spans[min(end, len(counts)) - 1].stop)]
     if end > len(counts):

@@ -1,4 +1,4 @@
-"""What carries out the plans of one group, in turn, beside what the rank computes."""
+"""Executor of the plans of one group, in order, on a background thread."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -15,7 +15,7 @@ from gpipe_hpc.comm.watchdog.noting import Note
 
 
 class Traffic(Enum):
-    """Kinds of messages within a group that never meet; those of a kind keep their order."""
+    """Separate kinds of messages within a group; messages of one kind keep their order."""
 
     CALLER = 0
     PLAN = 1
@@ -24,14 +24,14 @@ class Traffic(Enum):
 
 Parts = Sequence[tuple[int, torch.Tensor]]
 Exchange = Callable[[Traffic, Parts, Parts, Note], None]
-"""Sends and receives, with positions of ranks; waits, telling for whom."""
+"""Sends and receives tensors with positions of ranks; blocks, reporting the ranks waited for."""
 
 Job = Callable[[torch.Tensor, Swap], None]
-"""Works on elements in one row, in place, by exchanges."""
+"""Works in place on the flat elements of a tensor by means of exchanges."""
 
 
 class Carrier:
-    """Carry out plans over tensors on the host; `listener` hears for whom a caller waits."""
+    """Executor of plans over host tensors; `listener` is told the ranks that a caller waits for."""
 
     def __init__(
         self, ranks: Sequence[int], position: int, exchange: Exchange, listener: Note
@@ -41,13 +41,13 @@ class Carrier:
         self._turns = Turns(f"collectives of {len(ranks)} ranks")
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "Carried":
-        """Start a plan behind those started before; see `Group.start_plan`."""
+        """Start a plan after those started before; see `Group.start_plan`."""
         return self.start_job(
             lambda flat, swap: carry_out(plan, flat, self._position, swap), tensor, what
         )
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "Carried":
-        """Start a job, which is the same on all ranks, behind those started before."""
+        """Start a job, the same on all ranks, after those started before."""
         flat = flattened(tensor)
         turn = self._turns.start(partial(self._carry, job, flat, named(what, tensor)))
         return Carried(turn, self._listener, flat, tensor)
@@ -60,7 +60,7 @@ class Carrier:
 
 
 class Carried:
-    """A plan under way."""
+    """Handle of a plan in execution."""
 
     def __init__(
         self, turn: Turn, listener: Note, flat: torch.Tensor, tensor: torch.Tensor
@@ -69,27 +69,27 @@ class Carried:
         self._flat, self._tensor = flat, tensor
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this when the plan is carried out, on the thread that does it."""
+        """Run `call` when the plan is complete, on the thread that executes it."""
         self._turn.calls.add(call)
 
     def wait(self) -> None:
-        """Return when the result is in place; raise what ended the plan."""
+        """Block until the result is in place; raise the exception that ended the plan, if any."""
         self._turn.wait(self._listener)
         give_back(self._flat, self._tensor)
 
 
 def named(what: str, tensor: torch.Tensor) -> str:
-    """Return what is done to which elements, the same words where the same is done."""
+    """Return a description of a collective, its number of elements and dtype."""
     return f"{what} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor in one row, on the host: its own memory where it can be."""
+    """Return the elements of a tensor as a flat host tensor, sharing its memory if possible."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def give_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Put elements in one row back into the tensor that they are of."""
+    """Copy flat elements back into the tensor from which `flattened` copied them, if it did."""
     own = tensor.detach()
     if own.device != flat.device or own.data_ptr() != flat.data_ptr():
         own.copy_(flat.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""A plan carried out: messages go and come, and what comes is added or stays where it lands."""
+"""Execution of a plan: exchange the messages of each step and add or copy what is received."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -8,15 +8,15 @@ import torch
 from gpipe_hpc.comm.collectives.plan import Move, Plan, Span, Step
 
 Exchange = Callable[[Sequence[tuple[int, torch.Tensor]], Sequence[tuple[int, torch.Tensor]]], None]
-"""Sends and receives: tensors, each with the position of a rank; returns when all is done."""
+"""Sends and receives tensors, each with the position of a rank; blocks until all are complete."""
 
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
-"""Puts into the first tensor what it and the second make together."""
+"""Combines both tensors into the first one."""
 
 
 def plus(own: torch.Tensor, other: torch.Tensor) -> None:
-    """Add the second to the first."""
+    """Add `other` to `own` in place."""
     own += other
 
 
@@ -27,11 +27,11 @@ def carry_out(
     exchange: Exchange,
     combine: Combine = plus,
 ) -> None:
-    """Carry out the plan of the rank at `position` over `flat`, in place.
+    """Execute the plan of the rank at `position` in place on `flat`.
 
-    `combine`: what is done with what is to be added; the two may be swapped without a change. Takes
-    as much memory as the largest step adds. Over NCCL nothing here waits: `exchange` then orders
-    the current stream.
+    `combine` is applied to the received terms of `adds` and must be commutative. Uses temporary
+    memory for the largest number of elements added in one step. With NCCL nothing here blocks:
+    `exchange` then orders the current stream.
     """
     scratch = flat.new_empty(max((_num_added(step) for step in plan), default=0))
     for step in plan:
@@ -58,14 +58,14 @@ def _add(
     position: int,
     combine: Combine,
 ) -> None:
-    """Add terms to `own` in the order of ranks; two have one sum in either order."""
+    """Add terms to `own` in rank order; the order of two terms does not matter."""
     before = [part for move, part in sorted(terms, key=_by_peer) if move.peer < position]
     behind = [part for move, part in sorted(terms, key=_by_peer) if move.peer > position]
     if before:
         first, *others = before
         for part in others:
             combine(first, part)
-        combine(own, first)  # the same as first + own
+        combine(own, first)  # equals first + own
     for part in behind:
         combine(own, part)
 

@@ -1,8 +1,8 @@
-"""Every rank with every other: sums in the order of ranks, whatever the cut.
+"""Plans in which every rank exchanges with every other, for sums in rank order.
 
-What it costs: n-1 connections of each rank in each half, and room for n-1 shards. What it brings:
-each element is ((x0 + x1) + x2) + ..., so the result does not depend on the cut of a model into
-buckets, on their order, or on where in a buffer an element lies, for any number of ranks.
+Each element is ((x0 + x1) + x2) + ..., for any number of ranks. The result therefore does not
+depend on the partition of a model into buckets, on their order or on an element's position in a
+buffer. The cost is n-1 connections of each rank in each half and memory for n-1 shards.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from gpipe_hpc.comm.collectives.plan import (
 
 
 def rank_order_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
-    """Exchange shards and add each, at its owner, in the order of ranks."""
+    """Plan an exchange of shards in which the owner of each adds the terms in rank order."""
     i = place.position
     spans = spans_of(counts)
     ahead, behind = _others(place)
@@ -31,7 +31,7 @@ def rank_order_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
 
 
 def rank_order_all_reduce(place: Place, count: int) -> Plan:
-    """Exchange shards, add each in the order of ranks, gather the sums."""
+    """Plan a `rank_order_reduce_scatter` and an all-gather of the sums."""
     n, i = place
     counts = even_counts(count, n)
     spans = spans_of(counts)
@@ -44,9 +44,9 @@ def rank_order_all_reduce(place: Place, count: int) -> Plan:
 
 
 def _others(place: Place) -> tuple[list[int], list[int]]:
-    """Return the others as they are sent to and received from, at growing distance from each rank.
+    """Return the other ranks in the orders of sending and of receiving, by distance from this rank.
 
-    So nobody is everybody's first.
+    By this order no rank is the first peer of all others.
     """
     n, i = place
     return [(i + d) % n for d in range(1, n)], [(i - d) % n for d in range(1, n)]

@@ -1,4 +1,4 @@
-"""Collectives over a fixed set of ranks."""
+"""Interfaces of process groups: collectives over a fixed set of ranks."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,24 +14,27 @@ T = TypeVar("T")
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """Handle of an asynchronous collective."""
 
     def wait(self) -> None:
-        """Return when the result is there; of a device, when the current stream may use it."""
+        """Block until the result is available; on a device, until the current stream may use it."""
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this once when it is done, maybe on another thread; else once it was waited for."""
+        """Call `call` once the collective is complete, possibly on another thread.
+
+        Some groups cannot detect completion; they call it once `wait` was called.
+        """
 
 
 class Calls:
-    """What is to be called once something is done: at once where it is done already."""
+    """Callbacks to run when an operation completes; at once if it is already complete."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] | None = []
 
     def add(self, call: Callable[[], None]) -> None:
-        """Call this when it is done."""
+        """Run `call` when the operation completes."""
         with self._lock:
             if self._waiting is not None:
                 self._waiting.append(call)
@@ -39,7 +42,7 @@ class Calls:
         call()
 
     def make(self) -> None:
-        """Call all: it is done."""
+        """Mark the operation as complete and run all callbacks."""
         with self._lock:
             waiting, self._waiting = self._waiting, None
         for call in waiting or ():
@@ -47,16 +50,17 @@ class Calls:
 
 
 class Piece(NamedTuple):
-    """A tensor that goes to, or comes from, a world rank; contiguous in memory."""
+    """A contiguous tensor and the world rank to which it is sent or from which it is received."""
 
     rank: int
     tensor: torch.Tensor
 
 
 class Sent:
-    """What this rank has sent within a group by exchanges, those of plans among them.
+    """Counter of the bytes and messages that this rank has sent within a group.
 
-    What a backend's own collectives send is not known here.
+    It counts point-to-point exchanges, including those of plans, but not the traffic of the
+    backend's own collectives.
     """
 
     def __init__(self) -> None:
@@ -65,30 +69,30 @@ class Sent:
         self.num_messages = 0
 
     def plus(self, other: "Sent") -> "Sent":
-        """Return what both have sent."""
+        """Return the sum of both traffic counters."""
         both = Sent()
         both.num_bytes = self.num_bytes + other.num_bytes
         both.num_messages = self.num_messages + other.num_messages
         return both
 
     def count(self, pieces: Sequence[Piece]) -> None:
-        """Count pieces that leave."""
+        """Add the pieces of one exchange to the counter."""
         num_bytes = sum(piece.tensor.nbytes for piece in pieces)
-        with self._lock:  # plans are carried out beside the main thread
+        with self._lock:  # plans run on another thread
             self.num_bytes += num_bytes
             self.num_messages += len(pieces)
 
 
 class Gathering(Protocol):
-    """A set of world ranks, maybe thousands, that tell one another little: the same calls on each.
+    """A group of possibly thousands of ranks for small messages; all ranks make the same calls.
 
-    What a rank keeps open for it and sends grows with the logarithm of the ranks, except where
-    each is to learn something of every other.
+    The number of connections and messages of a rank grows with the logarithm of the group size,
+    except for collectives that return a value of every rank.
     """
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Return the world ranks, ascending."""
+        """Return the world ranks of the group, ascending."""
 
     @property
     def size(self) -> int:
@@ -96,68 +100,75 @@ class Gathering(Protocol):
 
     @property
     def position(self) -> int:
-        """Return where this rank stands in `ranks`."""
+        """Return the index of this rank in `ranks`."""
 
     @property
     def width(self) -> int:
-        """Return the most ranks that add up at once: all, or those of a group of a level."""
+        """Return the largest number of ranks that one all-reduce sums at once.
+
+        This is the group size, or the size of a subgroup if the group is hierarchical.
+        """
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start summing `tensor` in place over the ranks; the same bits on all."""
+        """Start summing `tensor` in place over all ranks, bitwise equal on all."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` in place over the ranks; the same bits on all."""
+        """Sum `tensor` in place over all ranks, bitwise equal on all."""
 
     def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
-        """Sum `tensor` in place over the ranks, maybe group by group; the same bits on all.
+        """All-reduce `tensor` in place, level by level if the group is hierarchical.
 
-        ``between(position)`` is called ahead of each further group on its members, to change what
-        is no plain sum of all ranks; `position` is that of this rank in that group.
+        Before each level above the lowest, ``between(position)`` is called on the members of that
+        level's group, where `position` is this rank's index in it. The callback may modify
+        `tensor`, for elements that are not a plain sum over all ranks.
         """
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Put the greatest value of each element over the ranks in its place."""
+        """Replace each element of `tensor` by its maximum over all ranks."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` with world rank `root`'s."""
+        """Overwrite `tensor` with that of world rank `root`."""
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return on every rank what `merge` makes of all ranks' values, taken in rank order.
+        """Reduce the objects of all ranks with `merge`, in rank order, on every rank.
 
-        `merge` takes the value of some ranks and that of those behind them; it is associative, and
-        changes neither. No more travels than it returns. Values as for `all_gather_object`.
+        `merge` takes the merged values of lower and of higher ranks. It must be associative and
+        must not modify its arguments. The values have the types allowed by `all_gather_object`.
         """
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order: to each rank, so for few ranks or rare use.
+        """Return the values of all ranks, in rank order, on every rank; for few ranks or rare use.
 
-        Plain values, tensors and records alone; others raise DataError, by type, on who sends.
+        Allowed are plain values, tensors and registered records. Raises DataError on the sender,
+        naming the type, for anything else.
         """
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Return every rank's value, in rank order, on world rank `root`; None elsewhere.
+        """Return the values of all ranks, in rank order, on world rank `root`; None elsewhere.
 
-        Values as for `all_gather_object`.
+        The values have the types allowed by `all_gather_object`.
         """
 
     def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Return this rank's of the values that the root has, one for each rank in rank order.
+        """Scatter objects: return this rank's entry of `values`, which has one entry for each rank.
 
-        `root` is the first of the ranks; what others give is passed over. No rank gets more than
-        its own and those that it hands on. Values as for `all_gather_object`.
+        `root` must be the first rank of the group; `values` of other ranks are ignored. A rank
+        receives only its own entry and those that it forwards. The values have the types allowed by
+        `all_gather_object`.
         """
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return world rank `root`'s value on every rank; what others give is passed over.
+        """Return the value of world rank `root` on every rank; values of other ranks are ignored.
 
-        It travels once to each rank, along a tree. Values as for `all_gather_object`.
+        It is sent along a tree, once to each rank. The value has a type allowed by
+        `all_gather_object`.
         """
 
 
 class Group(Gathering, Protocol):
-    """A set of world ranks that call the same collectives in the same order.
+    """A process group for large tensors; all ranks call the same collectives in the same order.
 
-    Where they are few, any two of them may be connected, so that large tensors go the shortest way.
+    In a small group any two ranks may be connected directly.
     """
 
     @property
@@ -166,82 +177,87 @@ class Group(Gathering, Protocol):
 
     @property
     def sent(self) -> Sent:
-        """Return what this rank has sent within the group so far."""
+        """Return the traffic counter of this rank in this group."""
 
     @property
     def torch_group(self) -> dist.ProcessGroup | None:
-        """Return the torch process group behind it, None where ranks are threads or one."""
+        """Return the underlying torch process group; None for thread ranks or a single rank."""
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Start filling `tensor` with world rank `root`'s."""
+        """Start overwriting `tensor` with that of world rank `root`."""
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Start sending and receiving pieces, all at once; they must not overlap in memory.
+        """Start all given sends and receives at once; their tensors must not overlap in memory.
 
-        Messages between two ranks keep their order, and never meet other traffic. Each has the
-        size that its receiver expects. An exchange with one side empty is a send or a receive.
+        Messages between two ranks arrive in order and are separate from all other traffic. Sender
+        and receiver must pass tensors of equal size. If one side is empty, the exchange is a plain
+        send or receive.
         """
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Start carrying out this rank's `plan` over the elements of `tensor`, in place.
+        """Start executing this rank's `plan` in place on the elements of `tensor`.
 
-        Plans of a group follow one another in the order in which they are started, beside what the
-        calling thread does, which leaves `tensor` alone until `wait`. `what`: the same words on
-        every rank, for messages. Raises ConfigError, at `wait`, if the neighbours start something
-        else.
+        Plans of a group run in the order in which they were started, concurrently with the calling
+        thread, which must not use `tensor` before `wait`. `what` describes the collective in error
+        messages and must be equal on all ranks. `wait` raises ConfigError if neighbouring ranks
+        start a different collective.
         """
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Start summing over the group so that each rank gets its shard of the sum, in place.
+        """Start an in-place reduce-scatter: each rank gets the sum of its shard of `whole`.
 
-        `whole` is flat and holds the shards of all ranks one behind the other, `counts` elements
-        each, which may differ and be 0; None: as even as can be, see `shards`. At the end this
-        rank's shard of `whole` is summed and the rest of it means nothing. A rank sends all shards
-        except its own, once. Raises ConfigError if the counts do not fit.
+        `whole` is flat and consists of the shards of all ranks in rank order. `counts` gives the
+        number of elements of each shard, which may differ and be 0; by default they are as equal as
+        possible, see `shards`. Afterwards this rank's shard holds the sum and the rest of `whole`
+        is undefined. A rank sends every shard but its own once. Raises ConfigError if the counts do
+        not fit.
         """
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start summing `tensor` in place, each element as ((x0 + x1) + x2) + ... over the ranks.
+        """Start summing `tensor` in place with each element added in rank order.
 
-        So the bits depend neither on where in a tensor an element lies, nor on how ranks are
-        connected.
+        The result ((x0 + x1) + x2) + ... does not depend on the position of an element in a buffer
+        or on how the ranks are connected.
         """
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Start as `start_reduce_scatter` with even shards, summing in the order of ranks."""
+        """Start a reduce-scatter with equal shards that adds each element in rank order."""
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return this rank's shard of every rank's flat `whole`, by position; waits.
+        """Return this rank's shard of every rank's flat `whole`, by position; blocks.
 
-        `counts`: elements of each rank's shard, the same on all. The calling thread exchanges, so
-        no other one may do so in this group meanwhile.
+        `counts` gives the number of elements of each rank's shard and is equal on all ranks. The
+        calling thread communicates itself, so no other thread may use the group meanwhile.
         """
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Fill flat `whole`, of which each rank has its shard, with all shards; as `all_to_all`."""
+        """Fill flat `whole`, of which each rank has its own shard, with all shards; blocks.
+
+        As with `all_to_all`, no other thread may use the group meanwhile.
+        """
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Start filling `whole`, of which each rank has its own shard, with all ranks' shards.
+        """Start filling `whole`, of which each rank has its own shard, with all shards.
 
-        Shards as for `start_reduce_scatter`. A rank sends all shards except one, once.
+        Shards are as in `start_reduce_scatter`. A rank sends all shards but one, once.
         """
 
 
 class Done:
-    """A collective that needed no waiting."""
+    """Handle of a collective that was already complete when it was started."""
 
     def wait(self) -> None:
         """Return at once."""
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call it at once."""
+        """Run `call` at once."""
         call()
 
 
 class SoloGroup:
-    """The group of one rank: every collective is the identity."""
+    """The group of a single rank: every collective is the identity."""
 
     def __init__(self, rank: int) -> None:
         self.ranks: tuple[int, ...] = (rank,)
@@ -251,90 +267,90 @@ class SoloGroup:
         self.torch_group: dist.ProcessGroup | None = None
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
         return Done()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
 
     def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
         return Done()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Exchange nothing: there is nobody else."""
-        assert not sends and not receives, f"rank {self.ranks[0]} is alone in its group"
+        """Do nothing; both lists must be empty."""
+        assert not sends and not receives, f"rank {self.ranks[0]} is the only one of its group"
         return Done()
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Leave `tensor` as it is."""
-        assert not plan, f"{what}: a rank that is alone in its group has nothing to send"
+        """Leave `tensor` unchanged; the plan must be empty."""
+        assert not plan, f"{what}: a group of one rank has nothing to send"
         return Done()
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Leave `whole` as it is."""
+        """Check the counts and leave `whole` unchanged."""
         checked_counts(whole, counts, 1)
         return Done()
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
         return Done()
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Leave `whole` as it is."""
+        """Leave `whole` unchanged."""
         return Done()
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the one shard."""
+        """Return `whole` as the only shard."""
         return [whole]
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Leave `whole` as it is."""
+        """Leave `whole` unchanged."""
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Leave `whole` as it is."""
+        """Check the counts and leave `whole` unchanged."""
         checked_counts(whole, counts, 1)
         return Done()
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return the one value."""
+        """Return `value`."""
         return value
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the one value."""
+        """Return a list of this rank's value."""
         return [value]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Return the one value."""
+        """Return a list of this rank's value."""
         return [value]
 
     def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Return the one value."""
-        assert values is not None, "the one rank is the root"
+        """Return the only entry of `values`."""
+        assert values is not None, "the only rank is the root and must pass values"
         return values[0]
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return the one value."""
+        """Return `value`."""
         return value
 
 
 def meet(group: Gathering) -> None:
-    """Return once every rank of the group has come here."""
+    """Block until every rank of the group has called this (a barrier)."""
     group.merge_object(0, max)
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Return ranks for a message: 'rank 3' or 'ranks 1, 2'."""
+    """Format ranks for a message: 'rank 3' or 'ranks 1, 2'."""
     text = ", ".join(str(rank) for rank in ranks)
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,9 +1,9 @@
-"""Recursive halving and doubling: partners at distances that are powers of two.
+"""Plans by recursive halving and doubling: exchange with partners at distances 1, 2, 4, 8, ...
 
-They take about log2(n) steps. With n no power of two, the first ranks are folded into pairs: one of
-each pair hands its vector to the other before and gets the result after, as MPICH does it.
+They take about log2(n) steps. If n is no power of two, some of the first ranks are paired: one of
+each pair sends its vector to the other first and receives the result at the end, as in MPICH.
 
-Legend: p the greatest power of two within n; v the position among the p that take part.
+Legend: p is the greatest power of two up to n; v is the position among the p participating ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from gpipe_hpc.comm.collectives.plan import (
 
 
 class Fold(NamedTuple):
-    """How n ranks become p: of the first 2 (n-p), each even one is folded into the next."""
+    """Reduction of n ranks to p: of the first 2 (n-p), the next one represents each even one."""
 
     size: int
 
@@ -42,76 +42,76 @@ class Fold(NamedTuple):
         return self.size - self.num_kept
 
     def partner(self, i: int) -> int | None:
-        """Return the other one of the pair of rank i; None if it is in none."""
+        """Return the other rank of the pair of rank i; None if it is in no pair."""
         return i ^ 1 if i < 2 * self.num_pairs else None
 
     def is_folded(self, i: int) -> bool:
-        """Say whether rank i takes no part itself."""
+        """Return whether rank i is represented by its partner and takes no part itself."""
         return i < 2 * self.num_pairs and i % 2 == 0
 
     def kept(self, i: int) -> int:
-        """Return v of a rank that takes part."""
+        """Return v of a participating rank."""
         return i // 2 if i < 2 * self.num_pairs else i - self.num_pairs
 
     def rank(self, v: int) -> int:
-        """Return the rank that takes part as v."""
+        """Return the rank that participates as v."""
         return 2 * v + 1 if v < self.num_pairs else v + self.num_pairs
 
     def shards(self, v: int) -> range:
-        """Return whose shards v looks after: its own, and that of the rank folded into it."""
+        """Return the ranks whose shards v reduces: its own and that of the rank it represents."""
         return range(self.rank(v) - (v < self.num_pairs), self.rank(v) + 1)
 
 
 def butterfly_all_reduce(place: Place, count: int) -> Plan:
-    """Exchange the whole vector with partners ever nearer.
+    """All-reduce by exchanging the whole vector with partners at decreasing distances.
 
-    Each element is summed in the order in which `rabenseifner_all_reduce` sums it, so the bits are
-    the same: on four ranks (0 + 2) + (1 + 3).
+    Each element is summed in the same order as in `rabenseifner_all_reduce`, so both are bitwise
+    equal: on four ranks (0 + 2) + (1 + 3).
     """
     steps = range(Fold(place.size).num_steps)
     return exchange_whole(place, count, [1 << step for step in reversed(steps)])
 
 
 def exchange_whole(place: Place, count: int, distances: Sequence[int]) -> Plan:
-    """Exchange the whole vector with partners at some distances, one after the other."""
+    """All-reduce by exchanging the whole vector with partners at the given distances, in order."""
     n, i = place
     fold, whole = Fold(n), Span(0, count)
     peers = [] if fold.is_folded(i) else [fold.rank(fold.kept(i) ^ each) for each in distances]
     core = planned(Step(sends=moves(peer, whole), adds=moves(peer, whole)) for peer in peers)
-    return _folded_in(fold, i, whole) + core + _folded_out(fold, i, (whole,))
+    return _fold_in(fold, i, whole) + core + _fold_out(fold, i, (whole,))
 
 
 def rabenseifner_all_reduce(place: Place, count: int) -> Plan:
-    """Reduce and scatter by halving, then gather by doubling (Rabenseifner, 2004)."""
+    """All-reduce as halving reduce-scatter and doubling all-gather (Rabenseifner, 2004)."""
     n, i = place
     fold, whole = Fold(n), Span(0, count)
     spans = spans_of(even_counts(count, fold.num_kept))
     core = () if fold.is_folded(i) else _halving(fold, i, spans) + doubling(fold, i, spans)
-    return _folded_in(fold, i, whole) + core + _folded_out(fold, i, (whole,))
+    return _fold_in(fold, i, whole) + core + _fold_out(fold, i, (whole,))
 
 
 def halving_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
-    """Sum shard i at rank i: exchange half of what is left with partners ever nearer."""
+    """Reduce-scatter with shard i at rank i by exchanging halves of the remaining vector."""
     n, i = place
     fold, whole = Fold(n), Span(0, sum(counts))
     core = () if fold.is_folded(i) else _halving(fold, i, looked_after(fold, counts))
-    return _folded_in(fold, i, whole) + core + _folded_out(fold, i, _own(fold, i, counts))
+    return _fold_in(fold, i, whole) + core + _fold_out(fold, i, _partner_shard(fold, i, counts))
 
 
 def looked_after(fold: Fold, counts: Sequence[int]) -> tuple[Span, ...]:
-    """Return the elements of the shards that each v looks after."""
+    """Return for each v the span of the shards that it reduces."""
     shards = [fold.shards(v) for v in range(fold.num_kept)]
     return spans_of([sum(counts[each] for each in some) for some in shards])
 
 
-def _own(fold: Fold, i: int, counts: Sequence[int]) -> tuple[Span, ...]:
-    """Return the shard of the folded rank of this rank's pair."""
+def _partner_shard(fold: Fold, i: int, counts: Sequence[int]) -> tuple[Span, ...]:
+    """Return the shard of the represented rank of this rank's pair; empty if it has none."""
     partner = fold.partner(i)
     return () if partner is None else (spans_of(counts)[min(i, partner)],)
 
 
 def _halving(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
-    """Sum spans[v] at v; the vector is cut into one span for each v."""
+    """Reduce-scatter spans[v] to v; the vector is divided into one span for each v."""
 
     def steps() -> Iterator[Step]:
         v, first, last = fold.kept(i), 0, fold.num_kept
@@ -130,7 +130,7 @@ def _halving(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
 
 
 def doubling(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
-    """Give every v all spans, of which it has its own."""
+    """All-gather the spans among participating ranks; v starts with spans[v]."""
 
     def steps() -> Iterator[Step]:
         v, distance = fold.kept(i), 1
@@ -147,12 +147,12 @@ def doubling(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
 
 
 def _joined(spans: Sequence[Span], first: int, last: int) -> Span:
-    """Return the span over spans[first:last], which lie side by side."""
+    """Return the span that covers the adjacent spans[first:last]."""
     return Span(spans[first].start, spans[last - 1].stop)
 
 
-def _folded_in(fold: Fold, i: int, whole: Span) -> Plan:
-    """Return the step in which a folded rank hands over its vector."""
+def _fold_in(fold: Fold, i: int, whole: Span) -> Plan:
+    """Return the step in which a represented rank sends its vector to its partner."""
     partner = fold.partner(i)
     if partner is None:
         return ()
@@ -161,8 +161,8 @@ def _folded_in(fold: Fold, i: int, whole: Span) -> Plan:
     return planned(iter([Step(adds=moves(partner, whole))]))
 
 
-def _folded_out(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
-    """Return the step in which a folded rank gets its part of the result."""
+def _fold_out(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
+    """Return the step in which a represented rank receives its part of the result."""
     partner = fold.partner(i)
     if partner is None:
         return ()

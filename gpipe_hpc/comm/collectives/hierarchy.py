@@ -1,4 +1,4 @@
-"""Inside hosts and between them apart: what crosses a slow link does so once for each host."""
+"""Hierarchical all-reduce: within hosts and between them, to send little over slow links."""
 
 from collections.abc import Hashable, Sequence
 
@@ -14,12 +14,12 @@ from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ri
 
 
 def hierarchical_all_reduce(place: Place, count: int, hosts: Sequence[Hashable]) -> Plan:
-    """Reduce and scatter inside each host, sum the shards between hosts, gather them inside.
+    """Plan a reduce-scatter within each host, an all-reduce between hosts and an all-gather within.
 
-    `hosts`: the host of each position. There are as many shards as the host with the fewest ranks
-    has; where a host has more, the further ones hold none. Of B bytes on H hosts, 2 (H-1)/H B leave
-    each host in all; a flat ring would send as much, but with all ranks of a host behind one
-    another. A mesh, as of Gloo's own, sends more.
+    `hosts` names the host of each position. The vector is divided into as many shards as the
+    smallest host has ranks; further ranks of other hosts have none. Of B bytes, 2 (H-1)/H B leave
+    each of H hosts. A flat ring sends as much, but only if the ranks of a host are consecutive; a
+    mesh, as in Gloo's all-reduce, sends more.
     """
     members: dict[Hashable, list[int]] = {}
     for position, host in enumerate(hosts):

@@ -1,4 +1,4 @@
-"""Start collectives of our own over a group: along rings, in the order of ranks, by hosts."""
+"""Start planned collectives over a group: along rings, in rank order, or hierarchically by host."""
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
@@ -18,13 +18,16 @@ from gpipe_hpc.errors import ConfigError
 
 
 def start_ring_all_reduce(group: Group, tensor: torch.Tensor) -> Pending:
-    """Start summing `tensor` in place along a ring; the order depends on where an element lies."""
+    """Start summing `tensor` in place along a ring.
+
+    The order of summation depends on the position of an element in the tensor.
+    """
     plan = _all_reduce_plan(_place(group), tensor.numel())
     return group.start_plan(plan, tensor, "all-reduce by ring")
 
 
 def start_ordered_all_reduce(group: Group, tensor: torch.Tensor) -> Pending:
-    """Start `Group.start_ordered_all_reduce` where any two ranks are connected."""
+    """Start `Group.start_ordered_all_reduce` in a group of directly connected ranks."""
     plan = _ordered_plan(_place(group), tensor.numel())
     return group.start_plan(plan, tensor, "all-reduce in the order of ranks")
 
@@ -32,21 +35,20 @@ def start_ordered_all_reduce(group: Group, tensor: torch.Tensor) -> Pending:
 def start_hierarchical_all_reduce(
     group: Group, tensor: torch.Tensor, hosts: Sequence[Hashable]
 ) -> Pending:
-    """Start summing `tensor` in place inside hosts and then between them.
+    """Start summing `tensor` in place, first within hosts and then between them.
 
-    `hosts`: the host of each rank of the group. Raises ConfigError if their number differs.
+    `hosts` names the host of each rank. Raises ConfigError if its length is not the group size.
     """
     if len(hosts) != group.size:
         raise ConfigError(
-            f"all-reduce: expected the host of each of {group.size} ranks, got {len(hosts)}; pass "
-            f"one for each"
+            f"all-reduce: expected one host for each of {group.size} ranks, got {len(hosts)} hosts"
         )
     plan = hierarchical_all_reduce(_place(group), tensor.numel(), hosts)
     return group.start_plan(plan, tensor, f"all-reduce by hosts {_numbered(hosts)}")
 
 
 def start_ordered_reduce_scatter(group: Group, whole: torch.Tensor) -> Pending:
-    """Start `Group.start_ordered_reduce_scatter` where any two ranks are connected."""
+    """Start `Group.start_ordered_reduce_scatter` in a group of directly connected ranks."""
     plan = rank_order_reduce_scatter(_place(group), checked_counts(whole, None, group.size))
     return group.start_plan(plan, whole, "reduce-scatter in the order of ranks")
 
@@ -74,7 +76,7 @@ def _place(group: Group) -> Place:
 
 
 def _numbered(hosts: Sequence[Hashable]) -> list[int]:
-    """Return hosts as numbers that are the same on all ranks if the hosts are."""
+    """Return hosts as integers that are equal on all ranks if the hosts are."""
     firsts: dict[Hashable, int] = {}
     return [firsts.setdefault(host, at) for at, host in enumerate(hosts)]
 

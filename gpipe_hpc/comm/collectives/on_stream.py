@@ -1,7 +1,8 @@
-"""Plans and jobs over tensors of an accelerator, with a backend that orders streams: no host waits.
+"""Executor of plans over accelerator tensors on a side stream, without blocking the host.
 
-The whole plan is put on a stream of its own as it is started, behind what the current stream has to
-do; `wait` puts the current stream behind it. Not tried here on two GPUs.
+The whole plan is enqueued on a separate stream when it is started, after the work queued on the
+current stream; `wait` makes the current stream wait for it. It needs a backend whose communication
+is ordered by streams. Not tested on two GPUs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from gpipe_hpc.device.device import Device, Event, Stream
 
 
 class StreamCarrier:
-    """Carry out plans over tensors of a device; `warm_up` builds the communicator of all ranks."""
+    """Executor of plans over device tensors; `warm_up` creates the communicator of all ranks."""
 
     def __init__(
         self,
@@ -34,14 +35,14 @@ class StreamCarrier:
         self._stream: Stream | None = None
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "OnStream":
-        """Put a plan on the stream, behind those started before; see `Group.start_plan`."""
+        """Enqueue a plan after those started before; see `Group.start_plan`."""
         return self.start_job(
             lambda flat, swap: carry_out(plan, flat, self._position, swap), tensor, what
         )
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "OnStream":
-        """Put a job, which is the same on all ranks, behind those started before."""
-        # Waits on the host, but the first time alone.
+        """Enqueue a job, the same on all ranks, after those started before."""
+        # Blocks the host, but only the first time.
         self._agreement.reach(named(what, tensor), self._greet)
         if self._stream is None:
             self._warm_up(torch.zeros(1, device=tensor.device))
@@ -57,7 +58,7 @@ class StreamCarrier:
         return OnStream(done, self._device)
 
     def _enqueue(self, sends: Parts, receives: Parts) -> None:
-        # Over NCCL the wait in it orders the current stream, ours, and returns at once.
+        # With NCCL its wait only orders the current stream, which is ours, and returns at once.
         self._exchange(Traffic.PLAN, sends, receives, unheard)
 
     def _greet(self, sends: Parts, receives: Parts) -> None:
@@ -65,17 +66,17 @@ class StreamCarrier:
 
 
 class OnStream:
-    """A plan, or another job, on a stream of its own."""
+    """Handle of a plan or job on a side stream."""
 
     def __init__(self, done: Event, device: Device) -> None:
         self._done, self._device = done, device
         self._calls = Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this once the current stream stands behind it."""
+        """Run `call` once `wait` has made the current stream wait for the result."""
         self._calls.add(call)
 
     def wait(self) -> None:
-        """Put the current stream behind it."""
+        """Make the current stream wait for the result."""
         self._device.current_stream().wait_event(self._done)
         self._calls.make()

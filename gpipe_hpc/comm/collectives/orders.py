@@ -1,7 +1,7 @@
-"""In which order the terms of each element of a sum are added, and who adds them.
+"""Orders of summation: which rank adds the terms of an element, and in which order.
 
-The vector is cut into one shard for each rank; the rank that owns a shard adds its terms. Sums of
-one order have the same bits, whatever way the terms take to their owner.
+The vector is divided into one shard for each rank, which adds the terms of its shard. Sums in the
+same order are bitwise equal, however the terms reach their owner.
 
 Legend: n ranks (`size`); positions count within the group, from 0.
 """
@@ -12,27 +12,27 @@ from typing import Final, NamedTuple
 from gpipe_hpc.comm.collectives.plan import even_counts
 
 Chain = Callable[[int], Iterable[int]]
-"""Returns the positions whose terms of an owner's shard are added, the first one first."""
+"""Returns the positions whose terms of an owner's shard are added, in order."""
 
 
 class Order(NamedTuple):
-    """How many elements each rank owns, and the order of the terms of those."""
+    """The number of elements that each rank owns and the order in which it adds their terms."""
 
     counts: tuple[int, ...]
     chain: Chain
 
 
 Ordering = Callable[[int, int, int], Order]
-"""Takes a number of elements, the bytes of each, and the number of ranks."""
+"""Takes the number of elements, the bytes of each, and the number of ranks."""
 
 
 def in_rank_order(count: int, element_bytes: int, size: int) -> Order:
-    """Return ((x0 + x1) + x2) + ... for each element, as ``rank_order`` and threads add."""
+    """Return the order ((x0 + x1) + x2) + ... for each element, as used by `rank_order`."""
     return Order(even_counts(count, size), lambda owner: range(size))
 
 
 def in_ring_order(counts: Sequence[int]) -> Order:
-    """Return the order of `ring_reduce_scatter`: from behind the owner on, the owner last."""
+    """Return the order of `ring_reduce_scatter`: from the owner's successor to the owner."""
     size = len(counts)
     return Order(tuple(counts), lambda owner: [(owner + d) % size for d in range(1, size + 1)])
 
@@ -41,19 +41,19 @@ _GLOO_SEGMENT_BYTES: Final = 1024 * 1024
 
 
 def in_gloo_order(count: int, element_bytes: int, size: int) -> Order:
-    """Return the order of Gloo's own all-reduce: from ahead of the owner backwards, it last.
+    """Return the order of Gloo's all-reduce: backwards from the owner's predecessor to the owner.
 
-    Gloo cuts the vector into segments of whole elements, 2 or more a rank and at most 1 MiB each
-    (`gloo/allreduce.cc`, the ring); what is left of the last ranks' may be nothing.
+    Gloo divides the vector into segments of whole elements, at least 2 for each rank and at most 1
+    MiB each (`gloo/allreduce.cc`, the ring). The last ranks may own nothing.
     """
     num_bytes = count * element_bytes
-    num_segments = max(_over(num_bytes, _GLOO_SEGMENT_BYTES), 2 * size)
-    per_rank = _over(num_segments, size)
-    of_segment = _over(_over(num_bytes, per_rank * size), element_bytes)
+    num_segments = max(_ceil_div(num_bytes, _GLOO_SEGMENT_BYTES), 2 * size)
+    per_rank = _ceil_div(num_segments, size)
+    of_segment = _ceil_div(_ceil_div(num_bytes, per_rank * size), element_bytes)
     of_rank = per_rank * of_segment
     counts = (min(of_rank, max(0, count - i * of_rank)) for i in range(size))
     return Order(tuple(counts), lambda owner: [(owner - d) % size for d in range(1, size + 1)])
 
 
-def _over(number: int, divisor: int) -> int:
+def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)

@@ -1,6 +1,6 @@
-"""Many small tensors treated as few: broadcast in messages, or worked on by kernels, of many.
+"""Pack many small tensors into few buffers, for broadcasts and for kernels on many tensors.
 
-A model of a thousand small tensors would otherwise pay a thousand start-ups.
+Without it, a model of a thousand small tensors would pay a thousand start-up latencies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +13,10 @@ from gpipe_hpc.comm.collectives.group import Group, Pending
 T = TypeVar("T", bound=torch.Tensor)
 
 PACK: Final = 2**22
-"""Elements of small tensors that one kernel works on, of which copies exist at the same time."""
+"""Number of elements of small tensors that one kernel processes and that are copied at a time."""
 
 PACK_BYTES: Final = 32 * 2**20
-_ALIGNED_TO: Final = 16  # bytes of the largest element: views of others need less
+_ALIGNED_TO: Final = 16  # bytes of the largest element, enough to view any dtype
 
 StartBroadcast = Callable[[Group, torch.Tensor, int], Pending]
 
@@ -29,20 +29,21 @@ def broadcast_packed(
     pack_bytes: int = PACK_BYTES,
     start: StartBroadcast = lambda group, flat, root: group.start_broadcast(flat, root),
 ) -> int:
-    """Fill plain tensors, of any dtypes and strides, with world rank `root`'s; return their packs.
+    """Broadcast tensors of any dtypes and strides in packs; return the number of packs sent.
 
-    The same shapes, dtypes and order on every rank. One pack exists at a time; a contiguous tensor
-    that fills one by itself is not copied. `start`: the broadcast that is used.
+    All ranks must pass tensors of the same shapes and dtypes in the same order. One pack is in
+    memory at a time; a contiguous tensor that fills a pack by itself is not copied. `start` is the
+    broadcast used.
     """
     num_sent = 0
     if group.size == 1:
         return num_sent
-    # Of one device side by side; the order is otherwise kept.
+    # Group the tensors by device; the sort is stable.
     ordered = sorted((t for t in tensors if t.numel()), key=lambda t: str(t.device))
     for pack in _packs(ordered, pack_bytes):
         num_sent += 1
         if len(pack) == 1 and _is_row(pack[0]):
-            start(group, bytes_of(pack[0]), root).wait()  # of its own memory
+            start(group, bytes_of(pack[0]), root).wait()  # without a copy
             continue
         places = list(_places(pack))
         flat = torch.empty(places[-1].stop, dtype=torch.uint8, device=pack[0].device)
@@ -55,7 +56,7 @@ def broadcast_packed(
 
 
 def _packs(tensors: Sequence[torch.Tensor], pack_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors that follow one another, on one device, as many as fill a pack."""
+    """Yield lists of consecutive tensors on one device that fill a pack."""
     pack: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -81,18 +82,18 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _is_row(tensor: torch.Tensor) -> bool:
-    """Say whether the memory of a tensor holds its elements one behind the other, as they are."""
+    """Return whether a tensor's memory holds its elements contiguously and unmodified."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of any plain tensor as bytes, in one row: a copy if they are not so."""
+    """Return the elements of a tensor as flat bytes; a copy if it is not contiguous."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
 
 def packs(tensors: Sequence[T], most: int) -> Iterator[list[T]]:
-    """Yield runs of consecutive tensors with at most `most` elements together, or one tensor."""
+    """Yield lists of consecutive tensors of at most `most` elements in total, or single tensors."""
     pack: list[T] = []
     num_elements = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Connections of one rank with others over Gloo, made two by two and not as a mesh of all."""
+"""Pairwise Gloo connections of one rank with others, instead of a full mesh."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,25 +13,25 @@ from gpipe_hpc.comm.watchdog.failure import lost
 from gpipe_hpc.comm.watchdog.noting import Note
 
 ConnectTwo = Callable[[tuple[int, int]], Any]
-"""Returns a process group of Gloo of two world ranks, which torch itself does not list."""
+"""Returns a Gloo process group of two world ranks that is not registered with torch."""
 
 
 class Pairs:
-    """The connections of the rank at `position` of some, for one group of them."""
+    """The pairwise connections of the rank at `position` within one group."""
 
     def __init__(self, ranks: tuple[int, ...], position: int, connect_two: ConnectTwo) -> None:
         self._ranks, self._position, self._connect_two = ranks, position, connect_two
-        self._by_rank: dict[int, tuple[Any, int]] = {}  # and which of the two the other is
+        self._by_rank: dict[int, tuple[Any, int]] = {}  # group and index of the other in it
 
     @property
     def num_connected(self) -> int:
-        """Return with how many other ranks there is a connection."""
+        """Return the number of connected ranks."""
         return len(self._by_rank)
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Connect with positions that there is no connection with yet; they do so too.
+        """Connect with the positions that are not connected yet; they must call this too.
 
-        All ranks make those that they share in one order, so none wait for one another in a ring.
+        All ranks open connections in the same order, so there is no circular wait.
         """
         new = {i for i in peers if i != self._position and self._ranks[i] not in self._by_rank}
         for _, _, start, distance in sorted(self._edge(peer) for peer in new):
@@ -42,9 +42,9 @@ class Pairs:
             self._by_rank[other] = self._connect_two((low, high)), int(other == high)
 
     def _edge(self, peer: int) -> tuple[int, int, int, int]:
-        """Return the place of a connection in the order of all, the same at both ends.
+        """Return the sort key of a connection, equal at both ends.
 
-        The near ones come first; of one distance, those that share no rank with one another.
+        Short distances come first; within a distance, connections that share no rank come together.
         """
         n, i = len(self._ranks), self._position
         distance, start = min(((peer - i) % n, i), ((i - peer) % n, peer))
@@ -53,7 +53,7 @@ class Pairs:
     def start(
         self, tag: int, sends: Sequence[Piece], receives: Sequence[Piece], note: Note
     ) -> Pending:
-        """Start messages with ranks that are connected; what is expected first."""
+        """Start messages with connected ranks, receives first."""
         if not sends and not receives:
             return Done()
         try:
@@ -72,11 +72,11 @@ class Pairs:
         return (group.send if is_sent else group.recv)([piece.tensor], other, tag)
 
     def break_off(self, tag: int) -> None:
-        """Close every connection: a wait of Gloo's that times out does."""
+        """Close every connection, by letting a receive time out, which closes it in Gloo."""
         for group, other in list(self._by_rank.values()):
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], other, tag).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Drop all connections."""
         self._by_rank.clear()

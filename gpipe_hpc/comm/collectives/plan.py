@@ -1,8 +1,8 @@
-"""What one rank sends and receives in a collective, step by step.
+"""Plans: what one rank sends and receives in a collective, step by step.
 
-A plan is about a flat vector that every rank holds, in place. The steps of a rank follow one
-another; the plans of all ranks fit together without any common clock, because the messages from
-one rank to another come in the order in which both plans name them.
+A plan works in place on a flat vector that every rank has. A rank executes its steps in order. No
+global clock is needed: messages from one rank to another arrive in the order in which both plans
+list them.
 
 Legend: n ranks (`size`), of which this is `position`; both count within the group, from 0.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Elements of the vector, from `start` up to `stop`."""
+    """A range of elements of the vector, from `start` up to `stop`."""
 
     start: int
     stop: int
@@ -25,18 +25,18 @@ class Span(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A span that goes to, or comes from, the rank at position `peer`."""
+    """A span sent to, or received from, the rank at position `peer`."""
 
     peer: int
     span: Span
 
 
 class Step(NamedTuple):
-    """What happens at the same time. The next step begins when all of it is done.
+    """Messages exchanged at the same time; the next step begins when all are complete.
 
-    What comes is added to what is there (`adds`) or put in its place (`takes`). Several that are
-    added to one span are added in the order of ranks, this rank's own value among them. No span is
-    sent and overwritten in one step: what is added waits until everything has left.
+    Received elements are added to the vector (`adds`) or overwrite it (`takes`). Several terms for
+    one span are added in rank order, including this rank's own value. A step never overwrites a
+    span that it sends: terms are added after all sends are complete.
     """
 
     sends: tuple[Move, ...] = ()
@@ -48,36 +48,36 @@ Plan = tuple[Step, ...]
 
 
 class Place(NamedTuple):
-    """Whose plan it is: the number of ranks and the position among them."""
+    """The number of ranks and the position of the rank to which a plan belongs."""
 
     size: int
     position: int
 
 
 def moves(peer: int, *spans: Span) -> tuple[Move, ...]:
-    """Return the moves of these spans to or from one rank; empty spans are not sent."""
+    """Return the moves of these spans to or from one rank, without empty spans."""
     return tuple(Move(peer, span) for span in spans if span.length)
 
 
 def planned(steps: Iterator[Step]) -> Plan:
-    """Return the steps in which anything happens."""
+    """Return the steps as a plan, without empty steps."""
     return tuple(step for step in steps if step.sends or step.adds or step.takes)
 
 
 def even_counts(count: int, num_parts: int) -> tuple[int, ...]:
-    """Cut `count` elements into parts that differ by one at most, the longer ones first."""
+    """Divide `count` elements into parts that differ by at most one, the longer ones first."""
     least, num_longer = divmod(count, num_parts)
     return tuple(least + (part < num_longer) for part in range(num_parts))
 
 
 def spans_of(counts: Sequence[int]) -> tuple[Span, ...]:
-    """Return where parts of these lengths lie, one behind the other."""
+    """Return the spans of consecutive parts with these lengths."""
     ends = list(accumulate(counts, initial=0))
     return tuple(Span(start, stop) for start, stop in pairwise(ends))
 
 
 def renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
-    """Return a plan in which each peer is called by another position."""
+    """Return a plan in which the position of each peer is mapped by `name`."""
 
     def each(moved: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(Move(name(move.peer), move.span) for move in moved)
@@ -86,7 +86,7 @@ def renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
 
 
 def shifted(plan: Plan, by: int) -> Plan:
-    """Return a plan for the elements from `by` on of a longer vector."""
+    """Return the plan with all spans moved by `by` elements, for a longer vector."""
 
     def each(moved: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(Move(m.peer, Span(m.span.start + by, m.span.stop + by)) for m in moved)

@@ -1,7 +1,7 @@
-"""Rings: each rank sends to the next and receives from the one before (Baidu, 2017).
+"""Ring plans: each rank sends to the next and receives from the previous one (Baidu, 2017).
 
-All links carry something at all times, and a rank sends (n-1)/n of the vector in each half, the
-least there can be; it takes n-1 steps a half, so rings suit long vectors and few ranks.
+All links are busy at all times, and a rank sends (n-1)/n of the vector in each half, which is
+optimal. Each half takes n-1 steps, so rings suit long vectors and few ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ from gpipe_hpc.comm.collectives.plan import Place, Plan, Step, even_counts, move
 
 
 def ring_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
-    """Sum shard i at rank i; the other shards are left with partial sums.
+    """Plan a reduce-scatter with shard i at rank i; other shards are left with partial sums.
 
     ```text
     n = 3        step 0      step 1
     rank 0       2 -> 1      1 -> 1
-    rank 1       0 -> 2      2 -> 2      (shard -> to whom)
+    rank 1       0 -> 2      2 -> 2      (shard -> destination rank)
     rank 2       1 -> 0      0 -> 0
     ```
     """
@@ -31,7 +31,7 @@ def ring_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
 
 
 def ring_all_gather(place: Place, counts: Sequence[int]) -> Plan:
-    """Give every rank all shards; rank i begins with shard i alone."""
+    """Plan an all-gather of all shards; rank i starts with shard i."""
 
     def steps() -> Iterator[Step]:
         n, i = place
@@ -44,6 +44,6 @@ def ring_all_gather(place: Place, counts: Sequence[int]) -> Plan:
 
 
 def ring_all_reduce(place: Place, count: int) -> Plan:
-    """Reduce and scatter even shards, then gather them."""
+    """Plan a reduce-scatter of equal shards and an all-gather."""
     counts = even_counts(count, place.size)
     return ring_reduce_scatter(place, counts) + ring_all_gather(place, counts)

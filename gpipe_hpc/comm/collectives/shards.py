@@ -1,4 +1,4 @@
-"""The parts of a flat tensor that the ranks of a group hold, one behind the other."""
+"""The consecutive parts of a flat tensor that belong to the ranks of a group."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,10 @@ from gpipe_hpc.errors import ConfigError
 
 
 def shards(whole: torch.Tensor, counts: Sequence[int] | None, size: int) -> list[torch.Tensor]:
-    """Return the views of flat `whole` that are the shards of `size` ranks, in their order.
+    """Return views of the shards of flat `whole` for `size` ranks, in rank order.
 
-    `counts`: of elements; None: as even as can be, the longer ones first. Raises ConfigError.
+    `counts` gives the number of elements of each; by default they are as equal as possible, the
+    longer ones first. Raises ConfigError if they do not fit.
     """
     return list(torch.split(whole, list(checked_counts(whole, counts, size))))
 
@@ -27,7 +28,7 @@ def checked_counts(whole: torch.Tensor, counts: Sequence[int] | None, size: int)
         return even_counts(whole.numel(), size)
     if len(counts) != size or min(counts) < 0 or sum(counts) != whole.numel():
         raise ConfigError(
-            f"shards: expected {size} counts, none negative, with the sum {whole.numel()}, got "
-            f"{len(counts)} with the sum {sum(counts)}: {list(counts)[:16]}; give one for each rank"
+            f"shards: expected {size} non-negative counts with sum {whole.numel()}, got "
+            f"{len(counts)} with sum {sum(counts)}: {list(counts)[:16]}; pass one for each rank"
         )
     return tuple(counts)

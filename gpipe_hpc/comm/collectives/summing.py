@@ -1,10 +1,10 @@
-"""Sums over a group by the accelerator's own backend, where it has them; else by way of the host.
+"""All-reduce by the accelerator's own backend if it supports the dtype, else through the host.
 
-NCCL and XCCL sum float64; backends out of torch's tree need not (HCCL's of some devices know 16 and
-32 bits alone), and no backend has a sum for every dtype. What one lacks it says when it is called,
-with an error of its own. So the first sum of a dtype is tried on one element, ahead of the first
-step for all that steps use, and the ranks agree on whether it goes. What does not go is summed by
-Gloo, with the same bits on all ranks; the host waits for it then.
+NCCL and XCCL sum float64; out-of-tree backends may not (HCCL on some devices supports only 16 and
+32 bits), and no backend sums every dtype. An unsupported dtype shows only as an error of the call.
+So the first sum of a dtype is tried with one element, before the first step for all dtypes of a
+step, and the ranks agree on the result. Unsupported dtypes are summed by Gloo, bitwise equal on all
+ranks; the host then blocks.
 """
 
 import logging
@@ -24,9 +24,9 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 
 class OwnSums:
-    """Knows which dtypes the backend of one group sums; the same calls on each of its ranks.
+    """Cache of the dtypes that the backend of one group can sum; all ranks make the same calls.
 
-    `agree` sums a tensor of the host over the ranks, in place.
+    `agree` sums a host tensor over the ranks, in place.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class OwnSums:
         self._goes: dict[torch.dtype, bool] = {}
 
     def goes(self, dtype: torch.dtype) -> bool:
-        """Say whether the backend sums a dtype; the first call for each asks all ranks.
+        """Return whether the backend can sum a dtype; the first call for each dtype is collective.
 
-        Raises ConfigError where it sums nothing, not even what every backend has.
+        Raises ConfigError if the backend cannot even sum float32.
         """
         known = self._goes.get(dtype)
         if known is None:
@@ -58,19 +58,19 @@ class OwnSums:
         if dtype is not torch.float32 and self.goes(torch.float32):
             if self._ranks[0] == dist.get_rank():
                 log.warning(
-                    "%s: %s does not sum %s (%s); %s sum it by way of the host, which waits for it",
+                    "%s: %s does not sum %s (%s); %s sum it through host memory, which blocks",
                     *(self._device.type, self._device.backend, dtype),
-                    *(refusal or "another rank says", rank_names(self._ranks)),
+                    *(refusal or "reported by another rank", rank_names(self._ranks)),
                 )
             return False
         raise ConfigError(
-            f"comm.backend: expected {self._device.backend} to sum {dtype} over "
-            f"{rank_names(self._ranks)}, got {refusal or 'an error of another rank'}; use "
-            f"{setting('comm.backend', 'gloo')}, which goes by way of the host"
+            f"comm.backend: {self._device.backend} failed to sum {dtype} over "
+            f"{rank_names(self._ranks)}: {refusal or 'another rank reported an error'}; use "
+            f"{setting('comm.backend', 'gloo')}, which copies through host memory"
         )
 
     def _refusal(self, dtype: torch.dtype) -> str | None:
-        """Return what the backend says to a sum of one element; None if it sums it."""
+        """Return the backend's error for a sum of one element; None if it succeeds."""
         try:
             one = torch.zeros(1, dtype=dtype, device=self._device.torch)
             dist.all_reduce(one, group=self._group)
@@ -81,7 +81,7 @@ class OwnSums:
 
 
 def widened(tensor: Tensor, reduce: Callable[[Tensor], None]) -> None:
-    """Reduce a tensor of the host in place, by way of int64 where Gloo lacks its dtype."""
+    """Reduce a host tensor in place, in int64 if Gloo does not support its dtype."""
     if tensor.dtype not in NARROW:
         reduce(tensor)
         return
@@ -91,4 +91,4 @@ def widened(tensor: Tensor, reduce: Callable[[Tensor], None]) -> None:
 
 
 NARROW: Final = frozenset({torch.bool, torch.int16, torch.uint16, torch.uint32})
-"""Gloo has no sum for these."""
+"""Dtypes that Gloo cannot sum."""

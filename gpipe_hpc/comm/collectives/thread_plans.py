@@ -1,7 +1,7 @@
-"""What threads put on streams of accelerators where putting it there waits for other ranks.
+"""Background thread that enqueues collectives of thread ranks on device streams.
 
-An exchange among threads waits on the host until the other rank has come. So that nothing else has
-to wait for that, a thread of its own puts it on its stream.
+An exchange between threads blocks on the host until the other rank has arrived. A separate thread
+therefore enqueues it, so that the calling thread continues.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from gpipe_hpc.device.device import Device
 
 
 class PutByThread:
-    """Lets a thread put one thing after the other on streams of a device."""
+    """A background thread that enqueues operations on device streams, one after the other."""
 
     def __init__(self, name: str, device: Device) -> None:
         self._turns, self._device = Turns(name), device
 
     def start(self, begin: Callable[[], Pending]) -> "Begun":
-        """Let the thread call `begin`, behind what the calling thread's stream has to do."""
+        """Let the thread call `begin` with the caller's current stream as its current stream."""
         begun: list[Pending] = []
         stream = self._device.current_stream()
 
@@ -37,25 +37,25 @@ class PutByThread:
 
 
 class Begun:
-    """What is being put on its stream, or has been."""
+    """Handle of an operation that is being enqueued or has been."""
 
     def __init__(self, turn: Turn, begun: Sequence[Pending]) -> None:
         self._turn, self._begun = turn, begun
         self._calls = Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this once it was waited for."""
+        """Run `call` once `wait` has completed."""
         self._calls.add(call)
 
     def wait(self) -> None:
-        """Put the current stream behind it; raise what ended it."""
-        self._turn.wait(unheard)  # threads show themselves for whom they wait
+        """Make the current stream wait for the operation; raise its exception, if any."""
+        self._turn.wait(unheard)  # each thread reports by itself the ranks that it waits for
         self._begun[0].wait()
         self._calls.make()
 
 
 class ThreadPlans:
-    """Carry out the plans of one group of threads."""
+    """Executor of the plans of one group of thread ranks."""
 
     def __init__(
         self, ranks: Sequence[int], position: int, exchange: Exchange, device: Device
@@ -64,9 +64,9 @@ class ThreadPlans:
         self._put = PutByThread(f"collectives of {len(ranks)} ranks", device)
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a plan behind those started before; see `Group.start_plan`."""
+        """Start a plan after those started before; see `Group.start_plan`."""
         return self._put.start(lambda: self._carrier.start(plan, tensor, what))
 
 
 def _nothing_to_build(tensor: torch.Tensor) -> None:
-    """Build no communicator: threads share memory."""
+    """Do nothing: threads share memory and need no communicator."""

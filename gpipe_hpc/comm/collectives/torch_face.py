@@ -1,4 +1,4 @@
-"""What torch sees of a group that is none of its own, for libraries that ask for one of torch's."""
+"""A minimal torch process group over one of our groups, for libraries that require one."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,21 +10,21 @@ import torch.distributed as dist
 from gpipe_hpc.comm.collectives.group import Pending
 
 NAME: Final = "gpipe_hpc_wide"
-"""What torch calls this backend."""
+"""Name under which the backend is registered with torch."""
 
 StartBroadcast = Callable[[torch.Tensor, int], Pending]
-"""Starts filling a tensor with that of a world rank."""
+"""Starts overwriting a tensor with that of a world rank."""
 
 
 class TorchFace(dist.ProcessGroup):
-    """A group of torch's that knows its ranks and broadcasts: what fairscale's OSS needs.
+    """A torch process group that knows its ranks and supports broadcast, as fairscale's OSS needs.
 
-    Torch itself connects nobody for it. Its methods have the names and arguments by which torch
+    torch opens no connections for it. Its methods have the names and arguments with which torch
     calls them.
     """
 
     def __init__(self, options: Any, start_broadcast: StartBroadcast) -> None:
-        # The one way in for a class of Python, which torch's own types do not name.
+        # torch's type stubs do not declare this constructor, the only one usable from Python.
         initialise: Any = super().__init__
         initialise(options.group_rank, options.group_size)
         self._ranks: Sequence[int] = tuple(options.global_ranks_in_group)
@@ -33,7 +33,7 @@ class TorchFace(dist.ProcessGroup):
         self._set_group_desc("undefined")
 
     def broadcast(self, *given: Any, **named: Any) -> dist.Work:
-        """Start filling a tensor with the root's."""
+        """Start overwriting a tensor with that of the root."""
         ((tensor,), options) = given
         return _PendingWork(self._start_broadcast(tensor, self._ranks[options.rootRank]))
 
@@ -49,5 +49,5 @@ class _PendingWork(dist.Work):
 
 
 def register() -> None:
-    """Let torch make such groups; its `backend_options` are what starts a broadcast."""
+    """Register the backend with torch; its `backend_options` must be a `StartBroadcast`."""
     dist.Backend.register_backend(NAME, TorchFace, extended_api=True, devices=["cpu"])

@@ -1,4 +1,4 @@
-"""A group of ranks over a process group of torch: collectives, exchanges, objects."""
+"""A `Group` over a torch process group: collectives, exchanges and objects."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -29,16 +29,20 @@ from gpipe_hpc.comm.watchdog.noting import Note
 from gpipe_hpc.comm.watchdog.pulse import Pulse
 from gpipe_hpc.device.device import Device, carries, knows
 
-EXCHANGE_TAG = 2**29  # and the numbers of kinds of traffic behind it
+EXCHANGE_TAG = 2**29  # plus the value of `Traffic`
 
 T = TypeVar("T")
 
 
 class TorchGroup:
-    """Collectives of a torch process group; `pulse` is told for whom this rank waits.
+    """Collectives over a torch process group.
 
-    `host`: the group of the same ranks over which tensors of the host go, where torch's carries
-    those of the device alone; None where it carries both.
+    Args:
+        group: the torch process group.
+        ranks: its world ranks.
+        pulse: activity tracker, to which the ranks being waited for are reported.
+        device: the device of this rank.
+        host: group of the same ranks for host tensors, if `group` handles only device tensors.
     """
 
     def __init__(
@@ -77,11 +81,11 @@ class TorchGroup:
         self.start_all_reduce(tensor).wait()
 
     def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
-        """Sum `tensor` in place: all ranks are one group."""
+        """All-reduce `tensor` in place; there is only one level."""
         self.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Put the greatest of each element in its place."""
+        """Replace each element by its maximum over all ranks."""
         if self._is_foreign(tensor) or not self._sums(tensor):
             host = self._device.fetch(tensor)
             widened(host, self._host.all_reduce_max)
@@ -92,47 +96,47 @@ class TorchGroup:
         self._collective(work, tensor).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Start filling `tensor` with world rank `root`'s."""
+        """Start overwriting `tensor` with that of world rank `root`."""
         if self._is_foreign(tensor):
             return self._by_host(tensor, partial(self.start_broadcast, root=root))
-        # As bytes: a backend need not have a name for every dtype.
+        # As bytes, because a backend may not support every dtype.
         moved = as_bytes(tensor) if self.uses_own(tensor) and tensor.is_contiguous() else tensor
         work = dist.broadcast(moved, root, group=self.torch_group, async_op=True)
         return self._collective(work, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` with world rank `root`'s."""
+        """Overwrite `tensor` with that of world rank `root`."""
         self.start_broadcast(tensor, root).wait()
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Start sending and receiving over the group's own connections."""
+        """Start sends and receives over the group's connections, by host copies if necessary."""
         outside = not self._carries and self._device.is_accelerator
         if outside and any(self._device.holds(piece.tensor) for piece in (*sends, *receives)):
             return self._exchange_by_host(sends, receives)
         return self._start(Traffic.CALLER, sends, receives, self._await)
 
     def _sums(self, tensor: torch.Tensor) -> bool:
-        """Say whether the backend that a tensor would go over sums its dtype; see `OwnSums`."""
+        """Return whether the tensor's backend can sum its dtype; see `OwnSums`."""
         return not self.uses_own(tensor) or self._own_sums.goes(tensor.dtype)
 
     def _start_on_host(self, host: torch.Tensor) -> Pending:
-        """Start summing a copy in the host's memory; at once where Gloo needs another dtype."""
+        """Start summing a host copy; dtypes that Gloo cannot sum are widened and summed at once."""
         if host.dtype not in NARROW:
             return self._host.start_all_reduce(host)
         widened(host, self._host.all_reduce)
         return Done()
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        """Say whether the backend knows nothing of the memory that a tensor lies in."""
+        """Return whether a tensor is on a device whose memory the backend cannot access."""
         return not self._knows and self._device.holds(tensor)
 
     def _by_host(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Pending]) -> Pending:
-        """Start a collective over a copy in the host's memory."""
+        """Start a collective on a copy of `tensor` in host memory."""
         host = self._device.fetch(tensor)
         return _ByHost(start(host), [(tensor, host)])
 
     def _exchange_by_host(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Exchange copies in the host's memory: the backend sends that alone."""
+        """Start an exchange of copies in host memory."""
         out = [Piece(rank, self._device.fetch(tensor)) for rank, tensor in sends]
         into = [Piece(rank, torch.empty_like(t, device="cpu")) for rank, t in receives]
         pending = self._start(Traffic.CALLER, out, into, self._await)
@@ -140,27 +144,27 @@ class TorchGroup:
         return _ByHost(pending, back)
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a plan: over the device's own backend on a stream, else on a thread of its own.
+        """Start a plan: on a stream if the device's backend is used, else on a separate thread.
 
-        Tensors of a device go over Gloo by way of the host, which then waits for them.
+        Device tensors that must use Gloo are copied through host memory, which blocks.
         """
         if self.uses_own(tensor):
             return self._stream_carrier.start(plan, tensor, what)
         return self._carrier.start(plan, tensor, what)
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a job over a tensor that `uses_own`, on a stream of the device; see `start_plan`.
+        """Start a job on a tensor for which `uses_own` is true, on a stream of the device.
 
-        Each exchange of it is one with few, by which all ranks take part alike.
+        See `start_plan`. All ranks must take part in each exchange of the job.
         """
         return self._stream_carrier.start_job(job, tensor, what)
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Sum shards along a ring; equal ones by the way of the device's own backend.
+        """Reduce-scatter along a ring, or by the device backend's collective for equal shards.
 
-        Gloo's own is an all-reduce inside: twice the bytes.
+        Gloo's own reduce-scatter is not used: it is an all-reduce and sends twice the bytes.
         """
         sizes = checked_counts(whole, counts, self.size)
         if not self.uses_own(whole) or len(set(sizes)) > 1 or not self._sums(whole):
@@ -170,23 +174,23 @@ class TorchGroup:
         return self._collective(work, whole)
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Sum in the order of ranks: each rank exchanges with each."""
+        """Start summing in rank order; each rank exchanges with every other."""
         return start_ordered_all_reduce(self, tensor)
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Sum shards in the order of ranks."""
+        """Start a reduce-scatter in rank order; each rank exchanges with every other."""
         return start_ordered_reduce_scatter(self, whole)
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Send each rank its shard."""
+        """Send its shard to each rank and return the received shards."""
         return all_to_all(self, whole, counts)
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Send this rank's shard to each."""
+        """Send this rank's shard to every other rank."""
         all_gather(self, whole, counts)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Gather shards along a ring; equal ones by the way of the device's own backend."""
+        """All-gather along a ring, or by the device backend's collective for equal shards."""
         sizes = checked_counts(whole, counts, self.size)
         if not self.uses_own(whole) or len(set(sizes)) > 1:
             return start_all_gather(self, whole, counts)
@@ -197,7 +201,7 @@ class TorchGroup:
         return self._collective(work, whole)
 
     def uses_own(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor goes over the device's own backend."""
+        """Return whether a tensor is sent by the device's own backend, such as NCCL."""
         return self._carries and self._device.holds(tensor)
 
     def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> Pending:
@@ -216,7 +220,7 @@ class TorchGroup:
     def _exchange_of_stream(
         self, traffic: Traffic, sends: Parts, receives: Parts, note: Note
     ) -> None:
-        """Exchange as `_exchange`; greetings lie on the host, and the calling thread sends them."""
+        """Run `_exchange`, but send greetings, which are host tensors, through the host group."""
         if traffic is not Traffic.GREETING or self._greets is None:
             self._exchange(traffic, sends, receives, note)
             return
@@ -242,9 +246,9 @@ class TorchGroup:
             raise lost(error, rank_names(peers)) from error
 
     def _post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
-        """Start each message by itself; what is expected first, so that nothing has to wait.
+        """Start each message separately, receives first, so that no send has to wait.
 
-        The group's own calls take half the time of torch's `isend` and `irecv` around them.
+        Calling the process group directly takes half the time of `dist.isend` and `dist.irecv`.
         """
         group, at = self.torch_group, self.ranks.index
         return [
@@ -254,7 +258,7 @@ class TorchGroup:
         ]
 
     def _start_batch(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
-        """Start all messages at once, as NCCL needs them: one after the other would wait."""
+        """Start all messages in one batch, because NCCL would serialise separate ones."""
         operations = [
             dist.P2POp(start, as_bytes(piece.tensor), piece.rank, self.torch_group, tag)
             for start, pieces in ((dist.irecv, receives), (dist.isend, sends))
@@ -264,25 +268,25 @@ class TorchGroup:
         return [(peers, work) for work in dist.batch_isend_irecv(operations)]
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return what `merge` makes of all values; each rank merges them by itself."""
+        """Gather the objects of all ranks and reduce them locally with `merge`."""
         merged: T = reduce(merge, self.all_gather_object(value))
         return merged
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order; read as `gpipe_hpc.comm.net.pickling` allows."""
-        parts = self._exchanged(value, self._gather)
-        assert parts is not None, "every rank gathers"
+        """Return the values of all ranks in rank order; see `gpipe_hpc.comm.net.pickling`."""
+        parts = self._gather_values(value, self._gather)
+        assert parts is not None, "every rank receives the values"
         return parts
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Return every rank's value on world rank `root`, None elsewhere; read as those above."""
-        return self._exchanged(value, partial(self._gather_at, root=root))
+        """Return the values of all ranks on world rank `root`, None elsewhere."""
+        return self._gather_values(value, partial(self._gather_at, root=root))
 
     def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Send each rank its value; read as those above."""
+        """Scatter objects: send each rank its entry of the root's `values`; return the own one."""
         what = f"values for {rank_names(self.ranks)}"
         is_root = dist.get_rank() == root
-        assert is_root == (values is not None), f"{what}: rank {root} has them"
+        assert is_root == (values is not None), f"{what}: only rank {root} passes them"
         parts = [bytearray(dumps(value, what)) for value in values or ()]
         sizes = torch.tensor([len(part) for part in parts] if is_root else [0] * self.size)
         self.broadcast(sizes, root)
@@ -300,7 +304,7 @@ class TorchGroup:
         return loads(came.numpy().data, f"{what}, from rank {root}")
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return world rank `root`'s value; read as those above."""
+        """Return the value of world rank `root`."""
         what = f"a collective of {rank_names(self.ranks)}"
         own = bytearray(dumps(value, what) if dist.get_rank() == root else b"")
         size = torch.tensor([len(own)])
@@ -312,10 +316,13 @@ class TorchGroup:
         self.broadcast(told, root)
         return loads(told.numpy().data, f"{what}, from rank {root}")
 
-    def _exchanged(
+    def _gather_values(
         self, value: Any, gather: Callable[[torch.Tensor], list[torch.Tensor] | None]
     ) -> list[Any] | None:
-        """Return the values whose bytes `gather` brings together, where it brings them."""
+        """Serialise `value`, collect the bytes of all ranks with `gather`, and return the values.
+
+        None if `gather` returns None, as on ranks that are not the root.
+        """
         what = f"a collective of {rank_names(self.ranks)}"
         own = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
         self._pulse.waits_for = self.ranks
@@ -330,10 +337,10 @@ class TorchGroup:
         return [loads(part.numpy().data, f"{what}, from rank {r}") for r, part in sources]
 
     def _gather_at(self, own: torch.Tensor, root: int) -> list[torch.Tensor] | None:
-        """Return every rank's bytes, of any number, on world rank `root`."""
+        """Return the bytes of every rank, of any length, on world rank `root`; None elsewhere."""
         longest = torch.tensor([own.numel()])
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.torch_group)
-        # All send as many: their number in eight bytes, theirs, and what means nothing.
+        # Messages of equal length: eight bytes of length, the data, padding.
         padded = torch.zeros(8 + int(longest), dtype=torch.uint8)
         padded[:8] = torch.tensor([own.numel()]).view(torch.uint8)
         padded[8 : 8 + own.numel()] = own
@@ -347,12 +354,12 @@ class TorchGroup:
         return [part[8 : 8 + count] for part, count in zip(gathered, counts, strict=True)]
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's bytes, of any number."""
+        """Return the bytes of every rank, of any length."""
         sizes = torch.empty(self.size, 1, dtype=torch.int64)
         size = torch.tensor([own.numel()])
         dist.all_gather(list(sizes), size, group=self.torch_group)
         counts = sizes.flatten().tolist()
-        # All send the same number of bytes; what is behind a rank's own means nothing.
+        # Messages are padded to equal length.
         padded = torch.zeros(max(counts), dtype=torch.uint8)
         padded[: own.numel()] = own
         gathered = torch.empty(self.size, max(counts), dtype=torch.uint8)
@@ -361,7 +368,7 @@ class TorchGroup:
 
 
 class _ByHost:
-    """An exchange of copies, which go back to where they belong when it is waited for."""
+    """A collective on host copies, which `wait` copies back to the original tensors."""
 
     def __init__(self, pending: Pending, back: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pending, self._back = pending, back

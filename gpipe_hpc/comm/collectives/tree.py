@@ -1,6 +1,6 @@
-"""Binomial trees: in each round, twice as many ranks have the vector.
+"""Plans along binomial trees: the number of ranks that have the vector doubles in each round.
 
-Few steps and the whole vector in each: for short vectors.
+Few steps that each send the whole vector: for short vectors.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from gpipe_hpc.comm.collectives.ring import ring_all_gather
 
 
 def binomial_broadcast(place: Place, root: int, count: int) -> Plan:
-    """Give every rank the root's vector: in each round all that have it send it."""
+    """Plan a broadcast in which every rank that has the vector sends it to one more per round."""
 
     def steps() -> Iterator[Step]:
         n, i = place.size, (place.position - root) % place.size
@@ -32,19 +32,19 @@ def binomial_broadcast(place: Place, root: int, count: int) -> Plan:
                 yield Step(takes=moves(i - distance, whole))
             distance *= 2
 
-    return _from(root, place, planned(steps()))
+    return _with_root(root, place, planned(steps()))
 
 
 def scatter_ring_broadcast(place: Place, root: int, count: int) -> Plan:
-    """Scatter shards along a binomial tree, then gather them along a ring (van de Geijn)."""
+    """Plan a broadcast as a binomial scatter and a ring all-gather (van de Geijn)."""
     size, i = place.size, (place.position - root) % place.size
     counts = even_counts(count, size)
     gather = ring_all_gather(Place(size, i), counts)
-    return _from(root, place, _scatter(Place(size, i), counts) + gather)
+    return _with_root(root, place, _scatter(Place(size, i), counts) + gather)
 
 
 def _scatter(place: Place, counts: tuple[int, ...]) -> Plan:
-    """Give rank i shard i of rank 0's vector: who holds a range hands on its upper half."""
+    """Plan a scatter of rank 0's vector: a rank with a range of shards sends its upper half."""
 
     def steps() -> Iterator[Step]:
         n, i = place
@@ -61,6 +61,6 @@ def _scatter(place: Place, counts: tuple[int, ...]) -> Plan:
     return planned(steps())
 
 
-def _from(root: int, place: Place, plan: Plan) -> Plan:
-    """Return a plan for root 0 as one for another root."""
+def _with_root(root: int, place: Place, plan: Plan) -> Plan:
+    """Return a plan made for root 0 with its ranks shifted to another root."""
     return renamed(plan, lambda peer: (peer + root) % place.size)

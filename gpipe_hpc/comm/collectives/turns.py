@@ -1,11 +1,11 @@
-"""Collectives that take turns on a thread of their own.
+"""A queue of collectives that a background thread executes in order.
 
-Why a thread: a plan has many steps, and each waits for other ranks. If they went on only while
-somebody waits, nothing but the first step would be hidden behind computing. One thread for a group,
-begun with its first plan, keeps the plans in the order in which they were started; that is the same
-on all ranks, so their messages never mix. Torch lets go of the interpreter while it waits and adds.
-Who waits for a turn that has not begun does it himself: that saves two changes of threads, which
-cost more than a small message.
+A plan has many steps, and each waits for other ranks. If the steps advanced only while a caller
+waits, no step but the first would overlap with computing; hence the thread. It is started with the
+first plan of a group and keeps the plans in the order in which they were started. This order is the
+same on all ranks, so their messages never mix. torch releases the GIL while it waits and adds. A
+caller that waits for a job that has not begun executes it itself: this saves two thread switches,
+which cost more than a small message.
 """
 
 import threading
@@ -19,9 +19,9 @@ from gpipe_hpc.comm.watchdog.noting import Note
 
 
 class Turn:
-    """One job: under way, or behind others."""
+    """One job in the queue."""
 
-    def __init__(self, line: "_Line", job: Callable[[Note], None]) -> None:
+    def __init__(self, line: "_Queue", job: Callable[[Note], None]) -> None:
         self._line = line
         self._job: Callable[[Note], None] | None = job
         self._done = threading.Event()
@@ -32,13 +32,13 @@ class Turn:
 
     @property
     def is_done(self) -> bool:
-        """Say whether it is done, or has failed."""
+        """Return whether the job is complete or has failed."""
         return self._done.is_set()
 
     def wait(self, listener: Note) -> None:
-        """Return once it is done; raise what it has raised.
+        """Block until the job is complete, executing queued jobs meanwhile; raise its exception.
 
-        `listener` is told for whom it waits, for as long as this call waits for it.
+        `listener` is told the ranks that the job waits for, as long as this call blocks.
         """
         self._listener = listener
         listener(self._awaited)
@@ -49,18 +49,18 @@ class Turn:
         listener(None)
 
     def wait_for_thread(self) -> None:
-        """Return once the line's own thread has done it; raise what it has raised.
+        """Block until the background thread has executed the job; raise its exception.
 
-        For jobs that wait for a device, which the calling thread shall not.
+        For jobs that wait for a device, for which the calling thread must not wait itself.
         """
         self._done.wait()
         if self._failure is not None:
             raise self._failure
 
     def do(self, failed: BaseException | None) -> BaseException | None:
-        """Do the job unless one before it has failed; return the failure."""
-        job, self._job = self._job, None  # and with it the tensors
-        assert job is not None, "a turn comes once"
+        """Run the job unless an earlier one has failed; return the exception, if any."""
+        job, self._job = self._job, None  # release the tensors that the job references
+        assert job is not None, "a job runs only once"
         try:
             if failed is None:
                 job(self._note)
@@ -78,8 +78,11 @@ class Turn:
 
 
 @dataclass
-class _Line:
-    """What threads work on; not the turns' owner, which ends the line by being dropped."""
+class _Queue:
+    """State of a queue shared by its threads.
+
+    It does not reference `Turns`, whose garbage collection ends the thread.
+    """
 
     turns: deque[Turn] = field(default_factory=deque)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -89,15 +92,18 @@ class _Line:
 
 
 class Turns:
-    """Do jobs one after the other; after a failure, none that is behind it."""
+    """Queue of jobs that run one after the other; after a failure, no later one runs."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._line = _Line()
+        self._line = _Queue()
         self._thread: threading.Thread | None = None
 
     def start(self, job: Callable[[Note], None]) -> Turn:
-        """Put a job at the end of the line. It is given a function to tell for whom it waits."""
+        """Append a job to the queue.
+
+        The job is called with a function to which it reports the ranks that it waits for.
+        """
         turn = Turn(self._line, job)
         with self._line.changed:
             self._line.turns.append(turn)
@@ -111,8 +117,8 @@ class Turns:
         return turn
 
 
-def _advance(line: _Line, last: Turn | None) -> None:
-    """Do turns in their order, up to `last`, unless another thread is at one."""
+def _advance(line: _Queue, last: Turn | None) -> None:
+    """Run jobs in order, up to `last`, unless another thread is running one."""
     while True:
         with line.changed:
             if line.is_busy or not line.turns:
@@ -127,7 +133,7 @@ def _advance(line: _Line, last: Turn | None) -> None:
             return
 
 
-def _work(line: _Line) -> None:
+def _work(line: _Queue) -> None:
     while True:
         with line.changed:
             line.changed.wait_for(lambda: line.is_over or (line.turns and not line.is_busy))
@@ -136,7 +142,7 @@ def _work(line: _Line) -> None:
         _advance(line, None)
 
 
-def _end(line: _Line) -> None:
+def _end(line: _Queue) -> None:
     with line.changed:
         line.is_over = True
         line.changed.notify_all()

@@ -1,7 +1,7 @@
-"""A group of many ranks in two halves: tensors of the device go one way, all else the other.
+"""A group with two backends: one for device tensors and a sparse one for host tensors.
 
-torch would make both at once, and then connects each rank with each over Gloo, for what little
-lies on the host. Here Gloo connects a rank with few, and the device's own backend as it does.
+torch would create both as full meshes, connecting every rank with every other over Gloo for little
+host traffic. Here Gloo connects each rank with few others.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class TwoSidedGroup:
-    """A `Group` over `own`, which carries tensors of the device, and `host` for all else.
+    """A `Group` that sends device tensors over `own` and all host tensors and objects over `host`.
 
-    Sums in the order of ranks, and what `all_to_all` moves, go by way of other ranks on either
-    side: else each rank would exchange with each.
+    Sums in rank order and `all_to_all` are forwarded through other ranks in both parts; otherwise
+    each rank would need a connection to every other.
     """
 
     def __init__(self, own: TorchGroup, host: Group, device: Device) -> None:
@@ -40,12 +40,12 @@ class TwoSidedGroup:
 
     @property
     def sent(self) -> Sent:
-        """Return what went either way."""
+        """Return the traffic of both parts."""
         return self._own.sent.plus(self._host.sent)
 
     @property
     def torch_group(self) -> dist.ProcessGroup | None:
-        """Return the group of torch that carries tensors of the device."""
+        """Return the torch process group for device tensors."""
         return self._own.torch_group
 
     def _side(self, tensor: torch.Tensor) -> Group:
@@ -60,43 +60,43 @@ class TwoSidedGroup:
         self._side(tensor).all_reduce(tensor)
 
     def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
-        """Sum `tensor` in place: all ranks are one group."""
+        """All-reduce `tensor` in place; there is only one level."""
         self.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Put the greatest of each element in its place."""
+        """Replace each element by its maximum over all ranks."""
         self._side(tensor).all_reduce_max(tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Start filling `tensor` with world rank `root`'s."""
+        """Start overwriting `tensor` with that of world rank `root`."""
         return self._side(tensor).start_broadcast(tensor, root)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` with world rank `root`'s."""
+        """Overwrite `tensor` with that of world rank `root`."""
         self._side(tensor).broadcast(tensor, root)
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Start an exchange of pieces that all lie on one side."""
+        """Start an exchange of tensors that are all on the host or all on the device."""
         if not sends and not receives:
             return Done()
         return self._side((*sends, *receives)[0].tensor).start_exchange(sends, receives)
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a plan."""
+        """Start executing this rank's plan in place on `tensor`."""
         return self._side(tensor).start_plan(plan, tensor, what)
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Start summing shards."""
+        """Start an in-place reduce-scatter."""
         return self._side(whole).start_reduce_scatter(whole, counts)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Start filling `whole` with all ranks' shards."""
+        """Start filling `whole` with the shards of all ranks."""
         return self._side(whole).start_all_gather(whole, counts)
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start summing in the order of ranks."""
+        """Start summing `tensor` in place, each element in rank order."""
         if not self._own.uses_own(tensor):
             return self._host.start_ordered_all_reduce(tensor)
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -108,7 +108,7 @@ class TwoSidedGroup:
         return self._own.start_job(job, parts, "all-reduce in the order of ranks")
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Start summing even shards in the order of ranks."""
+        """Start a reduce-scatter with equal shards that adds each element in rank order."""
         if not self._own.uses_own(whole):
             return self._host.start_ordered_reduce_scatter(whole)
         order = in_rank_order(len(whole), whole.element_size(), self.size)
@@ -128,33 +128,33 @@ class TwoSidedGroup:
             came.extend(all_to_all(self._place, flat, sizes, swap))
 
         self._own.start_job(job, whole, f"all-to-all, shards {sizes}").wait()
-        for shard in came:  # made on the stream of the job
+        for shard in came:  # allocated on the job's stream
             self._device.lend(shard, self._device.current_stream())
         return came
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Fill `whole` with all shards; on the device along a ring, where they differ in size."""
+        """Fill `whole` with all shards; on the device, along a ring if their sizes differ."""
         if self._device.holds(whole):
             self._own.start_all_gather(whole, counts).wait()
         else:
             self._host.all_gather(whole, counts)
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return what `merge` makes of all values."""
+        """Reduce the objects of all ranks with `merge`."""
         return self._host.merge_object(value, merge)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value."""
+        """Return the values of all ranks, in rank order."""
         return self._host.all_gather_object(value)
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Return every rank's value on the root."""
+        """Return the values of all ranks on world rank `root`, None elsewhere."""
         return self._host.gather_object(value, root)
 
     def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Return this rank's value."""
+        """Return this rank's entry of the root's `values`."""
         return self._host.deal_object(values, root)
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return the root's value."""
+        """Return the value of world rank `root`."""
         return self._host.broadcast_object(value, root)

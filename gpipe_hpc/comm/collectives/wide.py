@@ -1,10 +1,9 @@
-"""A group of many ranks, each connected with few: those 1, 2, 4, 8, ... places away, both ways.
+"""A `Group` of many ranks with logarithmically many connections: to ranks 1, 2, 4, 8, ... away.
 
-Over Gloo a group is a full mesh: of 4,096 copies of a stage each rank would keep 4,095 connections
-open. Here it keeps 23. Sums have the same bits as those of a full mesh: the terms of an element
-come together on one rank, by way of others, and are added there in the order in which the mesh
-adds them. That takes 2 log2(n) rounds, where Gloo's ring takes 2 (n - 1), and sends
-(log2(n) / 2 + 1) times the vector, where the ring sends it twice.
+A Gloo group is a full mesh: each of 4,096 replicas of a stage would keep 4,095 connections open.
+Here it keeps 23. Sums are bitwise equal to those of a full mesh: all terms of an element are
+forwarded to one rank, which adds them in the order of the mesh. This takes 2 log2(n) rounds instead
+of the 2 (n - 1) of Gloo's ring, and sends log2(n) / 2 + 1 times the vector instead of twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,24 +42,29 @@ from gpipe_hpc.comm.watchdog.noting import Note
 T = TypeVar("T")
 
 MESHED: Final = 32
-"""Up to so many ranks are connected each with each."""
+"""Groups of up to this number of ranks are connected as a full mesh."""
 
 StartExchange = Callable[[Traffic, Sequence[Piece], Sequence[Piece], Note], Pending]
-"""Starts sending and receiving, with world ranks that are connected."""
+"""Starts sends and receives with connected world ranks."""
 
 Connect = Callable[[Sequence[int]], None]
-"""Connects this rank with some positions, which call it too; those it has are passed over."""
+"""Connects this rank with the given positions, which call it too; existing connections are kept."""
 
 Show = Callable[[StartBroadcast], dist.ProcessGroup | None]
-"""Returns a group of torch's that broadcasts so; None where torch has none."""
+"""Returns a torch process group whose broadcasts use the given function; None without torch."""
 
 
 class WideGroup:
-    """A `Group` of many ranks over connections of one rank with another.
+    """A sparsely connected `Group` of many ranks.
 
-    `start_exchange` and `connect`: what there is between two ranks. `ordering`: that of sums for
-    which nobody asks for another. `show`: returns what torch is to see of it, which starts its
-    broadcasts here. `listener` hears for whom a caller waits.
+    Args:
+        ranks: world ranks of the group.
+        position: index of this rank.
+        start_exchange: starts point-to-point messages.
+        connect: opens connections to other positions.
+        listener: is told the ranks that a caller waits for.
+        ordering: order of summation of `start_all_reduce`.
+        show: returns the torch process group for libraries that need one.
     """
 
     def __init__(
@@ -87,13 +91,13 @@ class WideGroup:
 
     @property
     def torch_group(self) -> dist.ProcessGroup | None:
-        """Return what torch sees of it, which can broadcast and nothing else."""
+        """Return a torch process group of these ranks that supports only broadcast."""
         if self._shown is None:
             self._shown = self._show(self.start_broadcast)
         return self._shown
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start summing `tensor` in place, with the bits that a full mesh gives."""
+        """Start summing `tensor` in place, bitwise equal to a full mesh."""
         return self._start_sum(tensor, self._ordering, plus, "all-reduce")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -101,99 +105,99 @@ class WideGroup:
         self.start_all_reduce(tensor).wait()
 
     def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
-        """Sum `tensor` in place: all ranks are one group."""
+        """All-reduce `tensor` in place; there is only one level."""
         self.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Put the greatest of each element in its place."""
+        """Replace each element by its maximum over all ranks."""
         self._start_sum(tensor, in_rank_order, _greater, "greatest").wait()
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start summing `tensor` in place, each element in the order of ranks."""
+        """Start summing `tensor` in place, each element in rank order."""
         return self._start_sum(tensor, in_rank_order, plus, "all-reduce in the order of ranks")
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Start summing even shards, each element in the order of ranks."""
+        """Start a reduce-scatter with equal shards that adds each element in rank order."""
         counts = checked_counts(whole, None, self.size)
         order = in_rank_order(len(whole), whole.element_size(), self.size)
-        assert order.counts == counts, "shards are as even as can be"
+        assert order.counts == counts, "shards must be as equal as possible"
         return self._start_shards(whole, order, "reduce-scatter in the order of ranks")
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Start summing shards, with the bits that a ring gives."""
+        """Start a reduce-scatter, bitwise equal to that of a ring."""
         order = in_ring_order(checked_counts(whole, counts, self.size))
         return self._start_shards(whole, order, f"reduce-scatter, shards {order.counts}")
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Start filling `whole` with all ranks' shards."""
+        """Start filling `whole` with the shards of all ranks."""
         sizes = checked_counts(whole, counts, self.size)
         plan = bruck_all_gather(self._place, sizes)
         return self._carrier.start(plan, whole, f"all-gather, shards {sizes}")
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return this rank's shard of every rank's vector, which came by way of others."""
+        """Return this rank's shard of every rank's vector, forwarded by other ranks."""
         sizes = checked_counts(whole, counts, self.size)
         came = all_to_all(self._place, whole.cpu(), sizes, self._swap_now)
         return [shard.to(whole.device) for shard in came]
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Fill `whole` with all ranks' shards, which came by way of others."""
+        """Fill `whole` with the shards of all ranks, forwarded by other ranks."""
         plan = bruck_all_gather(self._place, checked_counts(whole, counts, self.size))
         flat = flattened(whole)
         carry_out(plan, flat, self.position, self._swap_now)
         give_back(flat, whole)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Start filling `tensor` with world rank `root`'s, along a binomial tree."""
+        """Start overwriting `tensor` with that of world rank `root`, along a binomial tree."""
         plan = binomial_broadcast(self._place, self.ranks.index(root), tensor.numel())
         return self._carrier.start(plan, tensor, f"broadcast from rank {root}")
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` with world rank `root`'s."""
+        """Overwrite `tensor` with that of world rank `root`."""
         self.start_broadcast(tensor, root).wait()
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Start an exchange; who has not met before is connected first."""
+        """Start an exchange; peers without a connection are connected first."""
         at = self.ranks.index
         self._connect(sorted({at(piece.rank) for piece in (*sends, *receives)}))
         return self._start(Traffic.CALLER, sends, receives, self._listener)
 
     def greet(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
-        """Exchange what the two halves of a group tell ahead of a plan: no part of what is sent."""
+        """Exchange the host messages that precede a plan; not counted as traffic."""
         at = self.ranks.index
         self._connect(sorted({at(piece.rank) for piece in (*sends, *receives)}))
         self._start(Traffic.GREETING, sends, receives, self._listener).wait()
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a plan; whom it needs and has not met is connected first, on all ranks."""
+        """Start a plan; peers without a connection are connected first, on all ranks."""
         moves = (move for step in plan for part in step for move in part)
         self._connect(sorted({move.peer for move in moves}))
         return self._carrier.start(plan, tensor, what)
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return what `merge` makes of all values: along a binomial tree, and down again."""
+        """Reduce the objects of all ranks along a binomial tree and broadcast the result."""
         merged, distance = value, 1
         while distance < self.size:
             if self.position & distance:
-                self._give(merged, self.position - distance)
+                self._send_object(merged, self.position - distance)
                 break
             if self.position + distance < self.size:
-                merged = merge(merged, self._take(self.position + distance))
+                merged = merge(merged, self._receive_object(self.position + distance))
             distance *= 2
         result: T = self.broadcast_object(merged, self.ranks[0])
         return result
 
-    def _give(self, value: Any, position: int) -> None:
-        """Send a value to a partner, which takes it."""
+    def _send_object(self, value: Any, position: int) -> None:
+        """Send an object to a partner, which must call `_receive_object`."""
         what = f"a value for rank {self.ranks[position]}"
         told = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
         self._swap_now([(position, torch.tensor([told.numel()]))], [])
         self._swap_now([(position, told)], [])
 
-    def _take(self, position: int) -> Any:
-        """Return the value that a partner gives; read as those below."""
+    def _receive_object(self, position: int) -> Any:
+        """Receive the object that a partner sends with `_send_object`."""
         size = torch.zeros(1, dtype=torch.int64)
         self._swap_now([], [(position, size)])
         told = torch.empty(int(size), dtype=torch.uint8)
@@ -201,7 +205,7 @@ class WideGroup:
         return loads(told.numpy().data, f"a value from rank {self.ranks[position]}")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order; read as `gpipe_hpc.comm.net.pickling` allows."""
+        """Return the values of all ranks in rank order; see `gpipe_hpc.comm.net.pickling`."""
         what = f"a collective of {rank_names(self.ranks)}"
         own = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
@@ -215,12 +219,12 @@ class WideGroup:
         return [loads(part.numpy().data, f"{what}, from rank {r}") for r, part in sources]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Return every rank's value on world rank `root`, None elsewhere; they travel to all."""
+        """All-gather the values; return them on world rank `root`, None elsewhere."""
         values = self.all_gather_object(value)
         return values if self.ranks[self.position] == root else None
 
     def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Send each rank its value along a binomial tree."""
+        """Scatter objects along a binomial tree and return this rank's entry of `values`."""
         assert root == self.ranks[0], f"rank {root} is not the first of {self.size} ranks"
         what = f"values for {rank_names(self.ranks)}"
         parts = [dumps(value, what) for value in values or ()]
@@ -236,7 +240,7 @@ class WideGroup:
         return loads(own.numpy().data, f"{what}, from rank {root}")
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return world rank `root`'s value; read as those above."""
+        """Return the value of world rank `root`."""
         what = f"a collective of {rank_names(self.ranks)}"
         is_root = self.ranks[self.position] == root
         told = torch.frombuffer(bytearray(dumps(value if is_root else 0, what)), dtype=torch.uint8)
@@ -250,7 +254,7 @@ class WideGroup:
     def _start_sum(
         self, tensor: torch.Tensor, ordering: Ordering, combine: Combine, what: str
     ) -> Pending:
-        # Sums of complex numbers are those of their parts.
+        # Complex numbers are summed by their real and imaginary parts.
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         order = ordering(parts.numel(), parts.element_size(), self.size)
 

@@ -1,4 +1,4 @@
-"""What is under way over torch with other ranks."""
+"""Handles of asynchronous torch communication that name the ranks involved if it fails."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from gpipe_hpc.comm.watchdog.failure import lost
 from gpipe_hpc.comm.watchdog.noting import Note
 
 Started = Sequence[tuple[Sequence[int], Any]]
-"""Works of torch, each with the ranks that it waits for."""
+"""torch works, each with the ranks that it waits for."""
 
 
 class Works:
-    """What is under way with other ranks; a failure names those of what has failed, or `what`.
+    """A set of torch works in progress; errors name the ranks of the failed work, or `what`.
 
-    `tells`: it is one work, whose future says when it is done. On a device that would be as soon as
-    the work stands on its stream.
+    `tells` means that there is a single work whose future signals its completion. Not for device
+    tensors, whose future completes as soon as the work is enqueued on its stream.
     """
 
     def __init__(
@@ -25,13 +25,13 @@ class Works:
         self._tells, self._calls = tells, Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this when all is done, if that is told; else once it was waited for."""
+        """Run `call` on completion if it is signalled, else once `wait` was called."""
         self._calls.add(call)
         if self._tells:
             self._started[0][1].get_future().add_done_callback(lambda _: self._calls.make())
 
     def wait(self) -> None:
-        """Return when all is done; raise ConnectionError or TimeoutError where it ends in vain."""
+        """Block until all works are complete; ConnectionError or TimeoutError if one fails."""
         for ranks, work in self._started:
             self._note(ranks)
             try:

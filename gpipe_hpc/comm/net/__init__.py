@@ -1,1 +1,1 @@
-"""How ranks reach each other: interfaces, addresses, secret, control messages."""
+"""Network layer between ranks: interfaces, addresses, authentication, serialization."""

@@ -1,4 +1,4 @@
-"""Ranks make sure of each other over the groups that they have formed."""
+"""Mutual authentication of ranks over newly formed groups."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,28 +10,28 @@ from gpipe_hpc.comm.world.source import Runs, Source, merged, run_by, unequal_so
 _MAX_NAMED: Final = 64
 
 
-class _Heard:
-    """What a rank has heard: who does not prove the secret, and which source lines are run."""
+class _Findings:
+    """Ranks without the secret and versions of the package, as collected by one rank."""
 
     def __init__(self, rank: int, source: Source) -> None:
         self.strangers: set[int] = set()
         self.runs = run_by(rank, source)
 
     def told(self) -> tuple[list[int], Runs]:
-        """Return it as what travels, of bounded size."""
+        """Return the collected facts to send, of bounded size."""
         return sorted(self.strangers)[:_MAX_NAMED], self.runs
 
 
 def make_acquaintance(
     groups: Sequence[Gathering], below: Sequence[Gathering], rank: int, secret: Secret, own: Source
 ) -> str:
-    """Return why ranks do not fit together, on all of them; empty if they do.
+    """Check that all ranks share the secret and the source code; return an error message or "".
 
-    `groups`: those in which this rank is, from the lowest level up, and `below`: those in which it
-    learns from the first what all know. In each group every member sees the proof of every other.
-    So each trusts its group, and who of that speaks for it in the next has proved the secret there.
+    `groups` are the groups of this rank from the lowest level up; in `below` it receives the result
+    from the first member. Every member of a group verifies the proof of every other. So each rank
+    trusts its group, and its representative in the next group has proved the secret there.
     """
-    heard = _Heard(rank, own)
+    heard = _Findings(rank, own)
     proof = secret.prove(f"rank {rank}")
     for group in groups:
         together: Runs = {}
@@ -52,6 +52,7 @@ def make_acquaintance(
         return (
             f"launch: the ranks do not share a secret, expected the one that rank {rank} has from "
             f"{secret.source}, got another or none on "
-            f"{rank_names(sorted(heard.strangers - {rank}))}; give all ranks one {SECRET_VARIABLE}"
+            f"{rank_names(sorted(heard.strangers - {rank}))}; set {SECRET_VARIABLE} to the same "
+            f"value on all ranks"
         )
     return unequal_sources(heard.runs)

@@ -1,4 +1,4 @@
-"""The network interfaces of this machine, and which of them leads to another one."""
+"""Network interfaces of this machine and the route to another one."""
 
 import ctypes
 import ipaddress
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-_ELSEWHERE: Final = "192.0.2.1"  # for documentation: nothing is sent there
+_ELSEWHERE: Final = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there
 _PORT: Final = 9
-_IPV4_AT, _IPV6_AT = slice(4, 8), slice(8, 24)  # in a socket address of the kernel
+_IPV4_AT, _IPV6_AT = slice(4, 8), slice(8, 24)  # offsets in struct sockaddr
 
 
 class Interface(NamedTuple):
-    """A network interface, and one of its addresses."""
+    """A network interface and one of its addresses."""
 
     name: str
     address: str
@@ -34,9 +34,9 @@ class _Entry(ctypes.Structure):
 
 
 def own_interfaces() -> list[Interface]:
-    """Return the interfaces that have an address, each with one; IPv4 ahead of IPv6.
+    """Return the interfaces that have an address, one address each; IPv4 before IPv6.
 
-    Of IPv6, addresses of the link alone are left out: they mean nothing to other hosts.
+    Link-local IPv6 addresses are left out: other hosts cannot use them.
     """
     found = [Interface(name, address) for name, address in _entries()]
     return sorted(found, key=lambda each: ":" in each.address)
@@ -59,7 +59,7 @@ def _entries() -> Iterator[tuple[str, str]]:
 
 
 def _address_in(place: int) -> str:
-    """Return the address in a socket address of the kernel; empty if it is of no use."""
+    """Return the address in a `struct sockaddr`; empty if it cannot be used."""
     head = ctypes.string_at(place, 2)
     family = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
     if family == socket.AF_INET:
@@ -71,7 +71,7 @@ def _address_in(place: int) -> str:
 
 
 def holder_of(address: str) -> Interface | None:
-    """Return the interface of this machine that has an address; None if none has."""
+    """Return the interface of this machine that has an address; None if there is none."""
     return next((each for each in own_interfaces() if each.address == address), None)
 
 
@@ -81,7 +81,7 @@ def address_of(name: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the address from which packets to a host would leave; empty if that is not known."""
+    """Return the local address used for packets to a host; empty if unknown."""
     try:
         found = socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM) if host else []
         for family, kind, _, _, address in found:
@@ -94,13 +94,13 @@ def address_towards(host: str) -> str:
 
 
 def address_outside() -> str:
-    """Return the address of the default route, or of the first interface; empty if none is."""
+    """Return the address of the default route, else of the first interface, else ""."""
     found = [address_towards(_ELSEWHERE), *(each.address for each in own_interfaces())]
     return next((each for each in found if each and not is_loopback(each)), "")
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address, or the name localhost, means this machine on any machine."""
+    """Return whether a name or address is a loopback address or ``localhost``."""
     if address.strip() == "localhost":
         return True
     try:

@@ -1,8 +1,8 @@
-"""Gloo groups that listen on an address that we choose, created through torch's backend registry.
+"""Gloo groups that listen on a chosen address, created through torch's backend registry.
 
-torch's own backend `gloo` takes no options. Its groups listen on GLOO_SOCKET_IFNAME, or on what the
-host's name resolves to, and only torch knows on which address. So our groups use a backend of our
-own, which opens Gloo's device on a given address and passes it to torch's `ProcessGroupGloo`.
+torch's own backend `gloo` takes no options: its groups listen on GLOO_SOCKET_IFNAME or on the
+address of the host name, and the address cannot be queried. So our groups use a separate backend,
+which opens Gloo's device on a given address and passes it to torch's `ProcessGroupGloo`.
 """
 
 import ipaddress
@@ -22,20 +22,20 @@ from gpipe_hpc.errors import LaunchError
 from gpipe_hpc.torch_compat import gloo_options
 
 NAME: Final = "gpipe_hpc_gloo"
-"""What torch calls this backend."""
+"""Name under which this backend is registered with torch."""
 INTERFACE_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 LAZY_VARIABLE: Final = "TORCH_GLOO_LAZY_INIT"
 
-_DEVICES: Final = ("cpu", "cuda")  # as torch's own Gloo: CUDA tensors go by way of the host
-_NUM_THREADS: Final = 2  # as torch gives a group with one device
+_DEVICES: Final = ("cpu", "cuda")  # as torch's own Gloo, which copies CUDA tensors to the host
+_NUM_THREADS: Final = 2  # torch's default for a group with one device
 _LOOPBACK: Final = "127.0.0.1"
 
 
 def listening_address(chosen: str | None) -> str:
     """Return the address of this host on which Gloo listens.
 
-    The chosen one; else that of the first interface of GLOO_SOCKET_IFNAME that has one; else what
-    the host's name resolves to, if it is an address of this host; else loopback.
+    The first that applies: `chosen`, the first interface of GLOO_SOCKET_IFNAME with an address, the
+    address of the host name if it belongs to this host, loopback.
     """
     names = os.environ.get(INTERFACE_VARIABLE, "").split(",")
     named = next(filter(None, map(address_of, filter(None, names))), "")
@@ -54,7 +54,7 @@ def _addresses_of_host() -> Iterator[str]:
 
 
 def open_device(address: str) -> Any:
-    """Let Gloo listen on an address of this host, on a port that the kernel chooses.
+    """Open a Gloo device that listens on an address of this host, on a port chosen by the kernel.
 
     Raises LaunchError.
     """
@@ -65,7 +65,7 @@ def open_device(address: str) -> Any:
 
 
 def cannot_listen(address: str, error: Exception) -> LaunchError:
-    """Return what to raise if nothing can listen on an address."""
+    """Return the LaunchError for an address on which listening failed."""
     return LaunchError(
         f"launch: Gloo cannot listen on {address} of {socket.gethostname()} ({error}); set "
         f"comm.interface to an interface, or unset {INTERFACE_VARIABLE}"
@@ -80,9 +80,9 @@ def connect(
     timeout: timedelta,
     num_threads: int = _NUM_THREADS,
 ) -> dist.ProcessGroupGloo:
-    """Connect the ranks of a store with one another, through a device of `open_device`."""
+    """Connect all ranks of a store with one another through a device of `open_device`."""
     gloo: Any = dist.ProcessGroupGloo
-    assert gloo_options is not None, "torch has Gloo"
+    assert gloo_options is not None, "torch was built without Gloo"
     options = gloo_options()
     options._devices, options._threads, options._timeout = [device], num_threads, timeout
     connected: dist.ProcessGroupGloo = gloo(store, rank, size, options)
@@ -90,7 +90,7 @@ def connect(
 
 
 def register(address: str) -> None:
-    """Let torch create groups of this backend, which listen on an address from now on."""
+    """Register the backend with torch; its groups listen on `address` from now on."""
     dist.Backend.register_backend(
         NAME, partial(_create, address), extended_api=True, devices=list(_DEVICES)
     )
@@ -103,12 +103,12 @@ def _create(address: str, given: Any, _: object) -> dist.ProcessGroupGloo:
 
 @contextmanager
 def default_group_settings(address: str | None = None) -> Iterator[None]:
-    """Set how a default group that torch creates meanwhile uses Gloo.
+    """Set the environment so that a default group created in this context connects lazily.
 
-    Two ranks of it connect when they first need it: else each rank would connect with all others,
-    and ask the store for each. Our own groups are small and do not use it: there the first message
-    between two ranks would wait until both ends touch it, and nothing could end that wait.
-    `address`: it listens on the interface that has it.
+    Two ranks then connect when they first communicate, instead of every rank with all others, for
+    each of which it would query the store. Our own groups are small and do not use this: the first
+    message would block until both ranks use the connection, without a time-out. If `address` is
+    given, the group listens on its interface.
     """
     changed = {LAZY_VARIABLE: "1"}
     interface = holder_of(address) if address is not None else None

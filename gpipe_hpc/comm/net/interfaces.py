@@ -1,9 +1,8 @@
-"""On which network interface all listens that connects ranks.
+"""Selection of the network interface on which Gloo, NCCL and other libraries listen.
 
-The libraries below torch.distributed have a variable each, and by default an idea of their own:
-NCCL passes over the loopback interface even where all ranks are on one machine, and would listen to
-the network; Gloo takes what the host's name means, which on Debian is 127.0.1.1, and which other
-hosts then call in vain.
+Each library below torch.distributed has its own variable and its own default. NCCL skips the
+loopback interface even if all ranks are on one machine, and would listen on the network. Gloo uses
+the address of the host name, which on Debian is 127.0.1.1 and unreachable for other hosts.
 """
 
 import ipaddress
@@ -15,14 +14,14 @@ from gpipe_hpc.comm.net.addresses import Interface, address_of, is_loopback, own
 from gpipe_hpc.errors import ConfigError
 
 GLOO: Final = "GLOO_SOCKET_IFNAME"
-# A list of names, which "=" says to be whole names: NCCL and RCCL, and HCCL, which follows them.
+# Variables with a list of names, exact after "=": NCCL and RCCL, and HCCL, which copies them.
 _LISTS: Final = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-# One name: oneCCL, and libfabric below it.
+# Variables with one name: oneCCL, and libfabric below it.
 _NAMES: Final = ("CCL_KVS_IFACE", "FI_TCP_IFACE")
 
 
 def keep_local() -> None:
-    """Let all of them listen on loopback alone, except those that are told otherwise."""
+    """Make all libraries listen on loopback only, unless their variables are set."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:
@@ -31,13 +30,13 @@ def keep_local() -> None:
 
 
 def listen_on(interface: Interface) -> None:
-    """Let all of them listen on an interface, except those of others that are told otherwise."""
+    """Make Gloo, and libraries whose variables are not set, listen on an interface."""
     os.environ[GLOO] = interface.name
     follow_gloo()
 
 
 def follow_gloo() -> None:
-    """Let the others listen where Gloo is told to, except those that are told otherwise."""
+    """Make other libraries use the interface of Gloo's variable, unless their own are set."""
     chosen = os.environ.get(GLOO)
     if not chosen:
         return
@@ -48,9 +47,9 @@ def follow_gloo() -> None:
 
 
 def asked_for(wanted: str | None) -> Interface | None:
-    """Return the interface that `comm.interface` or GLOO_SOCKET_IFNAME names; None if neither does.
+    """Return the interface selected by `comm.interface` or GLOO_SOCKET_IFNAME; None if unset.
 
-    Raises ConfigError where this machine has none such.
+    Raises ConfigError if this machine has no such interface.
     """
     if wanted is not None:
         return _find(wanted)
@@ -76,9 +75,9 @@ def _find(wanted: str) -> Interface:
 
 
 def refuse_loopback(interface: Interface, rank: int, remedy: str) -> None:
-    """Raise ConfigError for an interface on which ranks of other hosts cannot be reached."""
+    """Raise ConfigError if ranks of other hosts cannot reach this rank on the interface."""
     if is_loopback(interface.address):
         raise ConfigError(
-            f"launch: rank {rank} on {socket.gethostname()} would listen on {interface}, expected "
-            f"an interface that leads to the ranks on other hosts, got loopback; {remedy}"
+            f"launch: rank {rank} on {socket.gethostname()} would listen on the loopback interface "
+            f"{interface}, where ranks on other hosts cannot reach it; {remedy}"
         )

@@ -1,8 +1,8 @@
-"""Whether other ranks can be reached, asked before Gloo connects.
+"""Check that other ranks are reachable over TCP before Gloo connects to them.
 
-Gloo tries for minutes, cannot be stopped, and then names no rank. Which port it listens on it does
-not say. So each rank listens on a port of its own meanwhile, on the same address, and the others
-call that: the kernel answers, also for a process that is busy.
+Gloo tries for minutes, cannot be interrupted, does not name the unreachable rank and does not
+expose its port. So each rank listens on another port of the same address meanwhile, and the others
+connect to that. The kernel accepts these connections even if the process is busy.
 """
 
 import errno
@@ -20,7 +20,7 @@ _UNDER_WAY: Final = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 
 class Place(NamedTuple):
-    """Where a rank listens, as it tells the others: `host|address|port`."""
+    """Address and port on which a rank listens; published to other ranks as `host|address|port`."""
 
     host: str
     address: str
@@ -28,12 +28,12 @@ class Place(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> "Place":
-        """Read what a rank has told."""
+        """Parse a published place."""
         host, address, port = text.split("|")
         return cls(host, address, int(port))
 
     def told(self) -> str:
-        """Return it as the others read it."""
+        """Return the published form."""
         return f"{self.host}|{self.address}|{self.port}"
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 @contextmanager
 def listening(address: str, backlog: int) -> Iterator[Place]:
-    """Listen on an address of this host for up to `backlog` calls; raises LaunchError."""
+    """Listen on an address of this host, with a backlog for `backlog` calls; raises LaunchError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, 0), family=family, backlog=backlog)
@@ -58,15 +58,17 @@ def _host() -> str:
 
 
 def calls(own: Place, other: Place) -> bool:
-    """Say whether Gloo lets the first of two ranks call the other one: the greater address does.
+    """Return whether Gloo makes the first rank connect to the second: the greater address does.
 
-    Of two ranks with one address, which are on one host, neither is asked about.
+    Always false for two ranks with the same address, which are on one host.
     """
-    return own.address != other.address and _bytes(own.address) > _bytes(other.address)
+    return own.address != other.address and _packed_address(own.address) > _packed_address(
+        other.address
+    )
 
 
 def unanswered(places: Mapping[int, Place], limit_s: float) -> dict[int, str]:
-    """Call ranks where they listen, all at once; return why those are not reached that are not."""
+    """Connect to all ranks at once; return the reasons for those that could not be reached."""
     poller, failed = select.poll(), dict[int, str]()
     waiting: dict[int, tuple[int, socket.socket]] = {}
     for rank, place in places.items():
@@ -94,5 +96,5 @@ def unanswered(places: Mapping[int, Place], limit_s: float) -> dict[int, str]:
     return failed
 
 
-def _bytes(address: str) -> bytes:
+def _packed_address(address: str) -> bytes:
     return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)

@@ -1,15 +1,15 @@
-"""Values that ranks send each other, read back without running what a stranger wrote into them.
+"""Serialization of objects that ranks exchange, without executing code from a message.
 
-Python's pickle calls whatever function a message names. Here a message may name nothing but
+Python's pickle calls any function that a message names. Here a message may name only
 
-- plain Python: numbers, texts, bytes, dates, paths, and tuples, lists, dicts and sets of such;
-- tensors, dtypes, devices and sizes of torch, NumPy's arrays and numbers;
-- records: enums, named tuples and dataclasses that do no more than keep their fields;
-- containers that are registered with torch.utils._pytree, and classes that
-  `register_boundary_type` let through.
+- plain Python types: numbers, strings, bytes, dates, paths, and tuples, lists, dicts and sets;
+- tensors, dtypes, devices and sizes of torch, NumPy arrays and scalars;
+- records: enums, named tuples and dataclasses that only store their fields;
+- containers registered with torch.utils._pytree, and classes registered with
+  `register_boundary_type`.
 
-Classes must be loaded already: nothing is imported for a message. The same rules hold for who
-sends, so a value that could not be read is refused where it was made, by the name of its type.
+Classes must already be imported: a message never causes an import. The sender applies the same
+rules, so an unsupported value is refused where it was created, with the name of its type.
 """
 
 import collections
@@ -55,13 +55,13 @@ _PLAIN: Final[Mapping[tuple[str, str], type]] = MappingProxyType(
     }
 )
 _PLAIN_KINDS: Final = frozenset(_PLAIN.values())
-# Records of ours that check their fields when they are made, and do no more.
+# Dataclasses of this package whose constructors only check their fields.
 _OURS: Final = (Schedule, Placement)
 _PLAIN_VALUES: Final = MappingProxyType({("builtins", "Ellipsis"): ...})
 _TORCH_KINDS: Final = (torch.dtype, torch.layout, torch.memory_format)
 
-# By which the making, changing or ending of an object may run somebody's code.
-_HOOKS: Final = (
+# Methods that may run code when an object is created, modified or destroyed.
+_SPECIAL_METHODS: Final = (
     *("__new__", "__init__", "__post_init__", "__del__", "__setattr__", "__getattribute__"),
     *("__getattr__", "__setstate__", "__reduce__", "__reduce_ex__"),
 )
@@ -69,19 +69,18 @@ _BARE_BASES: Final = ("builtins", "typing", "abc", "enum")
 
 
 def register_boundary_type(cls: type[T]) -> type[T]:
-    """Allow objects of a class to travel between ranks. Call it on every rank, or use as decorator.
+    """Allow objects of a class to be sent between ranks. Call on every rank, or use as decorator.
 
     A layer may then return them as values within its output. A tensor inside would lose its
-    gradient and stays refused; register containers of tensors with torch.utils._pytree. Named
-    tuples, plain dataclasses and enums need no registration. A host that can send to a rank can
-    create such an object with any content, so its ``__init__``, ``__setstate__`` and similar must
-    be harmless.
+    gradient and is refused; register containers of tensors with torch.utils._pytree. Named tuples,
+    plain dataclasses and enums need no registration. A host that can send to a rank can create such
+    an object with any content, so its ``__init__``, ``__setstate__`` and similar must be harmless.
 
-    Raises ConfigError for a class that is written in C, or is not at the top level of its module.
+    Raises ConfigError for a class implemented in C or not at the top level of its module.
     """
     if "<locals>" in cls.__qualname__:
         raise ConfigError(
-            f"register_boundary_type: expected a class at the top of its module, got "
+            f"register_boundary_type: expected a class at the top level of its module, got "
             f"{_name(cls)}, which other ranks cannot find; move it there"
         )
     _mark(cls)
@@ -89,7 +88,7 @@ def register_boundary_type(cls: type[T]) -> type[T]:
 
 
 def rebuilds(function: F) -> F:
-    """Let messages call a function of our own, which makes a value of plain parts."""
+    """Allow messages to call a function of this package that rebuilds a value from plain parts."""
     _mark(function)
     return function
 
@@ -100,17 +99,17 @@ def _mark(thing: Any) -> None:
     except (TypeError, AttributeError) as error:
         raise ConfigError(
             f"register_boundary_type: expected a class written in Python, got {_name(thing)} "
-            f"({error}); let the layer return its parts"
+            f"({error}); return its parts from the layer instead"
         ) from None
 
 
 def dumps(value: object, what: str, *, hides: str = "") -> bytes:
-    """Return a value as bytes for other ranks; ``what`` names it in messages.
+    """Serialize a value for other ranks; ``what`` names it in error messages.
 
-    ``hides``: why there may be no tensor within it; empty if there may.
+    ``hides`` is the error message for a tensor inside the value; empty if tensors are allowed.
 
-    Raises DataError, naming the type, for a value that other ranks would refuse, and ModelError
-    for a tensor that must not be there.
+    Raises DataError, naming the type, for a value that other ranks would refuse, and ModelError for
+    a tensor that is not allowed.
     """
     stream = io.BytesIO()
     _send(_Sender(stream, hides), value, what)
@@ -118,7 +117,7 @@ def dumps(value: object, what: str, *, hides: str = "") -> bytes:
 
 
 def check_travels(value: object, what: str) -> None:
-    """Raise what `dumps` would, for ranks that hand the value itself on; copies no tensors."""
+    """Raise the errors of `dumps` for an object that is passed on directly; copies no tensors."""
     _send(_Checker(io.BytesIO(), ""), value, what)
 
 
@@ -139,38 +138,41 @@ def _send(sender: "_Sender", value: object, what: str) -> None:
 
 
 def loads(data: bytes | memoryview, what: str) -> Any:
-    """Return the value of bytes that came from another rank, running nothing they name.
+    """Deserialize bytes from another rank without executing code that they name.
 
-    Raises DataError for anything that `dumps` does not make.
+    Raises DataError for anything that `dumps` does not produce.
     """
     try:
         return _Receiver(io.BytesIO(data)).load()
     except _Refused as refused:
         raise DataError(
-            f"{what}: expected tensors, plain values and classes that are allowed on this rank, "
-            f"got {refused}; call gpipe_hpc.register_boundary_type for it on every rank; if it "
-            f"is none of yours, somebody else sends to this port"
+            f"{what}: expected tensors, plain values and classes that are registered on this "
+            f"rank, got {refused}; call gpipe_hpc.register_boundary_type for it on every rank; "
+            f"if it is not from this job, another program sends to this port"
         ) from None
     except Exception as error:  # a forged message may raise anything
         raise DataError(
-            f"{what}: the bytes are no message of another rank ({type(error).__name__}: {error}); "
-            "something else sends to this port, or the ranks run unequal versions"
+            f"{what}: cannot decode a message of another rank ({type(error).__name__}: {error}); "
+            "another program sends to this port, or the ranks run different versions"
         ) from error
 
 
 class _Refused(Exception):
-    """A type or name that must not travel."""
+    """A type or name that must not appear in a message."""
 
 
 class _Sender(pickle.Pickler):
-    """Pickle what `_Receiver` will take."""
+    """Pickler that writes only what `_Receiver` accepts."""
 
     def __init__(self, stream: io.BytesIO, hides: str) -> None:
         super().__init__(stream, protocol=5)
         self._hides = hides
 
     def reducer_override(self, value: Any) -> Any:
-        """Refuse, describe by plain parts, or leave to pickle; not asked about plainest values."""
+        """Refuse a value, describe it by plain parts, or leave it to pickle.
+
+        pickle does not call this for built-in plain values.
+        """
         kind = type(value)
         if isinstance(value, torch.Tensor):
             if self._hides:
@@ -183,56 +185,56 @@ class _Sender(pickle.Pickler):
         if kind is Row:
             return _describe_row(value)
         if isinstance(value, _TORCH_KINDS):
-            return _Described(_of_torch, (str(value).removeprefix("torch."),))
+            return _Call(_of_torch, (str(value).removeprefix("torch."),))
         if isinstance(value, np.dtype):
-            return _Described(_dtype, (_describe_dtype(value),))
-        if isinstance(value, Enum) and _may_travel(kind):
-            # As most versions of Python do; 3.11.0 to 3.11.3 name getattr, which nobody may call.
+            return _Call(_dtype, (_describe_dtype(value),))
+        if isinstance(value, Enum) and _is_allowed(kind):
+            # As most versions of Python do; 3.11.0 to 3.11.3 use getattr, which is not allowed.
             return kind, (value.value,)
         if isinstance(value, type):
-            if not _may_travel(value):
+            if not _is_allowed(value):
                 raise _Refused(f"the class {_name(value)}")
         elif isinstance(value, FunctionType):
             if not _is_marked(value):
                 raise _Refused(f"the function {_name(value)}")
-        elif value is not ... and not _may_travel(kind):
+        elif value is not ... and not _is_allowed(kind):
             raise _Refused(f"a value of class {_name(kind)}")
         return NotImplemented
 
     def describe_tensor(self, tensor: torch.Tensor) -> Any:
-        """Return how to make a tensor again."""
+        """Return the call that rebuilds a tensor."""
         return _describe_tensor(tensor)
 
 
 class _Checker(_Sender):
-    """Look through a value for what others would refuse."""
+    """Pickler that checks a value without copying its tensors."""
 
     def describe_tensor(self, tensor: torch.Tensor) -> Any:
-        """Look at the tensor without its elements."""
-        _refuse_unlike(tensor)
-        return _Described(_tensor, ())
+        """Check the tensor without reading its elements."""
+        _check_plain_tensor(tensor)
+        return _Call(_tensor, ())
 
 
 class _Receiver(pickle.Unpickler):
-    """Unpickle plain values, records and what was let through."""
+    """Unpickler for plain values, records and registered classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a message names, if it may name it."""
+        """Return the class or function that a message names, if it is allowed."""
         plain = _PLAIN.get((module, name)) or _PLAIN_VALUES.get((module, name))
         if plain is not None:
             return plain
         found = _look_up(module, name)
-        # By its own name: what a module has imported is not its own.
+        # The name must be defined in this module, not imported into it.
         if (getattr(found, "__module__", None), getattr(found, "__qualname__", None)) == (
             module,
             name,
-        ) and (_may_travel(found) if isinstance(found, type) else _is_marked(found)):
+        ) and (_is_allowed(found) if isinstance(found, type) else _is_marked(found)):
             return found
         raise _Refused(f"{module}.{name}")
 
 
 def _look_up(module: str, name: str) -> Any:
-    """Return what stands under a name in a module that is loaded; None if nothing does."""
+    """Return the attribute with a dotted name in an imported module; None if it does not exist."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, type | ModuleType):
@@ -241,25 +243,25 @@ def _look_up(module: str, name: str) -> Any:
     return found
 
 
-def _may_travel(kind: type) -> bool:
+def _is_allowed(kind: type) -> bool:
     return (
         kind in _PLAIN_KINDS
         or _is_marked(kind)
         or _is_record(kind)
         or kind in _OURS
-        # Torch's own inner containers have no business in a model's outputs.
+        # Internal containers of torch do not occur in the outputs of models.
         or (kind in pytree.SUPPORTED_NODES and not kind.__module__.startswith("torch._"))
     )
 
 
 def _is_marked(thing: object) -> bool:
-    # Its own mark: what is derived from a class may do other things.
+    # In its own namespace: a subclass is not registered by its base class.
     return isinstance(thing, type | FunctionType) and _MARK in vars(thing)
 
 
 @lru_cache(maxsize=1024)
 def _is_record(kind: type) -> bool:
-    """Say whether objects of a class are made without running any code of its author's."""
+    """Return whether creating objects of a class runs no code written by its author."""
     if "<locals>" in kind.__qualname__:
         return False
     if issubclass(kind, Enum):
@@ -268,12 +270,12 @@ def _is_record(kind: type) -> bool:
     if not (named_tuple or "__dataclass_fields__" in vars(kind)):
         return False
     bases = [base for base in kind.__mro__ if base.__module__ not in _BARE_BASES]
-    hooks = [vars(base)[name] for base in bases for name in _HOOKS if name in vars(base)]
+    hooks = [vars(base)[name] for base in bases for name in _SPECIAL_METHODS if name in vars(base)]
     return all(map(_is_generated, hooks))
 
 
 def _is_generated(hook: object) -> bool:
-    """Say whether `dataclasses` or `collections` made a method, rather than the class's author."""
+    """Return whether `dataclasses` or `collections` generated a method."""
     code = getattr(hook, "__code__", getattr(getattr(hook, "__func__", None), "__code__", None))
     made = code is not None and code.co_filename == "<string>"
     return made or getattr(hook, "__module__", "") == "dataclasses"
@@ -283,30 +285,30 @@ def _name(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
-class _Described(NamedTuple):
-    """A call that makes a value again."""
+class _Call(NamedTuple):
+    """A function call that rebuilds a value."""
 
     function: Callable[..., object]
     parts: tuple[object, ...]
 
 
-def _refuse_unlike(tensor: torch.Tensor) -> None:
+def _check_plain_tensor(tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise _Refused(f"a tensor of class {_name(type(tensor))}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise _Refused("a tensor that is sparse, quantized or nested")
 
 
-def _describe_tensor(tensor: torch.Tensor) -> _Described:
-    _refuse_unlike(tensor)
+def _describe_tensor(tensor: torch.Tensor) -> _Call:
+    _check_plain_tensor(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return _Described(_tensor, (tensor.dtype, tuple(tensor.shape), raw, tensor.requires_grad))
+    return _Call(_tensor, (tensor.dtype, tuple(tensor.shape), raw, tensor.requires_grad))
 
 
 @rebuilds
 def _of_torch(name: str) -> Any:
-    """Return a dtype, a layout or a memory format."""
+    """Return a torch dtype, layout or memory format by name."""
     found = vars(torch).get(name)
     if not isinstance(found, _TORCH_KINDS):
         raise _Refused(f"torch.{name}")
@@ -317,7 +319,7 @@ def _of_torch(name: str) -> Any:
 def _tensor(
     dtype: torch.dtype, shape: tuple[int, ...], raw: bytes, requires_grad: bool
 ) -> torch.Tensor:
-    """Return a tensor in host memory."""
+    """Rebuild a tensor in host memory."""
     if not raw:
         return torch.empty(shape, dtype=dtype).requires_grad_(requires_grad)
     return (
@@ -325,20 +327,20 @@ def _tensor(
     )
 
 
-def _describe_row(row: Row) -> _Described:
+def _describe_row(row: Row) -> _Call:
     kinds = [(op.value, stage, peer) for op, stage, peer in row.kinds]
-    return _Described(_row, (kinds, row.which.tobytes(), row.numbers.tobytes()))
+    return _Call(_row, (kinds, row.which.tobytes(), row.numbers.tobytes()))
 
 
 @rebuilds
 def _row(kinds: list[tuple[str, int, int | None]], which: bytes, numbers: bytes) -> Row:
-    """Return a row of a table."""
+    """Rebuild a row of a schedule table."""
     named = tuple((Op(op), stage, peer) for op, stage, peer in kinds)
     return Row.of_bytes(named, which, numbers)
 
 
-def _describe_array(array: np.ndarray[Any, Any]) -> _Described:
-    return _Described(_array, (_describe_dtype(array.dtype), array.shape, array.tobytes()))
+def _describe_array(array: np.ndarray[Any, Any]) -> _Call:
+    return _Call(_array, (_describe_dtype(array.dtype), array.shape, array.tobytes()))
 
 
 def _describe_dtype(dtype: np.dtype[Any]) -> object:
@@ -349,20 +351,20 @@ def _describe_dtype(dtype: np.dtype[Any]) -> object:
 
 @rebuilds
 def _array(dtype: Any, shape: tuple[int, ...], raw: bytes) -> np.ndarray[Any, Any]:
-    """Return a NumPy array."""
+    """Rebuild a NumPy array."""
     return np.frombuffer(bytearray(raw), dtype=_dtype(dtype)).reshape(shape)
 
 
 @rebuilds
 def _array_item(dtype: Any, shape: tuple[int, ...], raw: bytes) -> Any:
-    """Return a NumPy number."""
+    """Rebuild a NumPy scalar."""
     return _array(dtype, shape, raw)[()]
 
 
 @rebuilds
 def _dtype(description: Any) -> np.dtype[Any]:
-    """Return a NumPy dtype."""
+    """Rebuild a NumPy dtype."""
     dtype: np.dtype[Any] = np.dtype(description)
-    if dtype.hasobject:  # its elements would be addresses
+    if dtype.hasobject:  # its elements would be pointers
         raise _Refused("a NumPy array of Python objects")
     return dtype

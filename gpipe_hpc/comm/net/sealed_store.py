@@ -1,4 +1,4 @@
-"""A store whose values only ranks of the job can write."""
+"""A torch store in which every value is authenticated with the job's secret."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,19 +9,20 @@ from gpipe_hpc.torch_compat import PrefixStore, Store
 
 
 class SealedStore(Store):
-    """Another store, with a proof of the job's secret before each value.
+    """A wrapper around another store that puts an HMAC with the job's secret before each value.
 
-    Who reaches the store without the secret can damage it, and so end the job, but not have ranks
-    take an address or a report of his. A value is bound to its key. Numbers (`add`) are as they
-    were: the server counts them. Raises `ProofError` where a value is not proved.
+    A process without the secret that reaches the store can corrupt it, which ends the job, but
+    cannot make ranks accept a forged address or report. The HMAC covers the key, too. Counters
+    (`add`) are not protected, because the server computes them. Raises `ProofError` for a value
+    that is not authentic.
 
-    torch calls it from C++ and does not keep the Python object alive; of clones that torch asks for
-    this does the store that they come from.
+    torch calls the store from C++ without keeping the Python object alive, so a store keeps the
+    clones alive that torch requests from it.
     """
 
     def __init__(self, store: Store, secret: Secret) -> None:
         super().__init__()
-        self._store: Any = store  # whose bindings take bytes as well as texts, and can clone
+        self._store: Any = store  # torch's type stubs lack bytes values and clone
         self._secret = secret
         self._clones: list[SealedStore] = []
 
@@ -30,64 +31,64 @@ class SealedStore(Store):
         self._store.set(key, self._sealed(key, value))
 
     def get(self, key: str) -> bytes:
-        """Return a value, waiting until it is there."""
+        """Return a value, waiting until it exists."""
         return self._secret.unseal(f"the store's {key}", self._store.get(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write a value if the present one is as expected ('' for none); return what is there."""
+        """Write a value if the present one equals `expected` ('' if absent); return the result."""
         before = self._sealed(key, expected) if expected else b""
         found: bytes = self._store.compare_set(key, before, self._sealed(key, desired))
         return self._secret.unseal(f"the store's {key}", found) if found else b""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number."""
+        """Add to a counter and return its value."""
         answer: int = self._store.add(key, amount)
         return answer
 
     def check(self, keys: list[str]) -> bool:
-        """Say whether all keys are there."""
+        """Return whether all keys exist."""
         answer: bool = self._store.check(keys)
         return answer
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there."""
+        """Wait until all keys exist."""
         if timeout is None:
             self._store.wait(list(keys))
         else:
             self._store.wait(list(keys), timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key."""
+        """Delete a key; return whether it existed."""
         answer: bool = self._store.delete_key(key)
         return answer
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
         answer: int = self._store.num_keys()
         return answer
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
+        """Set the time-out of `get` and `wait`."""
         self._store.set_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:
-        """Return how long `get` and `wait` wait."""
+        """Return the time-out of `get` and `wait`."""
         answer: timedelta = self._store.timeout
         return answer
 
     def has_extended_api(self) -> bool:
-        """Say that values are written and read one by one."""
+        """Return False: there are no operations on several keys."""
         return False
 
     def clone(self) -> "SealedStore":
-        """Return a store with a connection of its own."""
+        """Return a store with its own connection."""
         clone = SealedStore(self._store.clone(), self._secret)
         self._clones.append(clone)
         return clone
 
     def let_go(self, clone: "SealedStore") -> None:
-        """Keep a clone alive no longer: whoever uses it does."""
+        """Stop keeping a clone alive; its user does."""
         self._clones = [each for each in self._clones if each is not clone]
 
     def _sealed(self, key: str, value: str | bytes) -> bytes:
@@ -96,9 +97,10 @@ class SealedStore(Store):
 
 
 def cloned(store: Store) -> tuple[Store, object]:
-    """Return a store with a connection of its own, and what to keep alive while it is used.
+    """Return a store with its own connection, and an object to keep alive while it is used.
 
-    The connection is closed when both are gone. The store itself if it cannot be cloned (a file).
+    The connection closes when both are garbage-collected. Returns the store itself if it cannot be
+    cloned, as a FileStore.
     """
     duplicate: Any = getattr(store, "clone", None)
     try:

@@ -1,17 +1,16 @@
-"""The secret of a job: by it ranks know one another, and whoever lacks it is turned away.
+"""The shared secret of a job, with which ranks authenticate each other.
 
-A job's secret comes from the environment (GPIPE_HPC_SECRET), from a file that only its user may
-read (``comm.secret_file``), or, where all ranks are on one machine and nobody gave one, from a
-file that the first rank makes for this user. It never travels: what travels are proofs, HMAC-SHA256
-(RFC 2104) over a label that says what is proved, and over random numbers of both sides.
+The secret comes from the environment (GPIPE_HPC_SECRET), from a file that only its user may read
+(``comm.secret_file``) or, if all ranks are on one machine and none is given, from a file that the
+first rank creates for this user. The secret itself is never sent. Ranks send proofs: HMAC-SHA256
+(RFC 2104) over a label that names the purpose and over random numbers of both sides.
 
-Every `ProcessWorld` has a secret of its own, ``world.secret``, made from that of the job and a
-random number that rank 0 draws. ``world.secret.derive("watch")`` makes one for a purpose, so that
-proofs of one are no others'. For single values that others could change on their way there are
-`Secret.seal` and `Secret.unseal`; how two ends of a connection make sure of each other stands in
-`gpipe_hpc.comm.watchdog.talk`.
-Without a job's secret the key is the random number alone, which lay readable in the store:
-``world.secret.guards`` is False, and a proof shows no more than that its maker could read there.
+Every `ProcessWorld` has its own secret, ``world.secret``, derived from the job's secret and a
+random number drawn by rank 0. ``world.secret.derive("watch")`` derives a secret for one purpose,
+whose proofs are invalid for any other. `Secret.seal` and `Secret.unseal` protect single values
+against modification; mutual authentication of a connection is in `gpipe_hpc.comm.watchdog.talk`.
+Without a job secret the key is the random number alone, which is readable in the store:
+``world.secret.guards`` is False, and a proof only shows that its author could read the store.
 """
 
 import contextlib
@@ -37,14 +36,17 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 
 class ProofError(ConnectionError, RuntimeError):
-    """What came is not proved by the job's secret; like a lost connection or store."""
+    """A received value is not authentic; treated like a lost connection or store."""
 
 
 @dataclass(frozen=True)
 class Secret:
-    """A key that ranks share and others lack; ``source`` says where it comes from, for messages.
+    """A key shared by the ranks of a job.
 
-    ``guards``: whether others really lack it. Its text form never shows the key.
+    Args:
+        key: the key; not shown by `repr`.
+        source: where the key comes from, for messages.
+        guards: whether the key is secret, or else readable in the store.
     """
 
     key: bytes = field(repr=False)
@@ -52,27 +54,27 @@ class Secret:
     guards: bool = True
 
     def prove(self, label: str, *parts: bytes) -> bytes:
-        """Return the proof (32 bytes) that who has the secret says ``parts`` under ``label``."""
+        """Return a proof (32 bytes) that this secret's holder states ``parts`` under ``label``."""
         proof = hmac.new(self.key, digestmod=hashlib.sha256)
         for part in (label.encode(), *parts):
-            # With its length, so that no two lists of parts give one text.
+            # Prefixed with its length, so that different lists never give equal input.
             proof.update(len(part).to_bytes(8, "little") + part)
         return proof.digest()
 
     def proves(self, proof: bytes, label: str, *parts: bytes) -> bool:
-        """Say whether ``proof`` was made with this secret, in a time that tells nothing."""
+        """Return whether ``proof`` was made with this secret, in constant time."""
         return hmac.compare_digest(proof, self.prove(label, *parts))
 
     def derive(self, label: str) -> "Secret":
-        """Return the secret for one purpose: its proofs are worth nothing for another."""
+        """Return a derived secret for one purpose; its proofs are invalid for any other."""
         return Secret(self.prove(f"derive {label}"), self.source, self.guards)
 
     def seal(self, label: str, value: bytes) -> bytes:
-        """Return the value behind its proof; ``label`` says which value it is."""
+        """Return ``value`` with a proof in front of it; ``label`` identifies the value."""
         return self.prove(label, value) + value
 
     def unseal(self, label: str, sealed: bytes) -> bytes:
-        """Return a sealed value; raise ProofError if it is none of this secret and label."""
+        """Return the value of `seal`; raise ProofError if secret or label differ."""
         proof, value = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
         if not self.proves(proof, label, value):
             raise ProofError(
@@ -88,14 +90,14 @@ def job_secret(
     environ: Mapping[str, str] | None = None,
     places: tuple[Path, ...] | None = None,
 ) -> Secret | None:
-    """Return the secret of this job; None where nobody gave one and the ranks cannot share one.
+    """Return the secret of this job; None if none is given and the ranks cannot share a file.
 
-    The first that applies: ``secret_file``, GPIPE_HPC_SECRET, and, if all ranks are on
-    ``one_machine``, this user's own file on it, which is made if it is not there. ``places`` are
-    the folders for that file, the first that is there or can be made.
+    The first that applies: ``secret_file``, GPIPE_HPC_SECRET and, if all ranks are on
+    ``one_machine``, this user's own file, which is created if necessary. ``places`` are candidate
+    folders for that file; the first that exists or can be created is used.
 
-    Raises ConfigError for a file that is missing or that others may read, LaunchError if
-    somebody else holds the folder of this user's file.
+    Raises ConfigError for a file that is missing or readable by others, LaunchError if the folder
+    of this user's file belongs to another user.
     """
     if secret_file is not None:
         return _checked(_read_private(Path(secret_file)), f"comm.secret_file={secret_file}")
@@ -118,48 +120,48 @@ def _checked(text: bytes, source: str) -> Secret:
 
 
 def _read_private(path: Path) -> bytes:
-    """Return a file that nobody but this user (or root) may read or write."""
+    """Return the content of a file that only this user or root can read or write."""
     try:
-        # Without waiting, should it be a pipe.
+        # Non-blocking, in case it is a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(
-            f"launch: no secret in {path}: {error.strerror}; create one that all ranks see: "
+            f"launch: cannot read the secret {path}: {error.strerror}; create one for all ranks: "
             f"(umask 077; openssl rand -hex 32 > {path})"
         ) from error
     try:
-        fault = _fault_of(os.fstat(descriptor), stat.S_ISREG)
+        fault = _access_fault(os.fstat(descriptor), stat.S_ISREG)
         if not fault:
             return os.read(descriptor, MAX_SECRET_BYTES + 1)
     finally:
         os.close(descriptor)
     raise ConfigError(
-        f"launch: {path} cannot be the secret: {fault}; it must be a file of this user that "
-        f"nobody else can read: create it again, or chmod 600 {path}"
+        f"launch: {path} cannot be used as secret: {fault}; it must be a file of this user that "
+        f"no other user can read: create it again, or chmod 600 {path}"
     )
 
 
-def _fault_of(facts: os.stat_result, is_right_kind: Callable[[int], bool]) -> str:
-    """Return why others could have had their hands on a file or folder; empty if they could not."""
+def _access_fault(facts: os.stat_result, is_right_kind: Callable[[int], bool]) -> str:
+    """Return why others could have accessed a file or folder; empty if they could not."""
     if not is_right_kind(facts.st_mode):
-        return "something of another kind"
+        return "wrong file type"
     if facts.st_uid not in (os.getuid(), 0):
-        return f"one of user {facts.st_uid} while this is user {os.getuid()}"
+        return f"it belongs to user {facts.st_uid}, this is user {os.getuid()}"
     if facts.st_mode & 0o077:
         return f"mode {stat.S_IMODE(facts.st_mode):o}"
     return ""
 
 
 def _usual_places() -> tuple[Path, ...]:
-    # By the user's number and not by variables: all ranks must look into the same folder.
+    # By user id, not by environment variables: all ranks must use the same folder.
     user = os.getuid()
     return Path(f"/run/user/{user}/gpipe_hpc"), Path(f"/tmp/gpipe_hpc-{user}")
 
 
 def _secret_of_user(places: tuple[Path, ...]) -> Secret | None:
-    """Read this user's secret on this machine; make it if it is not there.
+    """Read this user's secret on this machine; create it if it does not exist.
 
-    One for all jobs, so no rank can read what another job left: each job makes its own key of it.
+    All jobs share it; each job derives its own key from it, so no job can read data of another.
     """
     reasons = []
     for folder in places:
@@ -173,8 +175,8 @@ def _secret_of_user(places: tuple[Path, ...]) -> Secret | None:
         else:
             return _checked(_read_private(path), str(path))
     log.warning(
-        "launch: no secret, because its folder cannot be used (%s); other users of this machine "
-        "can reach this job's connections: set %s",
+        "launch: running without a secret, because its folder cannot be used (%s); other users of "
+        "this machine can connect to this job: set %s",
         ", ".join(reasons),
         SECRET_VARIABLE,
     )
@@ -184,16 +186,16 @@ def _secret_of_user(places: tuple[Path, ...]) -> Secret | None:
 def _make_private_folder(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    fault = _fault_of(folder.lstat(), stat.S_ISDIR)
+    fault = _access_fault(folder.lstat(), stat.S_ISDIR)
     if fault:
         raise LaunchError(
-            f"launch: cannot keep a secret in {folder}: {fault}; it must be a folder of this user "
-            f"that nobody else can enter: remove it, or set {SECRET_VARIABLE} for all ranks"
+            f"launch: cannot store a secret in {folder}: {fault}; it must be a folder of this user "
+            f"that no other user can enter: remove it, or set {SECRET_VARIABLE} for all ranks"
         )
 
 
 def _write_once(path: Path, text: bytes) -> None:
-    """Write a file whole, or leave the one that another rank has written meanwhile."""
+    """Write a file atomically, unless another rank has created it meanwhile."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -206,7 +208,7 @@ def _write_once(path: Path, text: bytes) -> None:
 
 
 def secret_for_all(job: Secret | None, number: bytes) -> Secret:
-    """Return the secret of one world: of the job's and a random number that all its ranks have."""
+    """Return the secret of a world, derived from the job's secret and a random number."""
     if job is None:
         return Secret(hashlib.sha256(number).digest(), "a number in the store", guards=False)
     return Secret(job.prove("world", number), job.source, job.guards)

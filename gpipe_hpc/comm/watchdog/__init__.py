@@ -1,1 +1,1 @@
-"""How a failure or silence reaches all ranks, and what a user reads about it."""
+"""Failure detection: how failures and stalls reach all ranks, and the messages that users read."""

@@ -1,4 +1,4 @@
-"""A call on a thread of its own, and whether a thread still does something."""
+"""A function call on a background thread, and detection of a thread that makes no progress."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 _NUM_FRAMES: Final = 4
 _LEAST_SHARE: Final = 1e-3
-"""Of a processor; who waits and only looks now and then whether something has come uses less."""
+"""Share of a CPU; a thread that only polls for an event uses less."""
 
 
 class Work(Generic[T]):
-    """A call on a thread of its own; a daemon, so that nobody waits for it who has to leave."""
+    """A function call on a daemon thread, which does not keep the process alive."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call, self._over = call, threading.Event()
@@ -30,17 +30,17 @@ class Work(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Say whether it has returned; raises what it raised."""
+        """Return whether the call has ended; raises its exception."""
         if self._over.is_set() and self._error is not None:
             raise self._error
         return self._over.is_set()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is over, or after so long."""
+        """Block until the call has ended, at most `timeout_s` seconds."""
         self._over.wait(timeout_s)
 
     def result(self) -> T:
-        """Return what it gave, once it is over."""
+        """Return the result; the call must have ended."""
         return self._found[0]
 
     def _run(self) -> None:
@@ -52,17 +52,17 @@ class Work(Generic[T]):
 
 
 class Watched:
-    """What a thread does, seen from another one."""
+    """Measures the progress of a thread from another one."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
         self._alive_s, self._seen = time.monotonic(), self._effort()
 
     def idle_s(self) -> float:
-        """Return since when it has done nothing, as far as the calls to this function saw.
+        """Return the seconds without progress of the thread, as seen by calls of this method.
 
-        It works if it, or a process of its, reads, writes or computes; one that waits for a file
-        server that does not answer does none of it. 0 where the system does not tell.
+        Progress means that the thread or a child process reads, writes or computes. A thread that
+        waits for an unresponsive file server does not. 0 if the system does not report it.
         """
         now_s, effort = time.monotonic(), self._effort()
         if (
@@ -74,41 +74,41 @@ class Watched:
         return now_s - self._alive_s
 
     def stack(self) -> str:
-        """Return the calls that it is in, the innermost last."""
+        """Return the thread's innermost stack frames."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]) if frame else "(it has ended)"
 
     def _effort(self) -> "_Effort | None":
-        """Return what the thread and the processes of this one have done; None if not known."""
+        """Return the work done so far by the thread and by child processes; None if unknown."""
         try:
             own = _Effort.of(Path(f"/proc/self/task/{self._thread.native_id}"))
         except (OSError, ValueError, LookupError):
             return None
         parts = [own]
         for child in _children():
-            with contextlib.suppress(OSError, ValueError, LookupError):  # it has ended
+            with contextlib.suppress(OSError, ValueError, LookupError):  # it may have ended
                 parts.append(_Effort.of(child))
         return _Effort(sum(p.computed_s for p in parts), sum(p.num_moved for p in parts))
 
 
 class _Effort(NamedTuple):
-    """What a thread or process has done so far: seconds computed, bytes read and written."""
+    """CPU seconds used and bytes read and written by a thread or process so far."""
 
     computed_s: float
     num_moved: int
 
     @classmethod
     def of(cls, place: Path) -> "_Effort":
-        """Return that of a thread or process, by its folder in /proc."""
+        """Return the effort of a thread or process, given its folder in /proc."""
         fields = (place / "stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[11]) + int(fields[12])
         counts = dict(line.split(": ") for line in (place / "io").read_text().splitlines())
         return cls(ticks / os.sysconf("SC_CLK_TCK"), int(counts["rchar"]) + int(counts["wchar"]))
 
     def exceeds(self, before: "_Effort", passed_s: float) -> bool:
-        """Say whether more was done since then than somebody does who waits.
+        """Return whether more work was done since `before` than a waiting thread does.
 
-        Less counts too: then a process has ended.
+        True also if the sum decreased, because a process has ended.
         """
         if self.num_moved != before.num_moved or self.computed_s < before.computed_s:
             return True
@@ -117,9 +117,9 @@ class _Effort(NamedTuple):
 
 
 def _children() -> Iterator[Path]:
-    """Yield the folders in /proc of this process's children.
+    """Yield the folders in /proc of this process's children in the same session.
 
-    Not of those in sessions of their own: the rank's watcher is one, and works all the time.
+    The rank's watchdog process has a session of its own and is always busy.
     """
     for place in Path("/proc").iterdir():
         if place.name.isdecimal():

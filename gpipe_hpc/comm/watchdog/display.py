@@ -1,7 +1,7 @@
-"""Where a rank shows what it does: memory that its watcher reads without asking.
+"""Shared memory in which a rank publishes its current activity for its watcher process.
 
-Words that a rank sends once a second are old when it dies, and stay away while a call keeps the
-interpreter's lock. What lies in shared memory is always the last action.
+Messages sent once a second would be outdated when the rank dies, and would stop while a call holds
+the GIL. The shared memory always contains the last action.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import tempfile
 import threading
 from typing import Final, NamedTuple
 
-# Number of actions, bytes of the two texts, whether the phase is one that all ranks do together.
+# Number of actions, bytes of both texts, whether all ranks do the phase together.
 _HEADER: Final = struct.Struct("=qHH?")
 _PHASE: Final = 16
 _MAX_TEXT: Final = 240
@@ -21,15 +21,15 @@ _SIZE: Final = _ACTION + _MAX_TEXT
 
 
 class Shown(NamedTuple):
-    """What a rank is doing."""
+    """The published activity of a rank."""
 
     num_actions: int
     text: str
-    is_together: bool  # within a phase that all ranks do together
+    is_together: bool  # whether all ranks do the phase together
 
 
 class Display:
-    """The rank's end. A new action costs about half a microsecond."""
+    """The rank's side. Publishing an action takes about half a microsecond."""
 
     def __init__(self) -> None:
         self.descriptor, path = tempfile.mkstemp(prefix="gpipe_hpc_")
@@ -38,18 +38,18 @@ class Display:
         self._memory = mmap.mmap(self.descriptor, _SIZE)
         self._lock = threading.Lock()
         self._phase_bytes, self._is_together = 0, False
-        # By identity: the same actions come again in every step. Texts are new ones.
+        # Keyed by identity: steps repeat the same action objects, but not the same strings.
         self._texts: dict[int, tuple[object, bytes]] = {}
 
     def show_phase(self, count: int, phase: object, *, is_together: bool) -> None:
-        """Show a phase that begins, without an action; `is_together`: all ranks do it together."""
+        """Publish the start of a phase; `is_together` if all ranks do it together."""
         text = _encoded(phase)
         self._memory[_PHASE : _PHASE + len(text)] = text
         self._phase_bytes, self._is_together = len(text), is_together
         _HEADER.pack_into(self._memory, 0, count, len(text), 0, is_together)
 
     def show_action(self, count: int, action: object) -> None:
-        """Show an action within the phase."""
+        """Publish an action within the phase."""
         text = _encoded(action) if isinstance(action, str) else self._text_of(action)
         self._memory[_ACTION : _ACTION + len(text)] = text
         header = (count, self._phase_bytes, len(text), self._is_together)
@@ -62,7 +62,7 @@ class Display:
         return known[1]
 
     def close(self) -> None:
-        """Give the memory back; what is shown later is shown to nobody."""
+        """Close the file; later activities are not visible to the watcher."""
         with self._lock:
             if self.descriptor >= 0:
                 os.close(self.descriptor)
@@ -70,7 +70,7 @@ class Display:
 
 
 class View:
-    """The watcher's end: it also shows the last action of a rank that is dead."""
+    """The watcher's side, which can also read the last action of a dead rank."""
 
     def __init__(self, path: str) -> None:
         self._descriptor: int | None = None
@@ -78,7 +78,7 @@ class View:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> Shown | None:
-        """Return what the rank does, None if it shows nothing."""
+        """Return the published activity; None if there is none."""
         data = b"" if self._descriptor is None else os.pread(self._descriptor, _SIZE, 0)
         if len(data) < _SIZE:
             return None

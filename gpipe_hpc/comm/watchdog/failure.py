@@ -1,7 +1,7 @@
-"""How one rank's failure or silence reaches all others, and ends them.
+"""Failure board: propagates the failure or silence of one rank to all others and ends them.
 
-News travel from watcher to watcher (`gpipe_hpc.comm.watchdog`), whatever hangs. The store that
-brought the ranks together says which of several failures was the first.
+News travel between watcher processes (`gpipe_hpc.comm.watchdog`), even if ranks hang. The
+rendezvous store decides which of several failures was the first.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ log = logging.getLogger("gpipe_hpc.watch")
 BEAT_S = 1.0
 REPORT_GRACE_S = 2.5
 ANSWER_S = 3.0
-FACTS_S = 3.5  # for answers to who holds us up; two ranks agree on the next second
-SPREAD_S = 0.5  # in which a report reaches the others before this process may exit
-SETTLE_S = 0.5  # in which all lost ranks of a host become known, or a rank's own report
-BREAK_S = 1.0  # in which the main thread may find out by itself
-END_S = 7.0  # in which a thread that learned of a failure, or that never did, has to end
+FACTS_S = 3.5  # time for ranks to answer which one blocks them
+SPREAD_S = 0.5  # time for a report to reach the others before this process may exit
+SETTLE_S = 0.5  # time until all lost ranks of a host, or a rank's own report, are known
+BREAK_S = 1.0  # time for the main thread to notice a failure by itself
+END_S = 7.0  # time for the main thread to end after a failure
 FAILED_EXIT_CODE = 1
 MAX_LISTED = 8
 _REMEDIES: Final = {
@@ -52,37 +52,37 @@ _REMEDIES: Final = {
 T = TypeVar("T")
 
 
-_THREAD_END_S: Final = 5.0  # for which a process waits as it ends
+_THREAD_END_S: Final = 5.0  # time to wait for the thread when the process ends
 
 
 class Board(Protocol):
-    """Where the failure of a run stands."""
+    """State of a run's failure, as known to one rank."""
 
     @property
     def has_news(self) -> bool:
-        """Say whether another rank has failed and the main thread here has not been told."""
+        """Return whether another rank has failed and the main thread here has not been informed."""
 
     def publish(self, report: Report) -> Report:
-        """Make `report` the run's failure unless there is one; return the one that stands."""
+        """Make `report` the run's failure unless there is one; return the one that applies."""
 
     def await_spreading(self) -> None:
-        """Give the other ranks a moment to say what they have heard before this process exits."""
+        """Wait briefly so that the other ranks can pass the report on before this process exits."""
 
     def explain(self, symptom: str) -> Report:
-        """Return the run's failure; if nobody reported one, find out who holds the others up."""
+        """Return the run's failure; if none is reported, find out which rank blocks the others."""
 
     def stop(self) -> None:
-        """End what watches."""
+        """Stop monitoring."""
 
     def await_end(self) -> None:
-        """Return once what was stopped has ended, or a moment later."""
+        """Wait, for a limited time, until monitoring has ended after `stop`."""
 
     def forget(self) -> None:
-        """Close in a forked process what belongs to its parent."""
+        """In a forked child process, close what belongs to the parent."""
 
 
 class SoloBoard:
-    """The board of a rank that is alone."""
+    """The board of a world of one rank."""
 
     has_news: Final = False
 
@@ -91,33 +91,42 @@ class SoloBoard:
         self._report: Report | None = None
 
     def publish(self, report: Report) -> Report:
-        """Keep the first report."""
+        """Store the first report."""
         self._report = self._report or report
         return self._report
 
     def await_spreading(self) -> None:
-        """Return at once: there is nobody to hear it."""
+        """Do nothing: there are no other ranks."""
 
     def explain(self, symptom: str) -> Report:
-        """Return the first report, else the symptom."""
+        """Return the first report, else a report of `symptom`."""
         return self.publish(Report(f"rank {self._rank}: {symptom}"))
 
     def stop(self) -> None:
-        """Do nothing: nothing watches."""
+        """Do nothing: nothing is monitored."""
 
     def await_end(self) -> None:
-        """Return at once: nothing watches."""
+        """Do nothing: nothing is monitored."""
 
     def forget(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: no resources are open."""
 
 
 class FailureBoard:
-    """The first failure of a run, on every rank, brought and taken by a thread.
+    """The first failure of a run, exchanged with the other ranks by a background thread.
 
-    `on_report` is called on that thread when another rank has failed, after the main thread had
-    a moment to find out by itself. `key`: by which watchers know each other. `address`: of this
-    host, on which they listen to other hosts; None for the one that leads there.
+    Args:
+        store: rendezvous store.
+        rank: this rank.
+        size: number of ranks.
+        pulse: activity of this rank.
+        display: shared memory in which the activity is published.
+        on_report: called on the background thread if another rank has failed and the main thread
+            has not noticed within a short time.
+        key: key with which watchers authenticate each other.
+        watchfulness: time limits.
+        address: address of this host on which the watcher listens for other hosts; None to choose
+            it by route.
     """
 
     def __init__(
@@ -141,44 +150,44 @@ class FailureBoard:
         self._changed = threading.Condition(threading.RLock())
         self._report: Report | None = None
         self._failed_s = self._lost_s = float("inf")
-        self._is_told = False  # the main thread knows
-        self._is_broken = False  # waits of this process have been ended
+        self._is_told = False  # whether the main thread knows of the failure
+        self._is_broken = False  # whether pending waits of this process have been ended
         self._lost: dict[int, Message] = {}
         self._facts: dict[int, tuple[float, str]] = {}
-        self._stuck: dict[int, str] = {}  # the stacks that were shown last
+        self._stuck: dict[int, str] = {}  # stacks logged last, by rank
         self._around = ""
         self._stop = threading.Event()
         self._main = threading.get_ident()
         self._stacks = StackSignal()
         self._helper = Helper()
-        # A connection of its own, so that it never waits behind the main thread.
+        # A separate connection, so that it never waits for the main thread.
         self._watched = cloned(store)
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
     @property
     def has_news(self) -> bool:
-        """Say whether a failure stands that the main thread has neither told nor been told of."""
+        """Return whether the run has failed and the main thread has not been informed."""
         return self._report is not None and not self._is_told
 
     def publish(self, report: Report) -> Report:
-        """Make `report` the run's failure unless there is one; return the one that stands."""
+        """Make `report` the run's failure unless there is one; return the one that applies."""
         with self._changed:
             standing = self._report
         if standing is None:
             with contextlib.suppress(RuntimeError, TimeoutError):
-                report = _within(ANSWER_S, lambda: self._agree(report))
-            standing = self._stand(report)
+                report = _with_time_limit(ANSWER_S, lambda: self._agree(report))
+            standing = self._record(report)
             self._helper.send(kind="failure", **standing._asdict())
         self._note_told()
         return standing
 
     def await_spreading(self) -> None:
-        """Give the other ranks a moment to say what they have heard before this process exits."""
+        """Wait briefly so that the other ranks can pass the report on before this process exits."""
         time.sleep(SPREAD_S)
 
     def explain(self, symptom: str) -> Report:
-        """Return the run's failure; if nobody reported one, find out who holds the others up."""
+        """Return the run's failure; if none is reported, find out which rank blocks the others."""
         report = self._await_report(REPORT_GRACE_S) or self._report_in_store()
         if report is None:
             self._helper.send(kind="call")
@@ -187,26 +196,26 @@ class FailureBoard:
             symptom = f"rank {self._rank}: {symptom}; {self._finding()}"
             report = self.publish(Report(with_host(symptom, self._rank)))
         else:
-            self._stand(report)
+            self._record(report)
             self._note_told()
         return report
 
     def stop(self) -> None:
-        """End the watching thread and the watcher."""
+        """Stop the background thread and the watcher process."""
         if not self._stop.is_set():
             self._stop.set()
             self._helper.leave()
 
     def await_end(self) -> None:
-        """Let the watching thread end, within a moment.
+        """Wait, for a limited time, until the background thread has ended.
 
-        One that is in torch's store while Python goes down aborts the process.
+        A thread that is in torch's store during interpreter shutdown aborts the process.
         """
         if self._stop.is_set() and threading.current_thread() is not self._thread:
             self._thread.join(_THREAD_END_S)
 
     def forget(self) -> None:
-        """Close in a forked process what belongs to its parent."""
+        """In a forked child process, close what belongs to the parent."""
         self._helper.forget()
         self._display.close()
 
@@ -215,15 +224,15 @@ class FailureBoard:
         return Report.read(self._store.get("failure").decode())
 
     def _report_in_store(self) -> Report | None:
-        """Return what stands in the store, for ranks that news do not reach."""
+        """Return the report in the store, for ranks that the watchers do not reach."""
         try:
-            found = _within(ANSWER_S, lambda: _read(self._store, "failure"))
+            found = _with_time_limit(ANSWER_S, lambda: _read(self._store, "failure"))
         except (RuntimeError, TimeoutError):
             return None
         return None if found is None else Report.read(found)
 
-    def _stand(self, report: Report) -> Report:
-        """Take `report` for the run's failure if it is the first here; return the first."""
+    def _record(self, report: Report) -> Report:
+        """Record `report` as the run's failure if it is the first one here; return the first."""
         with self._changed:
             if self._report is None:
                 self._report, self._failed_s = report, time.monotonic()
@@ -240,7 +249,7 @@ class FailureBoard:
             return self._report
 
     def _finding(self) -> str:
-        """Return what ranks and their neighbours have answered."""
+        """Return the answers of ranks and neighbours about who blocks this rank."""
         with self._changed:
             recent_s = time.monotonic() - FACTS_S - REPORT_GRACE_S
             facts = [text for heard_s, text in self._facts.values() if heard_s > recent_s]
@@ -249,7 +258,7 @@ class FailureBoard:
             return "; ".join(facts[:MAX_LISTED])
         return f"all ranks that answer are alive and wait for others: {around or 'none answers'}"
 
-    # What the thread does.
+    # Methods of the background thread.
 
     def _watch(self) -> None:
         try:
@@ -272,9 +281,10 @@ class FailureBoard:
             self._display.close()
 
     def _is_over(self) -> bool:
-        """Return whether the helper has ended for good; start another if it should be there.
+        """Return whether the watcher process has ended for good; restart it if it was lost.
 
-        Without one the neighbours would take this rank for lost, and none would notice a hang.
+        Without a watcher, the neighbours would consider this rank lost, and a hang would go
+        unnoticed.
         """
         why = self._helper.why_gone()
         if why is None:
@@ -283,7 +293,10 @@ class FailureBoard:
             return True
         before = self._helper.process_number
         if not self._helper.replace():
-            log.warning("rank %d: its watcher %s; the others will lose this rank", self._rank, why)
+            log.warning(
+                "rank %d: its watcher process %s; other ranks will consider this rank lost",
+                *(self._rank, why),
+            )
             return True
         number = self._helper.process_number
         log.warning(
@@ -300,7 +313,7 @@ class FailureBoard:
         return False
 
     def _introduce(self) -> Introduction:
-        """Bring the watcher together with its neighbours'."""
+        """Start connecting the watcher with those of the neighbouring ranks."""
         self._helper.send(
             kind="orders",
             rank=self._rank,
@@ -342,7 +355,7 @@ class FailureBoard:
                     introduction.publish(message)
             case "failure":
                 why = (message.get(name) is True for name in ("is_mistake", "is_stop"))
-                self._stand(Report(str(message["words"]), *why))
+                self._record(Report(str(message["words"]), *why))
             case "lost":
                 self._lost[message["rank"]] = message
                 self._lost_s = min(self._lost_s, time.monotonic())
@@ -370,7 +383,7 @@ class FailureBoard:
             self._facts[rank] = (time.monotonic(), text)
 
     def _next_s(self) -> float:
-        """Return when `_act` has something to do next."""
+        """Return the time at which `_act` has something to do next."""
         return min(
             self._lost_s + SETTLE_S if self._report is None else float("inf"),
             float("inf") if self._is_broken else self._failed_s + BREAK_S,
@@ -378,11 +391,11 @@ class FailureBoard:
         )
 
     def _act(self) -> None:
-        """Turn lost ranks into a report, and a report into the end of what waits here."""
+        """Turn lost ranks into a report, and a report into the end of this rank's waits."""
         now_s = time.monotonic()
         if self._report is None and now_s >= self._lost_s + SETTLE_S:
-            report = Report(_told_of_all(list(self._lost.values())[:MAX_LISTED]))
-            log.error("%s", self._stand(report).words)
+            report = Report(_describe_lost(list(self._lost.values())[:MAX_LISTED]))
+            log.error("%s", self._record(report).words)
         if self._stop.is_set():
             return
         if not self._is_broken and now_s >= self._failed_s + BREAK_S:
@@ -394,28 +407,28 @@ class FailureBoard:
                 self._end_process()
 
     def _end_process(self) -> None:
-        """End the process: its main thread is stuck."""
+        """End the process, because its main thread is stuck."""
         assert self._report is not None, "a failure stands"
         text = (
             f"rank {self._rank}: did not end within {END_S:g} s of the run's failure and is stuck "
             f"in {self._pulse}; the process ends now. The failure: {self._report.words}"
         )
         stacks = all_stacks(self._main)
-        # Whoever is stuck may hold the locks of the logs.
+        # The stuck thread may hold the locks of the logging module.
         with contextlib.suppress(TimeoutError, RuntimeError):
-            _within(1.0, lambda: log.critical("%s\n%s", text, stacks))
+            _with_time_limit(1.0, lambda: log.critical("%s\n%s", text, stacks))
         with contextlib.suppress(OSError):
             os.write(2, f"gpipe_hpc: {text}\n".encode())
         os._exit(os.EX_TEMPFAIL if self._report.is_stop else FAILED_EXIT_CODE)
 
 
-def _told_of_all(lost: Sequence[Message]) -> str:
-    """Return lost ranks as a message; what to do stands once, behind the last of a kind."""
+def _describe_lost(lost: Sequence[Message]) -> str:
+    """Format lost ranks as a message, with each remedy after the last rank it applies to."""
     last = {news["what"]: news for news in lost}
-    return "; ".join(_told_of(news, tells_remedy=last[news["what"]] is news) for news in lost)
+    return "; ".join(_describe_one(news, tells_remedy=last[news["what"]] is news) for news in lost)
 
 
-def _told_of(news: Message, *, tells_remedy: bool) -> str:
+def _describe_one(news: Message, *, tells_remedy: bool) -> str:
     name = f"rank {news['rank']}" + (f" on {news['host']}" if news["host"] else "")
     links = {"died": " died: it", "helper": ":"}
     return (
@@ -425,9 +438,9 @@ def _told_of(news: Message, *, tells_remedy: bool) -> str:
 
 
 def with_host(report: str, rank: int) -> str:
-    """Return what a rank reports with the name of its host: others look for it there.
+    """Return a rank's report with the host name added, where `report` reads it.
 
-    Of a report that does not begin with that rank nothing is changed.
+    A report that does not begin with this rank is returned unchanged.
     """
     return re.sub(rf"^rank {rank}(?=[,:])", f"rank {rank} on {socket.gethostname()}", report)
 
@@ -436,8 +449,8 @@ def _read(store: Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def _within(limit_s: float, question: Callable[[], T]) -> T:
-    """Return the answer; TimeoutError if it takes too long: a stopped store never answers."""
+def _with_time_limit(limit_s: float, question: Callable[[], T]) -> T:
+    """Return the result of `question`; TimeoutError if it takes too long (stopped store)."""
     answer: Future[T] = Future()
 
     def ask() -> None:
@@ -451,7 +464,10 @@ def _within(limit_s: float, question: Callable[[], T]) -> T:
 
 
 def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:
-    """Return what torch's error about a wait means, without the noise of its source lines."""
+    """Convert torch's error about a failed wait to ConnectionError or TimeoutError.
+
+    The message is shortened by torch's source lines.
+    """
     text = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
     if re.search("timed? ?out", text, re.IGNORECASE):
         return TimeoutError(f"timed out waiting for {what}: {text}")

@@ -1,4 +1,4 @@
-"""The rank's side of its watcher: start it, exchange messages with it, end it."""
+"""Start, restart and stop a rank's watcher process, and exchange messages with it."""
 
 import logging
 import os
@@ -23,21 +23,21 @@ _START: Final = (
     "from gpipe_hpc.comm.watchdog.watcher import main; main()"
 )
 _END_S: Final = 5.0
-_STOPPED_S: Final = 1.5  # without an answer, of a process that is stopped
-_FIRST_ANSWER_S: Final = 30.0  # Python has to start first
-_ANSWER_SHARE: Final = 0.3  # of the silence after which neighbours take this rank for lost
+_STOPPED_S: Final = 1.5  # time without an answer after which to check for a stopped process
+_FIRST_ANSWER_S: Final = 30.0  # includes the start of Python
+_ANSWER_SHARE: Final = 0.3  # of the silence after which neighbours consider this rank lost
 _LEAST_ANSWER_S: Final = 2.0
-_PAUSE_S: Final = 2.0  # between two looks: the thread that looks did not run itself
-_MOST_ENDS: Final = 3  # of helper processes; then a thread takes their place
-_AGAIN: Final = ("orders", "listen", "peer")  # what a new helper has to be told too
+_PAUSE_S: Final = 2.0  # a longer time between two checks means that this thread did not run
+_MOST_ENDS: Final = 3  # number of lost processes after which a thread is used
+_AGAIN: Final = ("orders", "listen", "peer")  # kinds of messages repeated to a new watcher
 
 
 class Helper:
-    """A running watcher: a process of its own, or a thread if none can be started.
+    """A running watcher: a separate process, or a thread if no process can be started.
 
-    It gets no files of this process but one socket, and no environment that matters: standard
-    library alone, in a session of its own, so that a signal from the terminal or to the
-    process group does not reach it. It can still be killed: then `replace` starts another.
+    The process inherits no file of this process but one socket, imports only the standard library
+    and runs in its own session, so that signals from the terminal or to the process group do not
+    reach it. If it is killed, `replace` starts another.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Helper:
         self._has_answered = False
         self._process = _start(theirs) if self._num_ends < _MOST_ENDS else None
         if self._process is None:
-            # Not told of a long call that holds the interpreter, but better than nothing.
+            # A thread does not run while another one holds the GIL, but is better than nothing.
             watcher = Watcher(Line(theirs), OwnProcess(None))
             threading.Thread(target=watcher.run, name="watcher", daemon=True).start()
         else:
@@ -64,16 +64,16 @@ class Helper:
 
     @property
     def is_there(self) -> bool:
-        """Say whether the watcher can receive messages."""
+        """Return whether the watcher can receive messages."""
         return self._line.is_open
 
     @property
     def process_number(self) -> int:
-        """Return the process that watches: this one where it is a thread."""
+        """Return the process id of the watcher; this process's if it is a thread."""
         return self._pid if self._process is None else self._process.pid
 
     def send(self, **message: Any) -> None:
-        """Send the watcher a message; any thread may."""
+        """Send the watcher a message; thread-safe."""
         with self._lock:
             if self._pid == os.getpid():
                 if message["kind"] in _AGAIN:
@@ -83,7 +83,7 @@ class Helper:
                 self._line.send(message)
 
     def receive(self, limit_s: float) -> list[Message]:
-        """Return the watcher's messages; wait up to `limit_s` for the first."""
+        """Return the watcher's messages; wait up to `limit_s` seconds for the first."""
         if self._line.is_open:
             poller = select.poll()
             poller.register(self._line.fileno(), select.POLLIN)
@@ -100,14 +100,14 @@ class Helper:
 
     @property
     def has_ended_well(self) -> bool:
-        """Say whether a watcher that has ended did so in good order."""
+        """Return whether the watcher, which has ended, ended without failure."""
         return self._process is None or self._process.returncode == 0
 
     def why_gone(self) -> str | None:
-        """Return how the helper process has ended or why it was killed here; None: it works.
+        """Return how the watcher process has ended, or why it was killed here; None if it works.
 
-        One that is stopped by a signal, or does not answer what it is told each second, is killed:
-        the neighbours would soon take this rank for lost.
+        A watcher that is stopped by a signal or does not answer the message of each second is
+        killed; otherwise the neighbours would soon consider this rank lost.
         """
         now_s = time.monotonic()
         if now_s > self._looked_s + _PAUSE_S:
@@ -134,9 +134,9 @@ class Helper:
         return f"{why}, so it was killed"
 
     def replace(self) -> bool:
-        """Start a new watcher in place of a lost one, with the same messages; False: none started.
+        """Start a new watcher with the same messages after one is lost; return whether it started.
 
-        It listens where the one before it did, so that the neighbours find it.
+        It listens on the same ports, so that the neighbours find it.
         """
         with self._lock:
             if self._process is None or self._pid != os.getpid():
@@ -150,26 +150,26 @@ class Helper:
         return True
 
     def leave(self) -> None:
-        """Tell the watcher that this rank goes in good order; `receive` then ends."""
+        """Tell the watcher that this rank ends without failure; `receive` then ends."""
         self.send(kind="left")
 
     def end(self) -> None:
-        """Give back the connection and, once the watcher has ended, its process number."""
+        """Close the connection and wait for the watcher process to end."""
         with self._lock:
             self._line.close()
         if self._process is not None and self._pid == os.getpid():
             try:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
-                log.warning("the watcher of process %d has not ended", self._pid)
+                log.warning("the watcher process of process %d has not ended", self._pid)
 
     def forget(self) -> None:
-        """Close the socket in a process that a fork has made: it is the parent's."""
+        """In a forked child process, close the socket, which belongs to the parent."""
         self._line.drop()
 
     @staticmethod
     def _end_of(process: "subprocess.Popen[bytes]") -> str:
-        """Return how a process ended that has closed its connection, or is about to end."""
+        """Return how a process ended that has closed its connection; kill it if it still runs."""
         try:
             return how_ended(process.wait(_STOPPED_S))
         except subprocess.TimeoutExpired:
@@ -192,7 +192,7 @@ def _start(end: socket.socket) -> "subprocess.Popen[bytes] | None":
         )
     except (OSError, ValueError, RuntimeError) as error:
         log.warning(
-            "watch: cannot start a helper process with %r (%s); a thread does its work",
+            "watch: cannot start the watcher process with %r (%s); using a thread instead",
             sys.executable,
             error,
         )

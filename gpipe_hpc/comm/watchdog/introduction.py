@@ -1,4 +1,4 @@
-"""How the watchers of neighbouring ranks find each other: their addresses meet in the store."""
+"""Discovery of neighbouring watchers: their addresses are exchanged through the store."""
 
 import json
 import os
@@ -20,10 +20,10 @@ _LONGEST_PAUSE_S: Final = 1.0
 
 
 class Introduction:
-    """Tell this rank's watcher the addresses of those it is to call, as they turn up.
+    """Passes the addresses of neighbouring watchers to this rank's watcher as they are published.
 
-    A rank asks the store about its neighbours alone. The watcher listens on the loopback address,
-    and only if a neighbour is on another host on one that reaches it.
+    A rank queries the store only for its neighbours. The watcher listens on loopback and, if a
+    neighbour is on another host, also on an address reachable from there.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Introduction:
 
     @property
     def due_s(self) -> float:
-        """Return when to ask again; infinity once all are found."""
+        """Return the time of the next query; infinity once all neighbours are found."""
         return self._due_s if self._missing else float("inf")
 
     def publish(self, listening: Message) -> None:
-        """Tell the others where this rank's watcher listens."""
+        """Publish the address and port on which this rank's watcher listens."""
         host, port = listening["host"], listening["port"]
         if host == _LOOPBACK:
             entry = {"network": self._network, "port": port}
@@ -52,7 +52,7 @@ class Introduction:
             self._store.set(f"watch/outside/{self._rank}", json.dumps({"host": host, "port": port}))
 
     def advance(self) -> None:
-        """Ask the store for the neighbours that are missing, less and less often."""
+        """Query the store for missing neighbours, at increasing intervals."""
         for other in sorted(self._missing):
             if self._find(other):
                 self._missing.discard(other)
@@ -87,8 +87,8 @@ class Introduction:
 def outside_address(chosen: str | None) -> str:
     """Return an address of this host at which other hosts reach it.
 
-    The chosen one; else that of the interface GLOO_SOCKET_IFNAME, as for all else; or of the one
-    towards MASTER_ADDR, or of the default route; or of the first interface that has one.
+    The first that exists: `chosen`, the interface in GLOO_SOCKET_IFNAME, the route to MASTER_ADDR,
+    the default route, the first interface with an address, loopback.
     """
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     found = (

@@ -1,4 +1,4 @@
-"""Messages over a socket: a line of JSON each. Nothing that comes in is ever executed."""
+"""Messages over a socket, one JSON object per line; received data is never executed."""
 
 import contextlib
 import json
@@ -10,16 +10,16 @@ Message = dict[str, Any]
 
 MAX_LINE: Final = 1 << 16
 MAX_TEXT: Final = 8000
-"""Characters of one text; as JSON a character takes up to 12 bytes."""
+"""Largest number of characters of one text; in JSON a character takes up to 12 bytes."""
 _MAX_UNSENT: Final = 1 << 20
 _READ: Final = 1 << 16
 _MAX_AT_ONCE: Final = 1 << 20
 
 
 class Line:
-    """A connection that never blocks; `is_open` is False once it has ended, for any reason.
+    """A non-blocking connection; `is_open` becomes False when it has ended for any reason.
 
-    `num_read`: bytes that have come.
+    `num_read` counts received bytes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -31,12 +31,12 @@ class Line:
         self._unsent = b""
 
     def fileno(self) -> int:
-        """Return the descriptor to poll."""
+        """Return the file descriptor for polling."""
         return self._connection.fileno()
 
     @property
     def far_address(self) -> str:
-        """Return the internet address of the other end; empty if it has none."""
+        """Return the IP address of the other end; empty if it has none."""
         try:
             name = self._connection.getpeername()
         except OSError:
@@ -45,38 +45,38 @@ class Line:
 
     @property
     def has_unsent(self) -> bool:
-        """Say whether something waits until the socket takes more."""
+        """Return whether data waits until the socket accepts more."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or keep it until `flush`; of a text no more than MAX_TEXT goes."""
+        """Send a message, or buffer it until `flush`; texts are cut to MAX_TEXT characters."""
         if not self.is_open:
             return
-        # The other end would take a longer line for nonsense, and hang up.
+        # The other end closes the connection if a line is longer.
         words = {name: _shortened(value) for name, value in message.items()}
         self._unsent += json.dumps(words).encode() + b"\n"
         self.flush()
         if len(self._unsent) > _MAX_UNSENT:
-            self.close()  # the other end has not read for long
+            self.close()  # the other end has stopped reading
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send as much buffered data as the socket accepts."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            # Not connected yet: still under way.
+            # The connection may still be in progress.
             if not (isinstance(error, BrokenPipeError | ConnectionError) or self._has_failed()):
                 return
             self._end()
 
     def receive(self, most: int = _MAX_AT_ONCE) -> list[Message]:
-        """Return the messages that are here; ends the line if they end or make no sense.
+        """Return the messages received so far; close the connection on its end or invalid data.
 
-        It reads no more than `most` bytes: who sends without pause keeps nobody from other work.
-        What is left is there at the next call.
+        Reads at most `most` bytes, so that a busy sender does not block other work; the rest is
+        read by the next call.
         """
         left = most
         try:
@@ -98,13 +98,13 @@ class Line:
         return self._parsed(whole)
 
     def close(self) -> None:
-        """End the connection at both ends."""
+        """Close the connection at both ends."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._end()
 
     def drop(self) -> None:
-        """Close this process's descriptor alone: for one that a fork has copied."""
+        """Close only this process's descriptor, for one copied by a fork."""
         self._end()
 
     def _parsed(self, lines: list[bytes]) -> list[Message]:

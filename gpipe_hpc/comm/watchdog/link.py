@@ -1,4 +1,4 @@
-"""What a watcher knows about one neighbour."""
+"""State of the connection to one neighbour."""
 
 from dataclasses import dataclass
 
@@ -7,44 +7,44 @@ from gpipe_hpc.comm.watchdog.talk import Talk
 
 @dataclass
 class Link:
-    """A neighbour, and the connection to its watcher."""
+    """A neighbouring rank and the connection to its watcher process."""
 
     rank: int
     dials: bool
     address: tuple[str, int] | None = None
-    talk: Talk | None = None  # proven, or, where we dial, under way
-    heard_s: float | None = None  # when its watcher last spoke; None: never yet
-    ended_s: float | None = None  # since when a connection that worked is gone
+    talk: Talk | None = None  # authenticated, or still in progress if we opened it
+    heard_s: float | None = None  # time of the last message; None before the first
+    ended_s: float | None = None  # time when a working connection was lost
     dialled_s: float = float("-inf")
     host: str = ""
     heard_at: str = ""  # the address of its end of the connection
     doing: str = "not known"
-    helper: str = ""  # the number of its helper process
-    has_left: bool = False  # in good order
-    is_suspect: bool = False  # all have been told that it is silent
+    helper: str = ""  # process id of its watcher
+    has_left: bool = False  # has ended without failure
+    is_suspect: bool = False  # a warning about its silence was sent
 
     @property
     def is_up(self) -> bool:
-        """Say whether the neighbour can be heard."""
+        """Return whether the connection is open and authenticated."""
         return self.talk is not None and self.talk.is_proven and self.talk.line.is_open
 
     @property
     def name(self) -> str:
-        """Return the neighbour for a message."""
+        """Return rank and host for a message."""
         return f"rank {self.rank}" + (f" on {self.where}" if self.host else "")
 
     @property
     def where(self) -> str:
-        """Return the neighbour's host, and at which address it was heard if that is another's."""
+        """Return the neighbour's host, with its address if it is on another host."""
         far = self.heard_at and not self.heard_at.startswith("127.")
         return f"{self.host} ({self.heard_at})" if far else self.host
 
     def silent_s(self, now_s: float) -> float:
-        """Return for how long nothing was heard; 0 before the first word."""
+        """Return the seconds since the last message; 0 before the first one."""
         return 0.0 if self.heard_s is None else now_s - self.heard_s
 
     def forgive(self, pause_s: float) -> None:
-        """Take no account of a time in which the watcher itself did not run."""
+        """Exclude a time in which this watcher itself did not run from all durations."""
         if self.heard_s is not None:
             self.heard_s += pause_s
         if self.ended_s is not None:

@@ -1,4 +1,4 @@
-"""The connections of a watcher to those of its neighbours: made, proved, replaced, and lost."""
+"""The connections of a watcher to those of neighbouring ranks."""
 
 import socket
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _MAX_STRANGERS: Final = 64
 
 
 class Neighbourhood:
-    """The neighbours of one rank, and incoming connections that have not proved who they are."""
+    """The neighbours of one rank, and accepted connections that are not authenticated yet."""
 
     def __init__(self, host: str) -> None:
         self.links: dict[int, Link] = {}
@@ -26,15 +26,15 @@ class Neighbourhood:
         self._has_changed = False
 
     def begin(self, rank: int, size: int, secret: Secret) -> None:
-        """Learn which rank this is, of how many, and what its neighbours have to prove."""
+        """Set this rank, the world size and the secret, and compute the neighbours."""
         self._rank, self._secret = rank, secret
         for other in neighbours(rank, size):
             self.links[other] = Link(other, dials(rank, other))
 
     def listen(self, host: str, port: int = 0) -> int:
-        """Listen on an address of this machine; return on which port. Raises OSError.
+        """Listen on an address of this machine and return the port. Raises OSError.
 
-        `port`: the one that neighbours know already.
+        `port` is given if the neighbours already know it.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_MAX_STRANGERS)
@@ -43,12 +43,12 @@ class Neighbourhood:
         return int(listener.getsockname()[1])
 
     def talks(self) -> list[Talk]:
-        """Return all connections that are open, proven or not."""
+        """Return all open connections, authenticated or not."""
         own = [link.talk for link in self.links.values() if link.talk is not None]
         return [talk for talk in (*own, *self._strangers) if talk.line.is_open]
 
     def accept(self, listener: socket.socket, now_s: float) -> None:
-        """Accept a connection, unproved; if there are too many of those, close the oldest."""
+        """Accept a connection; if too many are not authenticated, close the oldest of them."""
         try:
             connection, _ = listener.accept()
         except OSError:
@@ -58,7 +58,7 @@ class Neighbourhood:
         self._strangers.append(self._talk(connection, None, now_s))
 
     def dial(self, now_s: float) -> None:
-        """Connect to the neighbours that this rank connects to and that are not connected."""
+        """Connect to the unconnected neighbours to which this rank has to connect."""
         for link in self.links.values():
             pending = link.talk is not None and link.talk.line.is_open
             due = now_s > link.dialled_s + _REDIAL_S
@@ -78,7 +78,7 @@ class Neighbourhood:
     def hear(
         self, talk: Talk, greeting: Sequence[Message], now_s: float
     ) -> list[tuple[Link, Message]]:
-        """Return what a proven neighbour says; one that has just come is told `greeting`."""
+        """Return the messages of an authenticated neighbour; send `greeting` to a new one."""
         was_proven = talk.is_proven
         talk.line.flush()
         messages = talk.receive()
@@ -86,32 +86,32 @@ class Neighbourhood:
             self._welcome(talk, greeting)
         if not talk.is_proven:
             return []
-        assert talk.peer is not None, "proven without a name"
+        assert talk.peer is not None, "an authenticated peer must have a rank"
         link = self.links[talk.peer]
         link.heard_s = now_s
         return [(link, message) for message in messages]
 
     def tell(self, message: Message, without: Link | None = None) -> None:
-        """Send something to all neighbours that can be reached, except for one."""
+        """Send a message to all connected neighbours except `without`."""
         for link in self.links.values():
             if link is not without and link.is_up and link.talk is not None:
                 link.talk.line.send(message)
 
     def part(self, link: Link) -> None:
-        """Take notice that a neighbour has left in good order."""
+        """Record that a neighbour has ended without failure."""
         link.has_left = True
         if link.talk is not None:
             link.talk.line.close()
         self._has_changed = True
 
     def drop_strangers(self) -> None:
-        """Close connections that have not proved who they are."""
+        """Close connections that are not authenticated."""
         for talk in self.talks():
             if not talk.is_proven:
                 talk.line.close()
 
     def drop_ended(self, now_s: float) -> None:
-        """Drop connections that have ended or that have not proved who they are."""
+        """Remove connections that have ended or were not authenticated in time."""
         for talk in self.talks():
             if not talk.is_proven and talk.began_s < now_s - _GREETING_S:
                 talk.line.close()
@@ -124,7 +124,7 @@ class Neighbourhood:
                 self._has_changed = True
 
     def take_change(self) -> bool | None:
-        """Return whether all neighbours can be reached, if that may have changed; else None."""
+        """Return whether all neighbours are connected if that may have changed; else None."""
         if not self._has_changed:
             return None
         self._has_changed = False
@@ -132,16 +132,16 @@ class Neighbourhood:
 
     @property
     def is_whole(self) -> bool:
-        """Say whether all neighbours that have not left can be reached."""
+        """Return whether all neighbours that have not left are connected."""
         return all(link.is_up or link.has_left for link in self.links.values())
 
     def forgive(self, pause_s: float) -> None:
-        """Do not count a time in which this process itself did not run."""
+        """Exclude a time in which this process did not run from all durations."""
         for link in self.links.values():
             link.forgive(pause_s)
 
     def close(self) -> None:
-        """Close all connections and the listening socket."""
+        """Close all connections and listening sockets."""
         for talk in self.talks():
             talk.line.close()
         for listener in self.listeners:
@@ -152,7 +152,7 @@ class Neighbourhood:
         return Talk(Line(connection), self._rank, self._host, self._secret, expected, now_s)
 
     def _welcome(self, talk: Talk, greeting: Sequence[Message]) -> None:
-        """A connection to a neighbour works: it replaces an older one."""
+        """Register a newly authenticated connection, which replaces an older one."""
         if talk in self._strangers:
             self._strangers.remove(talk)
         link = self.links.get(-1 if talk.peer is None else talk.peer)

@@ -1,11 +1,11 @@
-"""Who watches whom."""
+"""Neighbour graph of the watchdog: which ranks monitor each other."""
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """Return the ranks that `rank` watches and that watch it: those 1, 2, 4, ... places away.
+    """Return the ranks that `rank` monitors and that monitor it: those 1, 2, 4, ... positions away.
 
-    At most 2 log2(size). News passed from neighbour to neighbour reach all in log2(size) hops, also
-    where a whole host of consecutive ranks is gone.
+    There are at most 2 log2(size). News passed between neighbours reach all ranks in log2(size)
+    hops, even if a whole host of consecutive ranks is lost.
     """
     distances = [1 << power for power in range((size - 1).bit_length())]
     found = {(rank + step) % size for distance in distances for step in (distance, -distance)}
@@ -13,5 +13,5 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 def dials(rank: int, other: int) -> bool:
-    """Say whether `rank` opens the connection between the two, rather than `other`."""
+    """Return whether `rank` opens the connection between the two, rather than `other`."""
     return rank < other

@@ -1,4 +1,4 @@
-"""Which news a watcher has heard, so that each is passed on once."""
+"""Record of the news that a watcher has received, so that each is forwarded only once."""
 
 import os
 from typing import Final
@@ -10,29 +10,28 @@ _LASTING: Final = frozenset({"failure", "lost"})
 
 
 class News:
-    """What has come by. `failed_s`: when the run was first heard to have failed."""
+    """News received so far; `failed_s` is the time when the first failure was received."""
 
     def __init__(self) -> None:
-        # Names of news and the numbers of single messages, and when they were heard.
+        # Time of receipt by name and by id.
         self._heard: dict[str, float] = {}
         self._num_own = 0
-        self._mark = os.urandom(
-            4
-        ).hex()  # a helper that replaces another must not reuse its numbers
-        self.lasting: list[Message] = []  # for neighbours that come later
+        # A watcher that replaces another must not reuse its ids.
+        self._mark = os.urandom(4).hex()
+        self.lasting: list[Message] = []  # to send to neighbours that connect later
         self.failed_s: float | None = None
 
     def number(self, news: Message, rank: int) -> Message:
-        """Return news with a number that no others have; `rank` begins those without one."""
+        """Return the news with a unique id; ids created here start with `rank`."""
         if "id" in news:
             return news
         self._num_own += 1
         return news | {"id": f"{rank}.{self._mark}.{self._num_own}"}
 
     def is_new(self, news: Message, again_s: float, now_s: float) -> bool:
-        """Say whether to pass news on, and remember them.
+        """Return whether to forward the news, and record them.
 
-        The same number never is new twice; news of the same name may be after `again_s` seconds.
+        An id is never new twice; another message with the same name is new after `again_s` seconds.
         """
         name, number = str(news.get("name"))[:64], str(news["id"])[:64]
         last_s = self._heard.get(name, float("-inf"))
@@ -45,7 +44,7 @@ class News:
         return True
 
     def forget_old(self) -> None:
-        """Forget the older half once there are many."""
+        """Delete the older half of the records if there are many."""
         if len(self._heard) > _MAX_HEARD:
             kept = sorted(self._heard.items(), key=lambda entry: entry[1])[_MAX_HEARD // 2 :]
             self._heard = dict(kept)

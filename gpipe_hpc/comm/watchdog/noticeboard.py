@@ -1,4 +1,4 @@
-"""Notices that one rank leaves in the rendezvous store for the few ranks that ask for them."""
+"""Exchange of short texts between few ranks through the rendezvous store."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -14,11 +14,11 @@ _LONGEST_PAUSE_S: Final = 0.2
 
 
 class Noticeboard:
-    """Texts under the names of ranks.
+    """Texts that ranks publish in the store under their own names.
 
-    A rank writes one text and asks for those of its own peers, whatever the size of the world. It
-    asks again and again instead of waiting in the store, where no failure would end the wait.
-    `note` is told for whom it waits.
+    A rank writes one text and reads those of its peers, whatever the size of the world. It polls
+    the store instead of blocking in it, so that a failure can end the wait. `note` is called with
+    the ranks waited for.
     """
 
     def __init__(self, store: Store, rank: int, timeout_s: float, note: Note = unheard) -> None:
@@ -26,24 +26,24 @@ class Noticeboard:
         self._is_closed = False
 
     def tell(self, what: str, text: str = "") -> None:
-        """Put up this rank's text; `what` is new each time, and the same on all ranks."""
+        """Publish this rank's text; `what` must be unused so far and equal on all ranks."""
         self._store.set(_key(what, self._rank), text)
 
     def ask(self, what: str, ranks: Collection[int]) -> Mapping[int, str]:
-        """Return what other ranks have told, once all have.
+        """Return the texts of other ranks once all have published theirs.
 
-        Raises TimeoutError, naming those that have not; ConnectionError once a rank has failed.
+        Raises TimeoutError, naming the missing ranks, and ConnectionError once a rank has failed.
         """
         keys = {rank: _key(what, rank) for rank in sorted(ranks)}
         self._await(what, keys)
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def absent(self, what: str, ranks: Collection[int]) -> list[int]:
-        """Return which ranks have not told by now; waits for none."""
+        """Return the ranks that have not published a text yet; does not block."""
         return [rank for rank in sorted(ranks) if not self._store.check([_key(what, rank)])]
 
     def close(self) -> None:
-        """Let ranks that still wait for a notice learn that the run has failed."""
+        """Make waiting calls raise ConnectionError, because the run has failed."""
         self._is_closed = True
 
     def _await(self, what: str, keys: Mapping[int, str]) -> None:

@@ -1,10 +1,10 @@
-"""How a wait says for which ranks it waits, so that a message can name them if they never come."""
+"""Callback type by which a wait reports the ranks it waits for, for error messages."""
 
 from collections.abc import Callable, Sequence
 
 Note = Callable[[Sequence[int] | None], None]
-"""Takes the ranks that are waited for; None once they have come."""
+"""Takes the ranks that are waited for; None once the wait has ended."""
 
 
 def unheard(ranks: Sequence[int] | None) -> None:
-    """Tell nobody."""
+    """Do nothing."""

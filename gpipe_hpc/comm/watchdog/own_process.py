@@ -1,4 +1,4 @@
-"""How a watcher looks at the process of its rank: by what the kernel says about it."""
+"""State of the rank's process as seen by its watcher, from /proc and process descriptors."""
 
 import contextlib
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final
 
 _STOPPED: Final = "Tt"  # by a signal, by a debugger
-_WRITING_S: Final = 0.3  # that a signal handler takes to write stacks
-_EXIT_CODE_FIELD: Final = 49  # of those behind the name in /proc/PID/stat
+_WRITING_S: Final = 0.3  # time for a signal handler to write stacks
+_EXIT_CODE_FIELD: Final = 49  # index among the fields after the name in /proc/PID/stat
 
 
 class OwnProcess:
-    """The rank's process, from outside. `pid` None: the watcher is a thread of it."""
+    """The rank's process; `pid` is None if the watcher is a thread of it."""
 
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
@@ -25,28 +25,28 @@ class OwnProcess:
 
     @property
     def handle(self) -> int | None:
-        """Return a descriptor that can be read once the process has ended, None if there is none.
+        """Return a descriptor that becomes readable when the process ends; None if unavailable.
 
-        Unlike a connection it does not stay open while a process lives that the rank has forked.
+        Unlike a connection, it is not kept open by processes that the rank has forked.
         """
         return self._handle
 
     def has_ended(self) -> bool:
-        """Say whether the process is gone, or a zombie."""
+        """Return whether the process has ended or is a zombie."""
         if self._pid is not None and not self._has_gone:
             self._has_gone = not self._exists() or self._state()[:1] in ("Z", "X")
         return self._has_gone
 
     def is_stopped(self) -> bool:
-        """Say whether a signal or a debugger keeps the process from running."""
+        """Return whether a signal or a debugger has stopped the process."""
         return self._pid is not None and is_stopped(self._pid)
 
     def has_ended_well(self) -> bool:
-        """Say whether the process ended with code 0, if the kernel still knows."""
+        """Return whether the process ended with exit code 0, if the kernel still knows."""
         return self._status() == 0
 
     def fate(self) -> str:
-        """Return how the process ended, as far as the kernel still knows."""
+        """Return a text about how the process ended, if the kernel still knows."""
         status = self._status()
         if status is None:
             return "ended without a report"
@@ -54,14 +54,14 @@ class OwnProcess:
         return how_ended(code) + ("" if code < 0 else " and without a report")
 
     def _status(self) -> int | None:
-        """Return what a parent that waits for the process will get; None: it has got it."""
+        """Return the wait status of a zombie; None if its parent has already collected it."""
         fields = self._state().split()
         if len(fields) <= _EXIT_CODE_FIELD or fields[0] != "Z":
             return None
         return int(fields[_EXIT_CODE_FIELD])
 
     def send(self, number: int) -> None:
-        """Send a signal to the process, and to no other that may have its number later."""
+        """Send a signal to the process, but never to a later one with the same process id."""
         if self._pid is None or self._has_gone:
             return
         with contextlib.suppress(OSError):
@@ -71,9 +71,9 @@ class OwnProcess:
                 os.kill(self._pid, number)
 
     def stacks(self, number: int | None, file: str, max_bytes: int) -> str:
-        """Return the stacks as the rank's signal handler writes them, without its interpreter.
+        """Return the stacks that the rank's signal handler writes, which works without the GIL.
 
-        `number`: the signal, None where there is no handler; `file`: what the handler writes into.
+        `number` is the signal, None without a handler; `file` is the file that the handler writes.
         """
         if number is None:
             return "(its interpreter does not answer)"
@@ -90,7 +90,7 @@ class OwnProcess:
         return f"(holds the interpreter's lock)\n{text}"
 
     def _exists(self) -> bool:
-        assert self._pid is not None, "a thread's own process is there"
+        assert self._pid is not None, "a watcher thread runs in the rank's process"
         try:
             os.kill(self._pid, 0)
         except ProcessLookupError:
@@ -100,17 +100,17 @@ class OwnProcess:
         return True
 
     def _state(self) -> str:
-        """Return the kernel's line about the process behind its name, empty where there is none."""
+        """Return the line of /proc/PID/stat after the process name; empty if there is none."""
         return "" if self._pid is None else _state_of(self._pid)
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger keeps a process from running."""
+    """Return whether a signal or a debugger has stopped a process."""
     return _state_of(pid)[:1] in set(_STOPPED)
 
 
 def how_ended(code: int) -> str:
-    """Return how a process ended, by its exit code as subprocess gives it."""
+    """Return a text about how a process ended, given its exit code as in subprocess."""
     if code >= 0:
         return f"ended with code {code}"
     number = -code

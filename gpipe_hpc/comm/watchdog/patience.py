@@ -1,4 +1,4 @@
-"""Work of some ranks that takes longer than any wait between ranks may."""
+"""Work of some ranks that may take longer than the time-out of collectives."""
 
 import logging
 import math
@@ -21,25 +21,25 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 _MEET_EVERY_S: Final = 1.0
 _SAY_AFTER_S: Final = 60.0
-_NUM_LOOKS: Final = 20  # in the time in which idle work ends: on a large host each takes a while
+_NUM_LOOKS: Final = 20  # checks within idle_s; on a large host each one takes a while
 
 
 def patiently(
     world: World, where: str, work: Callable[[], T] | None, *, idle_s: float = math.inf
 ) -> T | None:
-    """Do `work` on those ranks that have some, while all stay in touch; return its result.
+    """Run `work` on the ranks that have some, while all ranks stay in contact; return its result.
 
-    Every rank calls it. The work is done by a thread of its own, and the ranks meet once a second
-    until all are done: so none waits for long in one collective, which a time-out would end, and
-    the failure of one is heard of by all. What `work` raises is raised on its rank. Work that takes
-    long says where it is after a minute, and then each time after twice as long. A file system that
-    does not answer raises nothing: work that neither reads, writes nor computes for `idle_s` ends
-    all with a StalledError.
+    A collective call. The work runs on a background thread, and the ranks synchronize once a second
+    until all are done. So no rank waits in a collective until it times out, and all ranks notice
+    the failure of one. Exceptions of `work` are raised on its rank. Long work is logged with its
+    stack after a minute, and then at doubling intervals. Because an unresponsive file system raises
+    no error, work that neither reads, writes nor computes for `idle_s` seconds ends all ranks with
+    a StalledError.
     """
     began_s = time.monotonic()
     with together(world, where):
         done = None if work is None else Work(partial(_on_device, world.device, work))
-        looks = None if done is None else _Looks(world, where, done.thread, idle_s)
+        looks = None if done is None else _ProgressMonitor(world, where, done.thread, idle_s)
         while True:
             if done is not None:
                 done.wait(_MEET_EVERY_S)
@@ -54,13 +54,13 @@ def patiently(
 
 
 def _on_device(device: Device, work: Callable[[], T]) -> T:
-    """Do work on a new thread, which knows no device yet."""
+    """Run `work` on a new thread, after setting its current device."""
     device.use()
     return work()
 
 
-class _Looks:
-    """Looks at a thread that works: says where it is if that takes long, and ends it if idle."""
+class _ProgressMonitor:
+    """Monitor of a working thread: logs where it is if it takes long, and raises if it is idle."""
 
     def __init__(self, world: World, where: str, thread: threading.Thread, idle_s: float) -> None:
         self._world, self._where, self._idle_s = world, where, idle_s
@@ -68,10 +68,10 @@ class _Looks:
         self._say_s, self._look_s = _SAY_AFTER_S, 0.0
 
     def look(self, spent_s: float) -> None:
-        """Look, if it is time to; StalledError where nothing is done any more."""
+        """Check the thread if it is time to; StalledError if it is idle."""
         if spent_s > self._say_s:
             log.warning(
-                "rank %d: %s takes long, %.0f s so far; it is now in\n%s",
+                "rank %d: %s has been running for %.0f s; its stack:\n%s",
                 *(self._world.rank, self._where, spent_s, self._watched.stack()),
             )
             self._say_s *= 2
@@ -81,23 +81,24 @@ class _Looks:
         if self._watched.idle_s() > self._idle_s:
             raise StalledError(
                 f"{self._where}: did not read, write or compute for {self._idle_s:g} s; check "
-                "whether the file system of the data answers, or raise comm.timeout_s. It is "
-                f"in\n{self._watched.stack()}"
+                "whether the file system of the data responds, or raise comm.timeout_s. Its "
+                f"stack:\n{self._watched.stack()}"
             )
 
 
 def patiently_here(
     world: World, where: str, work: Callable[[], T] | None, *, idle_s: float = math.inf
 ) -> T | None:
-    """Do as `patiently` does, with the work on the calling thread: another one meets the ranks.
+    """Do the same as `patiently`, but run `work` on the calling thread.
 
-    For what is to be measured where it will run. The calling thread hears of another rank's
-    failure once its work is done. Where its work does nothing for `idle_s` the others end.
+    A background thread synchronizes with the other ranks. For work that must be measured on the
+    thread that will run it. The calling thread notices another rank's failure after its work. If
+    the work is idle for `idle_s` seconds, the other ranks end.
     """
     if work is None:
         return patiently(world, where, None)
     with together(world, where):
-        meetings = _Meetings(world, where, idle_s)
+        meetings = _KeepAlive(world, where, idle_s)
         try:
             found = work()
         except BaseException:
@@ -107,26 +108,26 @@ def patiently_here(
     return found
 
 
-class _Meetings:
-    """A thread that meets the other ranks once a second while the calling one works."""
+class _KeepAlive:
+    """A thread that synchronizes with the other ranks once a second while the calling one works."""
 
     def __init__(self, world: World, where: str, idle_s: float) -> None:
         self._world, self._where = world, where
-        self._looks = _Looks(world, where, threading.current_thread(), idle_s)
+        self._looks = _ProgressMonitor(world, where, threading.current_thread(), idle_s)
         self._over, self._is_broken_off = threading.Event(), False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"{where}: in touch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Return once the work of all ranks is done; raises what ended the meetings before."""
+        """Block until the work of all ranks is done; raise the exception of the thread, if any."""
         self._over.set()
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def break_off(self) -> None:
-        """Come to no further meeting: this rank has failed, and the others are told otherwise."""
+        """Stop synchronizing: this rank has failed, and the others are informed in another way."""
         self._is_broken_off = True
         self._over.set()
 

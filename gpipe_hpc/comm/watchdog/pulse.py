@@ -1,4 +1,4 @@
-"""What a rank is doing, and for how long it may do one thing before somebody should look."""
+"""Current activity of a rank and its stall limit."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Idle:
-    """The time between two phases, which is the caller's own."""
+    """The time between two phases, which is spent in the user's own code."""
 
     after: str
 
@@ -38,12 +38,11 @@ class Idle:
 
 
 class Pulse:
-    """What the rank's thread does; another thread reads it, and the watcher from `display`.
+    """Activity tracker of a rank's thread, read by the failure board and the watcher process.
 
-    `limit_s`: how long one thing may take. What is not given is ten times the longest so far in
-    phases of the same name, 30 s at least, and half of `timeout_s` at most: that is also the limit
-    of the first phase of a name, be it a first step, a compilation, a checkpoint, a validation
-    or the indexing of data.
+    `limit_s` is the time that an action may take: `stall_s` if given, else ten times the longest
+    action so far in phases of the same name, between 30 s and half of `timeout_s`. The first phase
+    of a name may take half of `timeout_s`, because it may include compilation or indexing of data.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Pulse:
         self._longest_now_s = 0.0
 
     def note(self, activity: object) -> None:
-        """Begin something new."""
+        """Record the start of a new activity."""
         now_s = self._clock()
         self._longest_now_s = max(self._longest_now_s, now_s - self._since_s)
         self.count += 1
@@ -80,7 +79,7 @@ class Pulse:
             self._display.show_action(self.count, activity)
 
     def wait_for(self, ranks: Sequence[int] | None) -> None:
-        """Take note of the ranks that this one waits for; None: of none any more."""
+        """Record the ranks that this one waits for; None if it no longer waits."""
         self.waits_for = ranks
 
     def _turn(self, activity: Phase | Idle) -> None:
@@ -94,17 +93,17 @@ class Pulse:
 
     @property
     def is_inside(self) -> bool:
-        """Say whether the rank is within something that all do together."""
+        """Return whether the rank is in a phase that all ranks do together."""
         return not isinstance(self.activity, Idle)
 
     @property
     def waits(self) -> bool:
-        """Say whether it is for others to act."""
+        """Return whether the rank waits for other ranks."""
         return self.waits_for is not None or _waits_in_torch(self._thread)
 
     @property
     def limit_s(self) -> float:
-        """Return how long what is being done may take."""
+        """Return the time in seconds that the current activity may take."""
         if self._stall_s is not None:
             return self._stall_s
         longest_s = self._longest_s.get(self._phase)
@@ -123,12 +122,12 @@ class Pulse:
 
 
 def kind_of(phase: str) -> str:
-    """Return the name of a phase without what differs from one to the next."""
+    """Return the name of a phase without numbers, so that phases of one kind have equal names."""
     return re.sub(r"\d+", "", phase)
 
 
 def _waits_in_torch(thread: int) -> bool:
-    """Say whether a thread is within a call of torch.distributed that waits for other ranks."""
+    """Return whether a thread is in a torch.distributed call that waits for other ranks."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_filename.endswith(_STANDARD_WAITS):
         frame = frame.f_back

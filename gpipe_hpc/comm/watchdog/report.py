@@ -1,13 +1,16 @@
-"""What all ranks are told of the run's failure."""
+"""The failure report that all ranks receive."""
 
 import json
 from typing import NamedTuple
 
 
 class Report(NamedTuple):
-    """The words of the rank that failed first, and why: settings that cannot work, or a signal.
+    """Message of the rank that failed first, and the kind of failure.
 
-    `is_stop`: it was asked to stop from outside, so the same command goes on.
+    Args:
+        words: the error message.
+        is_mistake: whether the user's settings cannot work.
+        is_stop: whether a signal stopped the run, which the same command can resume.
     """
 
     words: str
@@ -16,10 +19,10 @@ class Report(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Report":
-        """Return what `written` has written."""
+        """Parse the text of `written`."""
         words, *why = json.loads(text)
         return cls(str(words), *(each is True for each in why[:2]))
 
     def written(self) -> str:
-        """Return it as a text, for a store."""
+        """Serialize the report for the store."""
         return json.dumps(self)

@@ -1,7 +1,7 @@
-"""Write a command's messages to the standard streams, which the ranks of a run share.
+"""Output of a command's messages to standard streams that all ranks of a run share.
 
-A stream may go away: its reader has ended (``... | head``), its disk is full, or the shell has
-closed it (``>&-``). No run depends on that: `keep_streams` lets a command go on without it.
+A stream may be lost: its reader has ended (``... | head``), its disk is full, or the shell has
+closed it (``>&-``). With `keep_streams` a command continues without it.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ _TELLING_S: Final = 2.0
 
 
 def say(text: str) -> None:
-    """Write a text and the end of its line in one piece, so that lines of ranks are not mixed.
+    """Write a line to stderr in a single call, so that lines of different ranks are not mixed.
 
-    `print` writes the end of the line separately if the text has several lines or Python does not
-    buffer. Launchers that collect the output of all ranks then join two lines. A text that cannot
-    be written is dropped.
+    `print` writes the line end separately if the text has several lines or Python does not buffer;
+    launchers that collect the output of all ranks then join two lines. Text that cannot be written
+    is dropped.
     """
     stream, piece = sys.stderr, f"{text}\n"
     if stream is None:
         return
     with contextlib.suppress(OSError, ValueError):
         stream.flush()
-        is_collected = stream is not sys.__stderr__  # or a bar is drawn below
+        is_collected = stream is not sys.__stderr__  # or a progress bar wraps it
         if is_collected:
             stream.write(piece)
             stream.flush()
@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 class _Streams:
-    """The standard streams of this process: which are lost, and the callbacks that report it."""
+    """The standard streams of this process, which of them are lost, and callbacks for losses."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
@@ -62,7 +62,7 @@ class _Streams:
         stream = getattr(sys, name)
         is_own = stream is None or stream is getattr(sys, f"__{name}__")
         if descriptor != _INPUT and is_own and stream not in self._kept:
-            self._kept.append(_outlasting(stream, descriptor))
+            self._kept.append(_resilient_stream(stream, descriptor))
             setattr(sys, name, self._kept[-1])
             setattr(sys, f"__{name}__", self._kept[-1])
 
@@ -78,15 +78,15 @@ class _Streams:
             return
         self.lost[descriptor] = error
         for tell in self._tellers:
-            # By another thread: this one may be in the lock of the stream or of a log.
+            # On another thread: this one may hold the lock of the stream or of a log.
             thread = threading.Thread(target=tell, args=(_told(descriptor, error),), daemon=True)
-            with contextlib.suppress(RuntimeError):  # Python ends
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 thread.start()
                 self._threads.append(thread)
 
     @contextlib.contextmanager
     def told(self, tell: Callable[[str], object]) -> Iterator[None]:
-        """Call `tell` with a line about each stream that is lost by now or in the block."""
+        """Call `tell` with a line about each stream that is lost now or within the context."""
         for descriptor, error in self.lost.items():
             tell(_told(descriptor, error))
         self._tellers.append(tell)
@@ -114,15 +114,12 @@ def keep_streams() -> None:
 def telling_lost_streams(
     tell: Callable[[str], object],
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a block that calls `tell` with a line about each stream lost by now or within it."""
+    """Return a context that calls `tell` with a line about each stream lost so far or within it."""
     return _STREAMS.told(tell)
 
 
 def code_of_output(code: int) -> int:
-    """Return the exit code of a command whose purpose is what it prints: 1 if that was lost.
-
-    A reader that ends early (``... | head``) and a closed stream are intended by the user.
-    """
+    """Return the exit code of a command whose purpose is its output: 1 if the output was lost."""
     if sys.stdout is not None:
         sys.stdout.flush()
     error = _STREAMS.lost.get(_OUTPUT)
@@ -132,22 +129,22 @@ def code_of_output(code: int) -> int:
     return code or 1
 
 
-class _Outlasting(io.FileIO):
-    """The descriptor of a standard stream; after a failed write, further writes do nothing."""
+class _ResilientFile(io.FileIO):
+    """File object of a standard stream that ignores further writes after one has failed."""
 
     def write(self, data: Any) -> int:
         try:
             while (written := super().write(data)) is None:
-                select.select([], [self], [])  # somebody has made it one that does not wait
+                select.select([], [self], [])  # another process has made it non-blocking
         except OSError as error:
             _STREAMS.lose(self.fileno(), error)
             return len(data)
         return written
 
 
-def _outlasting(stream: Any, descriptor: int) -> Any:
-    """Return a stream like the one that writes to a descriptor."""
-    raw: Any = _Outlasting(descriptor, "w", closefd=False)
+def _resilient_stream(stream: Any, descriptor: int) -> Any:
+    """Return a text stream like `stream` that ignores writes after one has failed."""
+    raw: Any = _ResilientFile(descriptor, "w", closefd=False)
     if stream is None:
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace")
     with contextlib.suppress(OSError):

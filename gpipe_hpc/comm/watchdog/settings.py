@@ -1,4 +1,4 @@
-"""How closely ranks watch one another."""
+"""Time limits of the watchdog."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,13 +8,15 @@ DEFAULT_SILENCE_S: Final = 15.0
 
 @dataclass(frozen=True)
 class Watchfulness:
-    """When a rank is spoken of, and when it is given up.
+    """When the watchdog warns of a rank and when it considers it lost.
 
-    `silence_s`: without a sign of life for so long, in seconds, a rank counts as lost; all are
-    told after 0.4 of it. `stall_s`: a rank that lives but does nothing new for so long is named;
-    None for what `Pulse` derives from the steps so far. `ends_process`: once the run has failed,
-    this process ends, whatever its threads do; if not, only where it is stuck in something that
-    all ranks do together.
+    Args:
+        silence_s: seconds without a sign of life after which a rank is lost; all ranks are warned
+            after 0.4 of it.
+        stall_s: seconds without progress after which a live rank is reported; None for a limit that
+            `Pulse` derives from previous steps.
+        ends_process: whether to end this process once the run has failed, whatever its threads do;
+            otherwise only if it is stuck in a phase that all ranks do together.
     """
 
     silence_s: float = DEFAULT_SILENCE_S

@@ -1,4 +1,4 @@
-"""What the silence of a neighbour means, by how long it lasts."""
+"""Classification of a neighbour by the duration of its silence."""
 
 from enum import Enum
 from typing import Final, NamedTuple
@@ -6,33 +6,33 @@ from typing import Final, NamedTuple
 from gpipe_hpc.comm.watchdog.link import Link
 
 BEAT_S: Final = 1.0
-"""Seconds from one sign of life to the next."""
+"""Interval of heartbeats in seconds."""
 
 SUSPECT_SHARE: Final = 0.4
-"""Of the time after which a rank counts as lost: from then on it is said to be silent."""
+"""Share of the time to loss after which a warning about a silent rank is sent."""
 
-_SUSPECT_BEATS: Final = 2.5  # more than two: one may come late
+_SUSPECT_BEATS: Final = 2.5  # more than two, because one may be late
 _RECONNECT_S: Final = 3.0
 
 
 class Sign(Enum):
-    """What is new about a neighbour."""
+    """Change of a neighbour's state."""
 
-    HELPER = "helper"  # its helper has ended, and no other has come
-    SILENT = "silent"  # for good
+    HELPER = "helper"  # its watcher process has ended and was not replaced
+    SILENT = "silent"  # lost
     SUSPECT = "suspect"
     AGAIN = "again"
 
 
 class Finding(NamedTuple):
-    """What is new about a neighbour, and the words for it."""
+    """Change of a neighbour's state and its description."""
 
     sign: Sign
     text: str
 
 
 def judge(link: Link, rank: int, silence_s: float, now_s: float) -> Finding | None:
-    """Return what is new about a neighbour of `rank`; None if nothing is."""
+    """Return the change of state of a neighbour of `rank`; None if there is none."""
     if link.has_left:
         return None
     if link.ended_s is not None:
@@ -56,7 +56,7 @@ def judge(link: Link, rank: int, silence_s: float, now_s: float) -> Finding | No
 
 
 def silence_told(link: Link, rank: int, now_s: float) -> str:
-    """Return what is said of a neighbour of `rank` that is lost by its silence."""
+    """Return the description of a neighbour of `rank` that is lost because of its silence."""
     silent_s = link.silent_s(now_s)
     return f"gave no sign of life to rank {rank} for {silent_s:.0f} s ({_helper_of(link)})"
 
@@ -66,5 +66,5 @@ def _helper_of(link: Link) -> str:
 
 
 def is_overdue(link: Link, now_s: float) -> bool:
-    """Say whether a neighbour has missed its beats, without a word on whether that is much."""
+    """Return whether heartbeats of a neighbour are missing."""
     return link.silent_s(now_s) > _SUSPECT_BEATS * BEAT_S

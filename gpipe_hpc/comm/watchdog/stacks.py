@@ -1,4 +1,4 @@
-"""Where the threads of this process are."""
+"""Stack traces of the threads of this process."""
 
 import faulthandler
 import io
@@ -15,7 +15,7 @@ _NUM_TRIED: Final = 8
 
 
 def all_stacks(first: int) -> str:
-    """Return the stacks of all threads but the caller's, that of `first` ahead of all others."""
+    """Return the stacks of all threads except the caller's, that of thread `first` first."""
     own = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda entry: entry[0] != first)
@@ -28,10 +28,10 @@ def all_stacks(first: int) -> str:
 
 
 class StackSignal:
-    """A signal that makes this process write its stacks, even while a call holds the interpreter.
+    """A signal at which this process writes its stacks, even while a call holds the GIL.
 
-    `number` is None where no signal is free. The handler stays when the object goes: a signal that
-    came later would otherwise end the process.
+    `number` is None if no signal is free. The handler stays installed when the object is deleted,
+    because a later signal would otherwise end the process.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class StackSignal:
 
     @property
     def descriptor(self) -> int:
-        """Return the file in which the stacks appear; -1 if there is none."""
+        """Return the descriptor of the file to which stacks are written; -1 if there is none."""
         return -1 if self._file is None else self._file.fileno()
 
 
 def _free_signal() -> int | None:
-    """Return a real-time signal for which nobody has a handler."""
+    """Return a real-time signal without a handler; None if there is none."""
     if not hasattr(signal, "SIGRTMAX") or not hasattr(faulthandler, "register"):
         return None
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMAX - 1 - _NUM_TRIED, -1):

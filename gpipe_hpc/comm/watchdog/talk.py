@@ -1,4 +1,4 @@
-"""Two watchers make sure of each other before they believe a word."""
+"""Mutual authentication of two watcher processes over a connection."""
 
 import os
 from typing import Final
@@ -6,18 +6,18 @@ from typing import Final
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.watchdog.lines import Line, Message
 
-_MAX_GREETING: Final = 4096  # bytes of a hello and a proof, which take less than 1,024
+_MAX_GREETING: Final = 4096  # limit in bytes of a hello and a proof, which need less than 1,024
 
 
 class Talk:
-    """One connection between watchers; `is_proven` once the other has shown that it is one of us.
+    """A connection between watchers; `is_proven` once the peer has proved the job's secret.
 
-    Both send a number never used before, and prove the secret over both numbers and both ranks: an
-    old proof is worth nothing. Who was called proves last, so a stranger who calls gets no proof
-    out of it. What comes on an unproven connection is never passed on, and it is closed once more
-    has come than a greeting takes. Nothing here waits.
+    Both sides send a fresh random number and prove the secret over both numbers and both ranks, so
+    an old proof cannot be replayed. The side that accepted the connection proves last, so an
+    unknown caller obtains no proof. Messages received before authentication are never passed on,
+    and the connection is closed if they exceed the size of a handshake. Nothing here blocks.
 
-    `expected`: the rank that was called; None where this end was.
+    `expected` is the rank to which this side connects; None if it accepted the connection.
     """
 
     def __init__(
@@ -34,21 +34,21 @@ class Talk:
         line.send({"kind": "hello", "rank": rank, "host": host, "number": self._own})
 
     def receive(self) -> list[Message]:
-        """Return what has come from a proven watcher."""
+        """Return the messages of an authenticated peer; advance the handshake otherwise."""
         room = _MAX_GREETING - self.line.num_read
         messages: list[Message] = []
         for message in self.line.receive() if self.is_proven else self.line.receive(room):
             if self.is_proven:
                 messages.append(message)
-            elif not self._shake(message):
+            elif not self._advance_handshake(message):
                 self.line.close()
                 return []
         if not self.is_proven and self.line.num_read >= _MAX_GREETING:
             self.line.close()
         return messages
 
-    def _shake(self, message: Message) -> bool:
-        """Take a step of the greeting; False where the other cannot be one of us."""
+    def _advance_handshake(self, message: Message) -> bool:
+        """Process one message of the handshake; return False if the peer fails it."""
         if message.get("kind") == "hello" and not self._theirs:
             rank, number = message.get("rank"), message.get("number")
             if not isinstance(rank, int) or not isinstance(number, str) or not number:
@@ -61,7 +61,7 @@ class Talk:
             return True
         if message.get("kind") == "proof" and self._theirs and self.peer is not None:
             label = _label(self.peer, self._rank)
-            proof = _bytes(message.get("proof"))
+            proof = _parse_hex(message.get("proof"))
             parts = self._theirs.encode(), self._own.encode()
             self.is_proven = self._secret.proves(proof, label, *parts)
             if self.is_proven and not self._calls:
@@ -79,7 +79,7 @@ def _label(source: int, destination: int) -> str:
     return f"watcher of rank {source} to that of rank {destination}"
 
 
-def _bytes(text: object) -> bytes:
+def _parse_hex(text: object) -> bytes:
     try:
         return bytes.fromhex(str(text))
     except ValueError:

@@ -1,4 +1,4 @@
-"""How long a rank may be told to wait."""
+"""Limits and checks of time-outs."""
 
 import math
 from typing import Final
@@ -6,15 +6,15 @@ from typing import Final
 from gpipe_hpc.errors import ConfigError
 
 MAX_TIMEOUT_S: Final = 1e6
-"""Some eleven days: in milliseconds, as poll and torch take it, little less than 2^31."""
+"""About eleven days: in milliseconds, as poll and torch use it, just below 2^31."""
 
 DEFAULT_REACH_S: Final = 20.0
-"""In which a host has to answer at all: with this all ranks have ended half a minute later."""
+"""Time in seconds within which a host must answer; all ranks then end within half a minute."""
 
 
 def checked_timeout(timeout_s: float, where: str) -> float:
-    """Return a time to wait in seconds; raise ConfigError for one that no wait takes."""
-    # Not a number is in no range, so this is asked the positive way.
+    """Return a time-out in seconds; raise ConfigError if it is out of range."""
+    # Written so that NaN fails the comparison.
     if isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_TIMEOUT_S:
         return float(timeout_s)
     got = "not a number" if isinstance(timeout_s, float) and math.isnan(timeout_s) else timeout_s

@@ -1,6 +1,6 @@
-"""The file that torchrun reads a failed worker's cause from, to print it last.
+"""The error file in which torchrun expects the cause of a worker's failure.
 
-Without one it says no more than an exit code and where to read about "error files". The form is
+Without the file, torchrun prints only an exit code and a link about "error files". The format is
 that of torch.distributed.elastic.multiprocessing.errors.
 """
 
@@ -18,15 +18,15 @@ _STDERR: Final = 2
 
 
 def tell_torchrun(message: str, *, is_cause: bool, whole: str = "") -> None:
-    """Leave `message` as what ended this process; no effect where no torchrun has started it.
+    """Write `message` as the reason why this process ends; does nothing without torchrun.
 
-    `whole`: the message below its traceback, which is left instead where torchrun prints elsewhere
-    than this process does: its report is then all that is seen.
+    `whole` is the message with its traceback. It is written instead if torchrun's output and this
+    process's go to different places, so that torchrun's report is all that a user sees.
 
-    torchrun counts whole seconds and calls the earliest file the root cause, and in one second
-    that of the lowest rank. So the time of the rank that failed is rounded down, and that of those
-    which stop because of it (`is_cause` is False) up. A rank that failed leaves its first words
-    before the others can hear of it, and what it says later keeps that time.
+    torchrun compares times in whole seconds and calls the earliest file the root cause; in one
+    second, that of the lowest rank. So the time of the rank that failed is rounded down, and that
+    of ranks that stop because of it (`is_cause` is False) is rounded up. A failed rank writes its
+    file before the others learn of it, and later messages keep the time of the first.
     """
     path = os.environ.get(FILE_VARIABLE)
     if not path:
@@ -40,7 +40,7 @@ def tell_torchrun(message: str, *, is_cause: bool, whole: str = "") -> None:
 
 
 def _moment(left: Path) -> int:
-    """Return the second in which this process failed: of what it has left already, or now."""
+    """Return the time of this process's failure in seconds: from an existing file, else now."""
     now = math.floor(time.time())
     try:
         return min(
@@ -51,7 +51,7 @@ def _moment(left: Path) -> int:
 
 
 def _is_seen() -> bool:
-    """Say whether what this process prints comes out where its launcher's own words do."""
+    """Return whether stderr of this process and of its launcher are the same file."""
     try:
         own, launchers = os.fstat(_STDERR), os.stat(f"/proc/{os.getppid()}/fd/{_STDERR}")
     except OSError:

@@ -1,7 +1,7 @@
-"""What a user reads of a traceback: it begins at frames of his own, and ours are left out.
+"""Removal of this package's frames from tracebacks, which then start at the user's code.
 
-Ours say nothing that the message does not. `GPIPE_HPC_TRACEBACK=full` in the environment keeps
-them, and the errors of connections that led to the report of another rank.
+Our frames add nothing to the error message. `GPIPE_HPC_TRACEBACK=full` in the environment keeps
+them, as well as the connection errors that led to another rank's report.
 """
 
 import os
@@ -19,26 +19,26 @@ TRACEBACK_VARIABLE: Final = "GPIPE_HPC_TRACEBACK"
 
 
 def _folder_of(package: str) -> str:
-    """Return where a package lies, without loading it."""
+    """Return the folder of a package without importing it."""
     found = find_spec(package)
     return str(Path(found.origin).parent) + os.sep if found and found.origin else os.devnull
 
 
-_OURS: Final = str(Path(__file__).parents[2]) + os.sep
+_OWN: Final = str(Path(__file__).parents[2]) + os.sep
 _PACKAGE: Final = __name__.partition(".")[0]
-_TORCHS: Final = _folder_of("torch")
-_PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_TORCH: Final = _folder_of("torch")
+_STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES: Final = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
-_OF_LAYERS: Final = (ActionError, ModelError)
+_LAYER_ERRORS: Final = (ActionError, ModelError)
 
 
 def shows_all_frames() -> bool:
-    """Say whether the environment asks for whole tracebacks."""
+    """Return whether the environment requests complete tracebacks."""
     return os.environ.get(TRACEBACK_VARIABLE, "").lower() == "full"
 
 
 class OwnFramesLeftOut:
-    """A block out of which errors come without our frames, nor those above the user's first."""
+    """Context manager that removes this package's frames from exceptions that leave it."""
 
     def __enter__(self) -> None:
         return None
@@ -54,29 +54,35 @@ class OwnFramesLeftOut:
 
 
 def leave_out_own_frames(error: BaseException) -> None:
-    """Cut the tracebacks of an error and of what caused it.
+    """Shorten the tracebacks of an error and its causes to the user's frames.
 
-    What was raised in here begins at the first frame of the user's, without those of torch: how it
-    calls a layer's forward says nothing. Where none is his, nothing is left of one of our messages,
-    nor of what such a message was made of. What none of this is true of, as a broken invariant of
-    ours, keeps its whole traceback.
+    The traceback of an error raised in this package starts at the user's first frame and omits
+    torch's frames below it. If it has no frame of the user, all frames are removed from our own
+    messages and from their causes. Other errors, such as a violated invariant of this package, keep
+    their complete traceback.
     """
     if shows_all_frames():
         return
     above: BaseException | None = None
     for each in list(_chain(error)):
         if above is not None and above.__cause__ is None and isinstance(each, GpipeError):
-            # What we tried before, and then tried again, is not what failed.
+            # `each` is the error of an earlier attempt, not the cause.
             above.__suppress_context__ = True
             return
-        # A layer may be a library's; what one says of a file it cannot read is in our message.
-        counts_installed = not isinstance(above, GpipeError) or isinstance(above, _OF_LAYERS)
-        is_within = isinstance(above, GpipeError) or _passes_here(each.__traceback__)
-        frames = list(_users(each.__traceback__, counts_installed, keeps_torchs=not is_within))
+        # A layer may come from a library; for other errors our message repeats the library's.
+        counts_installed = not isinstance(above, GpipeError) or isinstance(above, _LAYER_ERRORS)
+        is_within = isinstance(above, GpipeError) or _passes_through_package(each.__traceback__)
+        frames = list(
+            _user_frames(each.__traceback__, counts_installed, keeps_torchs=not is_within)
+        )
         is_ours = isinstance(each, GpipeError)
         if frames or is_ours or isinstance(each, KeyboardInterrupt):
-            each.__traceback__ = _linked(frames)
-        is_bug = isinstance(above, _OF_LAYERS) and not is_ours and _ends_here(each.__traceback__)
+            each.__traceback__ = _link_frames(frames)
+        is_bug = (
+            isinstance(above, _LAYER_ERRORS)
+            and not is_ours
+            and _ends_in_package(each.__traceback__)
+        )
         if isinstance(above, GpipeError) and not frames and not is_bug:
             above.__cause__, above.__suppress_context__ = _cause(each), True
         else:
@@ -84,23 +90,23 @@ def leave_out_own_frames(error: BaseException) -> None:
 
 
 def users_line(error: BaseException) -> str:
-    """Return the file's name and line of the user's innermost frame, as ``script.py:12``.
+    """Return file name and line of the user's innermost frame, as in ``script.py:12``.
 
-    That of a package which he has installed only where none is his own; "" where none is either.
+    Frames in installed packages count only if there is no other; "" if there is none.
     """
     frames = [each for each in _frames(error.__traceback__) if not _is_generated(each)]
     for counts_installed in (False, True):
         for each in reversed(frames):
             name = each.tb_frame.f_code.co_filename
-            if _is_users(name, counts_installed):
+            if _is_user_file(name, counts_installed):
                 return f"{Path(name).name}:{each.tb_lineno}"
     return ""
 
 
 def join_cause(error: BaseException) -> None:
-    """Let one of our messages and its cause be shown as one, which ends the process.
+    """Merge an uncaught error of this package and its cause into one traceback.
 
-    The frames of the cause stand below those of the message, which repeats what the cause says.
+    The frames of the cause follow those of the error, whose message already repeats the cause.
     """
     last = error
     while isinstance(last, GpipeError) and not shows_all_frames():
@@ -108,16 +114,17 @@ def join_cause(error: BaseException) -> None:
         if cause is None:
             return
         both = [*_frames(error.__traceback__), *_frames(cause.__traceback__)]
-        error.__traceback__ = _linked(both)
+        error.__traceback__ = _link_frames(both)
         error.__cause__, error.__context__ = cause.__cause__, cause.__context__
-        error.__suppress_context__ = cause.__suppress_context__  # set by a cause, too
+        error.__suppress_context__ = cause.__suppress_context__  # setting __cause__ changes it
         last = cause
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the user's own frames behind an error that a command says, as Python shows them.
+    """Return the formatted user frames of an error that a command prints.
 
-    Those of its cause if it is one of our messages; of a fault of ours the whole, else nothing.
+    For an error of this package these are the frames of its cause. Empty if there are none;
+    complete for a bug in this package.
     """
     leave_out_own_frames(error)
     shown = _cause(error) if isinstance(error, GpipeError) else error
@@ -134,7 +141,7 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what is shown as its causes."""
+    """Yield an error and the causes that Python would display."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -143,10 +150,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         following = _cause(following)
 
 
-def _ends_here(trace: TracebackType | None) -> bool:
-    """Say whether the innermost frame is ours, not that of a library that we or a layer called."""
+def _ends_in_package(trace: TracebackType | None) -> bool:
+    """Return whether the innermost frame belongs to this package."""
     files = [each.tb_frame.f_code.co_filename for each in _frames(trace)]
-    return bool(files) and files[-1].startswith(_OURS)
+    return bool(files) and files[-1].startswith(_OWN)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -155,46 +162,47 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _passes_here(trace: TracebackType | None) -> bool:
-    """Say whether any frame is ours."""
-    return any(each.tb_frame.f_code.co_filename.startswith(_OURS) for each in _frames(trace))
+def _passes_through_package(trace: TracebackType | None) -> bool:
+    """Return whether any frame belongs to this package."""
+    return any(each.tb_frame.f_code.co_filename.startswith(_OWN) for each in _frames(trace))
 
 
-def _users(
+def _user_frames(
     trace: TracebackType | None, counts_installed: bool, *, keeps_torchs: bool
 ) -> Iterator[TracebackType]:
-    """Yield the frames from the first that is the user's; none of ours.
+    """Yield the frames from the user's first one on, without this package's.
 
-    `counts_installed`: that may be in an installed package, too. `keeps_torchs`: torch's below it.
+    `counts_installed`: whether the first one may be in an installed package. `keeps_torchs`:
+    whether to keep torch's frames.
     """
     is_below = False
-    left_out = (_OURS,) if keeps_torchs else (_OURS, _TORCHS)
+    left_out = (_OWN,) if keeps_torchs else (_OWN, _TORCH)
     for each in _frames(trace):
         name = each.tb_frame.f_code.co_filename
-        is_below = is_below or _is_users(name, counts_installed)
+        is_below = is_below or _is_user_file(name, counts_installed)
         if is_below and not name.startswith(left_out):
             yield each
 
 
 def _is_generated(each: TracebackType) -> bool:
-    """Say whether a frame is of what `dataclass` or `namedtuple` has written for our classes."""
+    """Return whether a frame is code generated by `dataclass` or `namedtuple` for this package."""
     module = str(each.tb_frame.f_globals.get("__name__", ""))
     is_ours = module.startswith(("namedtuple_", f"{_PACKAGE}."))
     return is_ours and each.tb_frame.f_code.co_filename == "<string>"
 
 
-def _is_users(file: str, counts_installed: bool) -> bool:
-    if file.startswith((_OURS, _TORCHS, "<frozen ")):
+def _is_user_file(file: str, counts_installed: bool) -> bool:
+    if file.startswith((_OWN, _TORCH, "<frozen ")):
         return False
     if file.startswith(_PACKAGES):
         return counts_installed
-    return not file.startswith(_PYTHONS)
+    return not file.startswith(_STDLIB)
 
 
-def _linked(frames: list[TracebackType]) -> TracebackType | None:
+def _link_frames(frames: list[TracebackType]) -> TracebackType | None:
     linked: TracebackType | None = None
     for each in reversed(frames):
-        # A signal may come before a frame has reached its first line: then it is at none.
+        # A signal may interrupt a frame before its first line; its tb_lineno is then None.
         number = each.tb_lineno or each.tb_frame.f_code.co_firstlineno
         linked = TracebackType(linked, each.tb_frame, each.tb_lasti, number)
     return linked

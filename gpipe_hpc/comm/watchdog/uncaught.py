@@ -1,8 +1,8 @@
-"""What an error that nobody catches prints in a script of several ranks: one message.
+"""Handling of uncaught exceptions in scripts of several ranks: each error is printed once.
 
-It stands, below the user's traceback, on the rank where it happened. The others say in a line why
-they stop, and so does each rank that Ctrl-C ends. torchrun is told the same, so that its own report
-ends with the cause.
+The rank that failed prints the message below the user's traceback. Each other rank prints one line
+with the reason why it stops, and so does each rank interrupted by Ctrl-C. torchrun receives the
+same messages, so that its report ends with the cause.
 """
 
 import _thread
@@ -30,7 +30,7 @@ from gpipe_hpc.comm.watchdog.tracebacks import (
 )
 from gpipe_hpc.errors import GpipeError, PeerError, words_of
 
-_MOST: Final = 160  # characters of what another rank has said in full
+_MOST: Final = 160  # characters of a message that another rank prints in full
 _ONE_PRESS_S: Final = 0.5
 _MOMENT_S: Final = 0.001
 _TABLE: Final = re.compile(r" \(table: [^)]*\)")
@@ -39,22 +39,22 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 class Telling(Protocol):
-    """A rank that can tell the others of its failure, as `ProcessWorld`."""
+    """A rank that can report its failure to the others, such as `ProcessWorld`."""
 
     rank: int
 
     @property
     def speaks(self) -> bool | None:
-        """Say whether this rank's failure is the run's; None while it has told none."""
+        """Return whether this rank's failure is the run's; None if it has reported none."""
 
     def fail(self, report: str) -> None:
-        """Tell every rank that this one failed."""
+        """Report to every rank that this one failed."""
 
 
 def watch_start(rank: int, size: int) -> None:
-    """Let `sys.excepthook` show one message for each error of ours.
+    """Install a `sys.excepthook` that prints errors of this package once.
 
-    Until the ranks are together, a mistake of all of them is shown in full by rank 0 alone.
+    Until the ranks are connected, only rank 0 prints an error that all ranks make in full.
     """
     hook = _hook()
     hook.start(rank, size)
@@ -63,12 +63,12 @@ def watch_start(rank: int, size: int) -> None:
 
 
 def watch_uncaught(world: Telling) -> None:
-    """Let `sys.excepthook` also tell the other ranks of what ends this process."""
+    """Make `sys.excepthook` also report to the other ranks what ends this process."""
     _hook().watch(world)
 
 
 def unwatch() -> None:
-    """Put back the hook that was there, as torch wraps what it finds when it forms its group."""
+    """Restore the previous `sys.excepthook`, because torch wraps the current one in new groups."""
     if isinstance(sys.excepthook, _Uncaught):
         sys.excepthook = sys.excepthook.before
 
@@ -82,13 +82,13 @@ def _hook() -> "_Uncaught":
 
 
 class _Uncaught:
-    """The hook; what was there before prints what is not ours to say."""
+    """The exception hook; the previous hook prints errors that do not concern this package."""
 
     def __init__(self, before: Hook) -> None:
         self.before = before
         self._rank, self._size = 0, 1
         self._is_joining = False
-        # The hook must not keep a world: it closes what it opened once nobody uses it.
+        # Weak references: an unused world closes its connections.
         self._worlds: list[weakref.ref[Telling]] = []
 
     def start(self, rank: int, size: int) -> None:
@@ -120,14 +120,14 @@ class _Uncaught:
             whole = "".join(traceback.format_exception(error))
             tell_torchrun(message, is_cause=True, whole=whole)
         else:
-            _say(line, f"rank {self._rank} stops, as another failed")
+            _print_and_report(line, f"rank {self._rank} stops, as another failed")
 
     def _line(self, error: Exception) -> str | None:
-        """Return what a rank says that stops for another's failure.
+        """Return the line of a rank that stops because of another rank's failure.
 
-        None where the error is its own, so that all of it is to be shown.
+        None if the error is its own and is printed in full.
         """
-        if isinstance(error, PeerError) and not _tells_of(error, self._rank):
+        if isinstance(error, PeerError) and not _is_own_report(error, self._rank):
             return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_brief(error)}"
         told = self._tell(f"{_place(error)}{words_of(error)}")
         is_all_ranks = self._is_joining and self._rank > 0 and isinstance(error, GpipeError)
@@ -137,18 +137,18 @@ class _Uncaught:
         return f"gpipe_hpc: rank {self._rank} stops too: {text}"
 
     def _end_interrupted(self, error: KeyboardInterrupt) -> None:
-        # A launcher passes on what the terminal has sent to its processes too: this is one press.
+        # The launcher may forward the same Ctrl-C again.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         leave_out_own_frames(error)
         place = _place(error).removesuffix(": ")
         line = f"rank {self._rank} was interrupted" + (f" at {place}" if place else "")
-        _say(f"gpipe_hpc: {line}", line)
-        # From here on another ends the process at once, whatever it is in.
+        _print_and_report(f"gpipe_hpc: {line}", line)
+        # From here on another Ctrl-C ends the process at once.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._tell(f"{_place(error)}interrupted")
 
     def _tell(self, what: str) -> list[bool | None]:
-        """Tell the ranks of each world; return whether this rank's failure is the run's."""
+        """Report the failure in each world; return whether it is the run's failure."""
         worlds = [world for each in self._worlds if (world := each()) is not None]
         for world in worlds:
             if world.speaks is None:
@@ -157,11 +157,11 @@ class _Uncaught:
 
 
 class _Interrupts:
-    """Lets each Ctrl-C be one `KeyboardInterrupt`: not two, and not none.
+    """Make each Ctrl-C raise exactly one `KeyboardInterrupt`.
 
-    A launcher passes on what the terminal has sent to its processes too: that is one press. What is
-    raised in a destructor cannot go on, so Python prints it and the program is not interrupted:
-    here it comes once more, a moment later. What was there before prints what else is raised there.
+    A launcher forwards a signal that the terminal already sent to its processes; both count as one.
+    A KeyboardInterrupt raised in a destructor is only printed by Python and would be lost: it is
+    raised again a moment later. The previous hook handles all other unraisable exceptions.
     """
 
     def __init__(self, before: Callable[["sys.UnraisableHookArgs"], object]) -> None:
@@ -170,14 +170,14 @@ class _Interrupts:
         self._is_telling = self._is_over = False
 
     def install(self) -> None:
-        """Take the place of Python's own handler; a handler of the user's stays."""
+        """Replace Python's default SIGINT handler; a handler set by the user stays."""
         sys.unraisablehook = self
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._interrupt)
 
     def stop(self) -> None:
-        """Interrupt no more by itself, as the process ends anyway."""
+        """Stop raising interrupts again, because the process is ending."""
         self._is_over = True
 
     def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
@@ -186,7 +186,7 @@ class _Interrupts:
             return
         self._is_telling = True
         _thread.start_new_thread(self._interrupt_again, ())
-        self._is_telling = False  # the last of all: what is raised in a hook is lost again
+        self._is_telling = False  # last, because an exception in a hook would be lost again
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -200,28 +200,28 @@ class _Interrupts:
         time.sleep(_MOMENT_S)
         if not self._is_over:
             self._came_s = -math.inf
-            # A signal, as it also wakes what waits.
+            # A signal also interrupts blocking calls.
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def _say(line: str, reported: str) -> None:
-    """Print a line; torchrun, which has the cause from another rank, is told less."""
+def _print_and_report(line: str, reported: str) -> None:
+    """Print a line; torchrun, which gets the cause from another rank, receives `reported`."""
     say(line)
     tell_torchrun(reported, is_cause=False, whole=line)
 
 
-def _tells_of(error: PeerError, rank: int) -> bool:
-    """Say whether the report is this rank's own: it has waited in vain, and nobody has failed."""
+def _is_own_report(error: PeerError, rank: int) -> bool:
+    """Return whether the report is this rank's own: its wait timed out and no rank has failed."""
     return re.match(rf"rank {rank}\b", str(error)) is not None
 
 
 def _brief(error: BaseException) -> str:
-    """Return how a message begins, without the table; all of it stands where it happened."""
+    """Return the first line of a message, without tables; the failed rank prints all of it."""
     first = _TABLE.sub("", (str(error).splitlines() or [""])[0])
     return textwrap.shorten(first, _MOST, placeholder=" ...")
 
 
 def _place(error: BaseException) -> str:
-    """Return the user's innermost line, for ranks that do not see the traceback."""
+    """Return a prefix with the user's innermost line, for ranks that do not see the traceback."""
     line = users_line(error)
     return f"{line}: " if line else ""

@@ -1,4 +1,4 @@
-"""The helper process of a rank: it looks at its rank, listens to neighbours, and passes news on."""
+"""Watcher process of a rank: monitors the rank, exchanges heartbeats and forwards news."""
 
 import contextlib
 import os
@@ -30,19 +30,19 @@ from gpipe_hpc.comm.watchdog.silence import (
 from gpipe_hpc.comm.watchdog.talk import Talk
 
 _LONGEST_WAIT_S: Final = 0.25
-_PAUSE_S: Final = 2.0  # a turn that takes longer: this process itself did not run
+_PAUSE_S: Final = 2.0  # a longer iteration means that this process did not run
 _UNREACHED_S: Final = 30.0
 _LINGER_S: Final = 2.0
-_REJOIN_S: Final = 3.0  # in which one that replaces another finds its neighbours before it leaves
+_REJOIN_S: Final = 3.0  # time for a replacement to find its neighbours before it leaves
 _STACK_S: Final = 2.0
 _ANSWER_AGAIN_S: Final = 2.0
-_KILL_S: Final = 12.0  # from news of a failure to the end of a rank that does not end by itself
+_KILL_S: Final = 12.0  # time from a failure until a rank that does not end by itself is killed
 _MAX_STACK: Final = 6000
 _MAX_WAITING: Final = 3
 
 
 class Watcher:
-    """One rank's watcher. `line` leads to the rank, `own` is its process."""
+    """One rank's watcher. `line` is the connection to the rank, `own` is the rank's process."""
 
     def __init__(self, line: Line, own: OwnProcess) -> None:
         self._line, self._own = line, own
@@ -61,7 +61,7 @@ class Watcher:
         self._is_second = self._leaves = False
 
     def run(self) -> None:
-        """Watch until the rank has left or is gone, and the others know."""
+        """Monitor until the rank has left or is lost and the other ranks know."""
         try:
             while not self._is_done():
                 self._turn()
@@ -77,7 +77,7 @@ class Watcher:
         return self._now_s >= self._ends_s or (self._told.has_left and not self._near.talks())
 
     def _turn(self) -> None:
-        """Wait for something to happen, at most for a moment, and act on it."""
+        """Wait for events, at most for a moment, and handle them."""
         poller = select.poll()
         calls: dict[int, Callable[[], None]] = {}
         for descriptor, mask, call in self._interests():
@@ -100,21 +100,21 @@ class Watcher:
 
     def _interests(self) -> Iterator[tuple[int, int, Callable[[], None]]]:
         if self._line.is_open:
-            yield self._line.fileno(), _mask(self._line), self._hear_rank
+            yield self._line.fileno(), _poll_mask(self._line), self._hear_rank
         if self._own.handle is not None and not self._told.has_left and self._news.failed_s is None:
             yield self._own.handle, select.POLLIN, self._look_at_rank
         for listener in self._near.listeners:
             yield listener.fileno(), select.POLLIN, partial(self._accept, listener)
         for talk in self._near.talks():
-            yield talk.line.fileno(), _mask(talk.line), partial(self._hear, talk)
+            yield talk.line.fileno(), _poll_mask(talk.line), partial(self._hear, talk)
 
     def _forgive(self, pause_s: float) -> None:
-        """A time in which this process did not run (suspended with all others) proves nothing."""
+        """Exclude a pause of this process, as when a host is suspended, from all durations."""
         if pause_s >= _PAUSE_S:
             self._near.forgive(pause_s)
             self._told.forgive(pause_s)
 
-    # What the rank says.
+    # Messages of the rank.
 
     def _hear_rank(self) -> None:
         self._line.flush()
@@ -155,10 +155,10 @@ class Watcher:
         self._near.begin(self._rank, message["size"], secret)
 
     def _listen(self, message: Message) -> None:
-        """Listen on an address of this machine; answer with the port."""
+        """Listen on an address of this machine and report the port."""
         host = message["host"]
         try:
-            # If this helper replaces another: on its port.
+            # A replacement listens on the same port as the previous watcher.
             port = self._near.listen(host, message.get("port", 0))
         except OSError as error:
             self._line.send({"kind": "listening", "host": host, "port": 0, "error": str(error)})
@@ -166,7 +166,7 @@ class Watcher:
         self._line.send({"kind": "listening", "host": host, "port": port})
 
     def _leave_if_asked(self) -> None:
-        """Leave, but not before the neighbours can be told by one that has just begun."""
+        """Leave if requested, once the neighbours of a newly started watcher can be informed."""
         if not self._leaves or self._told.has_left:
             return
         is_late = self._now_s > self._began_s + _REJOIN_S
@@ -174,16 +174,16 @@ class Watcher:
             self._leave()
 
     def _leave(self) -> None:
-        """The rank ends its part in good order, or after a failure that all know."""
+        """Tell the neighbours that the rank has ended without failure, or after a known one."""
         self._told.has_left = True
-        # With its last action: the latest beat may be older than that.
+        # With its last action, which may be newer than the latest heartbeat.
         self._near.tell(self._beat_message() | {"kind": "left"})
         self._near.drop_strangers()
         if self._news.failed_s is None or not self._told.ends:
-            # The others hang up when they have heard it.
+            # The neighbours close their connections when they have received it.
             self._ends_s = self._now_s + _LINGER_S
 
-    # How the rank is.
+    # State of the rank.
 
     def _look_at_rank(self) -> None:
         if self._ends_s is not None:
@@ -191,7 +191,7 @@ class Watcher:
         if self._view is not None:
             self._told.look_at(self._view.read(), self._now_s)
         if self._own.has_ended():
-            # Code 0 in the middle of a step is no good end: a library or a layer has left Python.
+            # Exit code 0 in the middle of a step is a failure: a library or layer has exited.
             if self._own.has_ended_well() and not self._told.shows_together:
                 self._leave()
             elif not self._told.has_left and self._news.failed_s is None:
@@ -200,7 +200,7 @@ class Watcher:
             return
         hung_up_s = self._told.hung_up_s
         if hung_up_s is not None and self._now_s > hung_up_s + _LINGER_S:
-            # It lives without its connection: it has become another program.
+            # The process is alive without its connection: it has executed another program.
             self._ends_s = self._now_s
             return
         self._look_whether_stopped()
@@ -236,9 +236,10 @@ class Watcher:
             self._warn(warning, f"silent {self._rank}")
 
     def _end_rank(self) -> None:
-        """End a rank that does not end by itself though the run has failed.
+        """Kill a rank that does not end by itself after the run has failed.
 
-        One that is stopped too: it holds the run's lock, and its launcher waits for it.
+        This includes a rank stopped by a signal, because it holds the run's lock and its launcher
+        waits for it.
         """
         assert self._news.failed_s is not None, "no failure"
         told = self._told
@@ -255,7 +256,7 @@ class Watcher:
         self._ends_s = self._now_s + _LINGER_S
 
     def _look_at_progress(self) -> None:
-        """Say so where the rank lives but does nothing new for long."""
+        """Report a rank that is alive but makes no progress."""
         told = self._told
         unchanged_s = self._now_s - told.changed_s
         if told.stack_asked_s is not None and self._now_s > told.stack_asked_s + _STACK_S:
@@ -269,13 +270,13 @@ class Watcher:
             self._ask_for_stack()
 
     def _call(self) -> None:
-        """Ask all ranks who holds this one up."""
+        """Ask all ranks which one blocks this rank."""
         news = {"kind": "call", "name": "call", "unchanged_s": self._now_s - self._told.changed_s}
         if self._spread(news, again_s=3.0):
             self._answer(news)
 
     def _answer(self, call: Message) -> None:
-        """Say who may hold others up: this rank if it does nothing new, a silent neighbour."""
+        """Report what may block other ranks: this rank without progress, or a silent neighbour."""
         told = self._told
         unchanged_s = self._now_s - told.changed_s
         if told.stopped_s is not None:
@@ -327,7 +328,7 @@ class Watcher:
             self._listen_to(link, message)
 
     def _say_links(self) -> None:
-        """Tell the rank whether all neighbours can be reached, when that may have changed."""
+        """Tell the rank whether all neighbours are connected, if that may have changed."""
         are_all = self._near.take_change()
         if are_all is not None:
             self._line.send({"kind": "links", "all": are_all})
@@ -389,8 +390,8 @@ class Watcher:
         if names:
             text = (
                 f"rank {self._rank} on {self._host} is not in touch with {', '.join(names)} after "
-                f"{_UNREACHED_S:.0f} s: if one of them falls silent, that is found only after "
-                f"comm.timeout_s; let the ranks reach one another on any port"
+                f"{_UNREACHED_S:.0f} s: a failure of one of them would be detected only after "
+                f"comm.timeout_s; allow connections between the hosts on all ports"
             )
             self._line.send({"kind": "warning", "text": text})
 
@@ -401,7 +402,7 @@ class Watcher:
         self._spread(news | {"fate": fate, "doing": doing, "waiting": self._waiting(rank)})
 
     def _lose_all_of(self, silent: Link) -> None:
-        """A host that is cut off takes all its ranks: those that are silent are told with it."""
+        """Report all silent ranks of a host together, because the whole host may be cut off."""
         for link in self._near.links.values():
             alike = link is not silent and link.host == silent.host and not link.has_left
             if alike and link.silent_s(self._now_s) > SUSPECT_SHARE * self._silence_s:
@@ -412,26 +413,26 @@ class Watcher:
         self._spread({"kind": "warning", "name": name, "text": text}, again_s=self._silence_s / 2)
 
     def _waiting(self, silent: int) -> str:
-        """Return who waits here and at the neighbours, except for the silent one itself."""
+        """Return a text about this rank and neighbours that wait for others."""
         doings = {self._rank: self._told.text}
         doings |= {link.rank: link.doing for link in self._near.links.values() if not link.has_left}
         doings.pop(silent, None)
-        # Those that wait for the silent one itself first.
+        # First those that wait for the silent rank itself.
         texts = sorted(doings.items(), key=lambda each: not each[1].endswith(f"for rank {silent}"))
         found = [f"rank {rank} ({text})" for rank, text in texts if "waiting for" in text]
         return f"held up: {', '.join(found[:_MAX_WAITING])}; " if found else ""
 
     def _around(self) -> str:
-        """Return what the neighbours that can be heard do."""
+        """Return a text with the activities of connected neighbours."""
         links = [link for link in self._near.links.values() if not link.has_left]
         return ", ".join(f"rank {link.rank}: {link.doing}" for link in links[:8])
 
     def _spread(
         self, news: Message, again_s: float = float("inf"), source: Link | None = None
     ) -> bool:
-        """Pass news on to the rank and the neighbours, unless heard before; say if they are new.
+        """Send news to the rank and the neighbours unless known; return whether they are new.
 
-        The same may be news again after `again_s` seconds.
+        Equal news are new again after `again_s` seconds.
         """
         news = self._news.number(news, self._rank)
         if not self._news.is_new(news, again_s, self._now_s):
@@ -446,14 +447,14 @@ def _stopped_for(stopped_s: float) -> str:
     return f"has been stopped for {stopped_s:.0f} s, by a signal (SIGSTOP) or a debugger"
 
 
-def _mask(line: Line) -> int:
+def _poll_mask(line: Line) -> int:
     return select.POLLIN | (select.POLLOUT if line.has_unsent else 0)
 
 
 def main() -> None:
-    """Be the watcher of the process whose socket and number the command line gives."""
+    """Run as the watcher of the process whose socket and process id are in the command line."""
     descriptor, pid = (int(word) for word in sys.argv[-2:])
-    # What is sent to all processes of a job is meant for the ranks.
+    # Signals sent to all processes of a job are meant for the ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     Watcher(Line(socket.socket(fileno=descriptor)), OwnProcess(pid)).run()

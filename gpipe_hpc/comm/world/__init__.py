@@ -1,1 +1,1 @@
-"""How processes and threads become ranks: launcher, rendezvous, mesh, worlds."""
+"""Creation of ranks from processes or threads: launcher, rendezvous, mesh, worlds."""

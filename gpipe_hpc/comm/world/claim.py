@@ -1,4 +1,4 @@
-"""Each rank has a device of its own: those that two ranks have taken are refused by name."""
+"""Check that no two ranks use the same device."""
 
 import logging
 
@@ -12,19 +12,25 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 
 def claim_device(store: Store, device: Device, rank: int, name: str, backend: str) -> None:
-    """Take a device for a rank; raise ConfigError where another rank has taken it.
+    """Reserve a device for a rank; raise ConfigError if another rank uses it.
 
-    What is compared is the device itself, not its number: a launcher may show each rank its own
-    alone. `name`: what was asked for; one with an index may be shared, over a `backend` that goes
-    by way of the host. Slices of one device (MIG) are devices of their own. Costs a rank two words
-    with the store, whatever the number of ranks.
+    Devices are compared by identity, not by index, because a launcher may expose a single device to
+    each rank. Partitions of one device (MIG) are separate devices. Each rank makes two requests to
+    the store, whatever the number of ranks.
+
+    Args:
+        store: store shared by all ranks.
+        device: device of this rank.
+        rank: this rank.
+        name: device in the settings; one with an index may be shared if `backend` is gloo.
+        backend: communication backend.
     """
     if not device.is_accelerator or (":" in name and backend == "gloo"):
         return
     if device.is_slice and backend != "gloo":
         log.warning(
-            "rank %d: %s is a slice of a device; if its backend, %s, stops because two ranks have "
-            "slices of one device ('Duplicate GPU detected'), set %s",
+            "rank %d: %s is a partition of a device; if its backend %s fails because two ranks "
+            "have partitions of one device ('Duplicate GPU detected'), set %s",
             *(rank, device.name, device.backend, setting("comm.backend", "gloo")),
         )
     key = f"devices/{device.identity}"
@@ -32,10 +38,10 @@ def claim_device(store: Store, device: Device, rank: int, name: str, backend: st
         store.set(f"{key}/first", str(rank))
         return
     first = int(store.get(f"{key}/first"))
-    shown = " (a process sees one slice, the first that it is shown)" if device.is_slice else ""
+    shown = " (a process uses only the first partition visible to it)" if device.is_slice else ""
     raise ConfigError(
         f"train.device: expected one for each rank, got {device.torch} ({device.name}) for rank "
         f"{first} and for rank {rank}; start at most as many ranks on a machine as it has devices, "
-        f"let the launcher show each rank its own{shown}, or, to share one on purpose, set "
+        f"make the launcher expose one to each rank{shown}, or, to share one on purpose, set "
         f"{setting('train.device', device.torch)}, and {setting('comm.backend', 'gloo')}"
     )

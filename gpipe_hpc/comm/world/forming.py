@@ -1,8 +1,8 @@
-"""Process groups of torch, formed by their members alone.
+"""Creation of torch process groups by their members alone.
 
-`dist.new_group` has every rank of the world take part, or derives the name of a group from how many
-the process has, which ranks need not agree on. Here a name says the world, the ranks, and how many
-groups these ranks have formed before: that is the same on all members, and nobody else is asked.
+In `dist.new_group` every rank of the world takes part, or the name of a group depends on the number
+of groups of a process, on which ranks need not agree. Here the name consists of the world, the
+ranks and the number of groups formed by these ranks before, which is equal on all members.
 """
 
 import hashlib
@@ -25,30 +25,35 @@ from gpipe_hpc.comm.net.knocking import Place, calls, listening, unanswered
 from gpipe_hpc.errors import LaunchError
 from gpipe_hpc.torch_compat import default_store, new_process_group, ranks_of_groups
 
-_GLOO: Final = "gloo"  # in the names of backends that callers give
-_LONGEST_KNOCK_S: Final = 10.0  # in which a call is made four times
+_GLOO: Final = "gloo"  # as it appears in backend strings
+_LONGEST_KNOCK_S: Final = 10.0  # TCP retries a connection four times meanwhile
 
 Exchange = Callable[[str, str, Collection[int]], Mapping[int, str]]
-"""Tells some ranks, this one among them, a text under a name; returns all of theirs."""
+"""Publishes a text under a name to the given ranks, including this one; returns those of all."""
 Absent = Callable[[str, Collection[int]], Sequence[int]]
-"""Returns which of some ranks have told nothing under a name by now."""
+"""Returns those of the given ranks that have published nothing under a name yet."""
 
 
-def _own_alone(name: str, text: str, ranks: Collection[int]) -> Mapping[int, str]:
+def _exchange_nothing(name: str, text: str, ranks: Collection[int]) -> Mapping[int, str]:
     return {}
 
 
-def _none_known(name: str, ranks: Collection[int]) -> Sequence[int]:
+def _report_none_absent(name: str, ranks: Collection[int]) -> Sequence[int]:
     return ()
 
 
 class Former:
-    """Forms the groups of one world; `name` tells it from other worlds of the same ranks.
+    """Factory of the process groups of one world.
 
-    `exchange`: returns once all members of a group have called it. Forming itself waits for them on
-    the store, where the failure of one would not end the wait. `address`: of this host, on which
-    Gloo listens; None for its own choice. `reach_s`: in which ranks of other hosts have to answer.
-    `absent`: who has not called `exchange`.
+    Args:
+        name: name of the world, unique among worlds of the same ranks.
+        timeout: time-out of the groups.
+        backend: default backend.
+        exchange: waits until all members of a group have called it. torch itself would wait for
+            them on the store, where the failure of a member does not end the wait.
+        address: address of this host on which Gloo listens; None for Gloo's own choice.
+        reach_s: time within which ranks of other hosts must answer.
+        absent: returns the ranks that have not called `exchange`.
     """
 
     def __init__(
@@ -56,10 +61,10 @@ class Former:
         name: str,
         timeout: timedelta,
         backend: str,
-        exchange: Exchange = _own_alone,
+        exchange: Exchange = _exchange_nothing,
         address: str | None = None,
         reach_s: float = _LONGEST_KNOCK_S,
-        absent: Absent = _none_known,
+        absent: Absent = _report_none_absent,
     ) -> None:
         self._exchange, self._absent, self._chosen = exchange, absent, address
         self._reach_s = min(reach_s, _LONGEST_KNOCK_S)
@@ -67,36 +72,36 @@ class Former:
         self._num_formed: Counter[tuple[int, ...]] = Counter()
 
     def form(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """Form a group of world ranks, this one among them; each of them calls it, nobody else.
+        """Form a process group of world ranks; called by all of its members and by no other rank.
 
-        `backend`: None for that of the other groups. Where Gloo is part of it, all members are
-        connected with one another then, so a group should be small; what a rank asks the store for
-        grows with the logarithm of the members elsewhere. Raises LaunchError, on all members, where
-        one cannot be reached by another.
+        If the backend includes Gloo, all members connect with one another, so the group should be
+        small. With other backends the number of store requests of a rank grows with the logarithm
+        of the group size. Raises LaunchError on all members if one cannot be reached by another.
+        `backend` is None for the default.
         """
         members = tuple(ranks)
-        name, chosen = self._named(members), backend or self._backend
+        name, chosen = self._group_name(members), backend or self._backend
         if _GLOO in chosen:
             self._meet(name, members, dist.get_rank())
         else:
             self._meet_in_rounds(name, members, dist.get_rank())
-        return self._entered(name, members, chosen)
+        return self._create_group(name, members, chosen)
 
     def show(self, ranks: Sequence[int], start_broadcast: StartBroadcast) -> dist.ProcessGroup:
-        """Let torch see ranks that are connected already as a group; it waits for nobody."""
+        """Register already connected ranks with torch as a group; does not wait for other ranks."""
         register()
         members = tuple(ranks)
-        return self._entered(self._named(members), members, FACE_NAME, start_broadcast)
+        return self._create_group(self._group_name(members), members, FACE_NAME, start_broadcast)
 
-    def _named(self, members: tuple[int, ...]) -> str:
+    def _group_name(self, members: tuple[int, ...]) -> str:
         self._num_formed[members] += 1
         digest = hashlib.sha256(str(members).encode()).hexdigest()[:32]
         return f"{self._name}_{digest}_{self._num_formed[members]}"
 
-    def _entered(
+    def _create_group(
         self, name: str, members: tuple[int, ...], backend: str, given: object = None
     ) -> dist.ProcessGroup:
-        """Make a group and enter it into torch's lists; `given`: what the backend is made with."""
+        """Create a process group and register it with torch; `given` are the backend's options."""
         default: Any = dist.group.WORLD
         is_gloo = _GLOO in backend
         if is_gloo:
@@ -113,8 +118,8 @@ class Former:
                 backend_options=given,
                 timeout=self._timeout,
             )
-        # torch < 2.14 gives a mixed group NCCL's or its own Gloo's. A group made by `show` has no
-        # backend: with a default one torch 2.14 would ask it for its size.
+        # torch < 2.14 sets the default backend of a mixed group to NCCL or its own Gloo. A group of
+        # `show` has no backend: torch 2.14 would query the size of a default one.
         if is_gloo and formed.name() == "undefined":
             formed._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         places = {rank: position for position, rank in enumerate(members)}
@@ -127,32 +132,34 @@ class Former:
         return gloo.listening_address(self._chosen)
 
     def open_device(self) -> Any:
-        """Let Gloo listen for connections of two ranks."""
+        """Open a Gloo device that listens for pairwise connections."""
         return gloo.open_device(self._address)
 
     def connect(self, pair: tuple[int, int], device: Any) -> dist.ProcessGroupGloo:
-        """Connect two world ranks over Gloo, this one among them; both call it, nobody else.
+        """Connect two world ranks over Gloo; called by both and by no other rank.
 
-        What is returned sends and receives. Torch does not list it among its groups, so nothing of
-        its own grows with their number, and no thread works for it besides the device's. Raises
-        LaunchError, on both, where one cannot be reached by the other.
+        The result can send and receive. It is not registered with torch and needs no thread besides
+        the device's, so nothing grows with the number of connections. Raises LaunchError on both if
+        one cannot be reached by the other.
         """
         self._num_formed[pair] += 1
         name = f"{self._name}_{pair[0]}_{pair[1]}_pair{self._num_formed[pair]}"
         self._meet(name, pair, dist.get_rank())
-        return self._connected(name, pair, device)
+        return self._connect_ready(name, pair, device)
 
-    def _connected(self, name: str, pair: tuple[int, int], device: Any) -> dist.ProcessGroupGloo:
-        """Connect two ranks that have met."""
+    def _connect_ready(
+        self, name: str, pair: tuple[int, int], device: Any
+    ) -> dist.ProcessGroupGloo:
+        """Connect two ranks that are both ready."""
         keys = PrefixStore(f"{name}/", default_store())
         position = pair.index(dist.get_rank())
         return gloo.connect(keys, position, 2, device, self._timeout, num_threads=1)
 
     def _meet_in_rounds(self, name: str, members: Sequence[int], rank: int) -> None:
-        """Wait for all members, each asking for those 1, 2, 4, 8, ... places before it alone.
+        """Wait for all members in log2(n) rounds, each for the member 1, 2, 4, ... places before.
 
-        Who has heard of the one d places before has heard, by way of it, of 2 d places. Raises
-        TimeoutError with those that never came: the one that a rank waits for may wait itself.
+        A rank that has heard of the member d places before it has indirectly heard of 2 d. Raises
+        TimeoutError naming the members that never came, not those that wait for them.
         """
         n, i = len(members), members.index(rank)
         rounds = {d: f"forming group {name}, {d} places on" for d in distances(n)}
@@ -160,7 +167,7 @@ class Former:
             for d, what in rounds.items():
                 self._exchange(what, "", [members[(i - d) % n]])
         except TimeoutError as error:
-            # All that have come to a round have told so, and go on to the next once all have come.
+            # Every member publishes its arrival before each round.
             never = (self._absent(what, members) for what in rounds.values())
             missing = next(filter(None, never), ())
             if not missing:
@@ -172,7 +179,7 @@ class Former:
     def _meet(self, name: str, members: Collection[int], rank: int) -> None:
         """Wait for all members; if they are on several hosts, check that all can be reached.
 
-        Each member listens on a port beside Gloo's, which the kernel chooses likewise.
+        For this check each member listens on an additional port, chosen by the kernel like Gloo's.
         """
         with listening(self._address, len(members)) as own:
             told = self._exchange(f"forming group {name}", own.told(), members)
@@ -189,20 +196,20 @@ class Former:
 
 
 def _unreached(rank: int, own: Place, other: int, place: Place, why: str) -> str:
-    """Return a pair of ranks that does not meet, as a message, with what can be done."""
+    """Return the error message for a pair of ranks that cannot connect."""
     return (
         f"rank {rank} on {own.host} ({own.address}) cannot reach rank {other} on {place.host}, "
-        f"expected an answer at {place}, where it listens, got: {why}; open to one another the "
-        f"ports that the kernel of each host gives (sysctl net.ipv4.ip_local_port_range), or "
-        f"choose a network on which they are open with comm.interface"
+        f"expected an answer at {place}, where it listens, got: {why}; open the ports that the "
+        f"kernels choose (sysctl net.ipv4.ip_local_port_range) between the hosts, or select a "
+        f"network on which they are open with comm.interface"
     )
 
 
 @contextmanager
 def _unbound(default: Any) -> Iterator[None]:
-    """Let the default group have no device of its own meanwhile, if its user gave it one.
+    """Temporarily unbind the default group from its device, if the user has bound it.
 
-    NCCL would else split the new group off from it, in which all ranks of the world take part.
+    NCCL would otherwise split the new group from it, which is collective over all ranks.
     """
     bound = default.bound_device_id
     default.bound_device_id = None

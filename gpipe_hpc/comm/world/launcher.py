@@ -1,4 +1,4 @@
-"""Read from the environment which rank this process is, whatever launched it."""
+"""Detect the launcher of this process and its rank from environment variables."""
 
 import ipaddress
 import os
@@ -13,21 +13,27 @@ from gpipe_hpc.errors import LaunchError
 
 Environment = Mapping[str, str]
 
-# Below the range that Linux gives to outgoing connections (32768 up), above the well-known ones.
+# Below Linux's range for outgoing connections (from 32768), above the well-known ports.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
-_MAX_ANCESTORS = 32  # between a rank and what launched it
+_MAX_ANCESTORS = 32  # processes between a rank and its launcher
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among all, and where they meet.
+    """Rank, world size and rendezvous address of this process, as given by its launcher.
 
-    ``local_rank`` counts the processes of this machine, of which there are ``local_size``.
-    ``launcher`` is torchrun, environment, openmpi, mvapich2, mpich, srun or none. ``master_port``
-    0 means any free port (one process only). ``restart_count`` tells attempts of one job apart,
-    where all ranks know it: torchrun's agents count each for itself.
-    ``agent_store``: torchrun's agent already serves a store at the master address.
-    ``local_known``: whether ``local_size`` is known, or only that so many are here at least.
+    Args:
+        rank: world rank.
+        world_size: number of ranks.
+        local_rank: index of this process on its machine.
+        local_size: number of ranks on this machine.
+        launcher: torchrun, environment, openmpi, mvapich2, mpich, srun or none.
+        master_addr: host of rank 0.
+        master_port: port of the store; 0 for any free port (one process only).
+        restart_count: number of the attempt, if equal on all ranks; torchrun's agents each count
+            their own restarts.
+        agent_store: whether torchrun's agent already serves a store at the master address.
+        local_known: whether ``local_size`` is exact, or only a lower bound.
     """
 
     rank: int
@@ -43,7 +49,7 @@ class Launch:
 
     @property
     def one_machine(self) -> bool:
-        """Say whether all ranks are known to be on this machine."""
+        """Return whether all ranks are known to be on this machine."""
         return self.local_known and self.local_size == self.world_size
 
 
@@ -53,11 +59,14 @@ def detect_launch(
     """Return how this process was launched.
 
     The first that applies: ``RANK`` (torchrun, or set by hand or by Kubernetes operators), Open
-    MPI, MVAPICH2, MPICH and its kin (PMI), srun, and else a single process. MASTER_ADDR and
-    MASTER_PORT are taken where set. ``environ`` stands for `os.environ`, ``resolves`` for a look
-    whether a host's name is known. Nothing is opened.
+    MPI, MVAPICH2, MPICH and derivatives (PMI), srun, and else a single process. MASTER_ADDR and
+    MASTER_PORT are used if set. No connection is opened.
 
-    Raises `LaunchError` for variables that are missing, no numbers, or contradict one another.
+    Args:
+        environ: replaces `os.environ`.
+        resolves: replaces the check whether a host name can be resolved.
+
+    Raises `LaunchError` for variables that are missing, not numbers, or contradictory.
     """
     env = os.environ if environ is None else environ
     known = _resolves if resolves is None else resolves
@@ -73,7 +82,7 @@ def detect_launch(
         launch = _from_slurm(env, known)
     else:
         launch = Launch(0, 1, 0, 1, "none", "127.0.0.1", 0)
-    return _checked(launch)
+    return _validated(launch)
 
 
 def _from_rank(env: Environment) -> Launch:
@@ -82,8 +91,8 @@ def _from_rank(env: Environment) -> Launch:
     if not by_torchrun:
         _refuse_other_rank(env, rank)
     local_rank = _number(env, "LOCAL_RANK", 0)
-    # Operators that start one process a host set no local variables. A guess from LOCAL_RANK
-    # would be another on each rank; who is told to meet on loopback is on one machine.
+    # Operators that start one process per host set no local variables, and LOCAL_RANK alone would
+    # give a different value on each rank. If MASTER_ADDR is loopback, all ranks are on one machine.
     at_home = _is_loopback(env.get("MASTER_ADDR", ""))
     local_size = _number(env, "LOCAL_WORLD_SIZE", size if at_home else local_rank + 1)
     if size == 1 and "MASTER_PORT" not in env:
@@ -154,12 +163,12 @@ def _from_pmi(env: Environment, known: Callable[[str], bool]) -> Launch:
 
 
 def _pmi_of_slurm(env: Environment) -> bool:
-    # `srun --mpi=pmi2` sets both families; only Slurm's then has the local ranks.
+    # `srun --mpi=pmi2` sets both kinds of variables; then only Slurm's include local ranks.
     return "MPI_LOCALRANKID" not in env and _in_slurm_step(env)
 
 
 def _in_slurm_step(env: Environment) -> bool:
-    """Say whether srun started this process: a batch script alone also has SLURM_PROCID=0."""
+    """Return whether srun started this process; a batch script alone also has SLURM_PROCID=0."""
     if "SLURM_PROCID" not in env:
         return False
     marks = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
@@ -191,8 +200,8 @@ def _slurm_local_size(env: Environment) -> int:
         return expand_tasks(tasks)[node]
     except (ValueError, IndexError):
         raise LaunchError(
-            f"launch: cannot tell the tasks of node {node}, expected {name} like 4(x2),1 with an "
-            f"entry for it, got {tasks!r}; start the step with srun --ntasks-per-node"
+            f"launch: cannot determine the tasks of node {node}, expected {name} like 4(x2),1 with "
+            f"an entry for it, got {tasks!r}; start the step with srun --ntasks-per-node"
         ) from None
 
 
@@ -208,7 +217,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the names in Slurm's short form: ``n[1-3,07],m`` is n1, n2, n3, n07, m."""
+    """Expand Slurm's short form of host names: ``n[1-3,07],m`` is n1, n2, n3, n07, m."""
     return [host for part in re.split(r",(?![^[]*\])", text) if part for host in _expand(part)]
 
 
@@ -232,8 +241,8 @@ def _master_addr(env: Environment, one_machine: bool, known: Callable[[str], boo
         return "127.0.0.1"
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if env.get(name):
-            # Rank 0 runs on the first node; srun itself may have been called from a login node,
-            # so its address is only the second choice.
+            # Rank 0 runs on the first node. srun may have been called from a login node, so its
+            # address is only the second choice.
             first = expand_hosts(env[name])[0]
             if known(first) or not env.get("SLURM_LAUNCH_NODE_IPADDR"):
                 return first
@@ -254,10 +263,11 @@ def _resolves(host: str) -> bool:
 
 
 def _master_port(env: Environment) -> int:
-    """Return MASTER_PORT, or one that differs between jobs, steps and attempts of a job.
+    """Return MASTER_PORT, or a port derived from the job, step and attempt.
 
-    Attempts too: orphans of the one before may still hold its port. MPICH names no job where no
-    scheduler does: there it is told by the port of the mpiexec that started the ranks.
+    It differs between attempts, because orphans of the previous one may still use its port. MPICH
+    gives no job identifier without a scheduler; then the port of the mpiexec that started the ranks
+    is used.
     """
     if "MASTER_PORT" in env:
         return _number(env, "MASTER_PORT")
@@ -271,14 +281,14 @@ def _master_port(env: Environment) -> int:
 
 
 def hydra_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Return where the mpiexec listens that started a process; empty if none of MPICH's did.
+    """Return the host and port of the mpiexec that started a process; empty if it is not MPICH's.
 
-    Its proxy on each machine, an ancestor of the ranks there, was started with
-    ``--control-port HOST:PORT``: the same text on all machines, another for each mpiexec.
+    Its proxy on each machine, an ancestor of the ranks there, was started with ``--control-port
+    HOST:PORT``, which is the same on all machines and unique to each mpiexec.
     """
     for _ in range(_MAX_ANCESTORS):
         try:
-            # The parent is the second field behind the name in brackets.
+            # The parent is the second field after the process name in parentheses.
             pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
             words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (OSError, ValueError, IndexError):
@@ -304,13 +314,13 @@ def _number(env: Environment, name: str, default: int | None = None) -> int:
     text = _text(env, name)
     if not re.fullmatch(r"\d+", text):
         raise LaunchError(
-            f"launch: bad {name}, expected a whole number from 0 up, got {text!r}; correct or "
+            f"launch: bad {name}, expected a non-negative integer, got {text!r}; correct or "
             f"unset it"
         )
     return int(text)
 
 
-def _checked(launch: Launch) -> Launch:
+def _validated(launch: Launch) -> Launch:
     rules = [
         ("rank", launch.rank, launch.world_size, "the number of ranks"),
         ("local rank", launch.local_rank, launch.local_size, "the ranks on this machine"),

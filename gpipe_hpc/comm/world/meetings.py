@@ -1,10 +1,10 @@
-"""Which meeting is this one? In a store that outlives attempts, as that of torchrun's agent does.
+"""Numbering of rendezvous attempts in a store that outlives them, such as torchrun's agent's.
 
-No number that torchrun gives tells it: agents count their restarts each for itself, one that has
-come later counts fewer, and one whose workers are stopped because others have come counts none.
-So rank 0 opens a meeting by counting on, and the others look for the newest. Before any process of
-a new round starts, all of the one before have ended; so a meeting in which somebody was this rank
-before is over, and one that is followed by another was left.
+No number that torchrun provides identifies an attempt: each agent counts its own restarts, an agent
+that joined later counts fewer, and one whose workers are stopped because others have joined counts
+none. So rank 0 opens an attempt by incrementing a counter, and the other ranks take the newest.
+Before any process of a new round starts, all processes of the previous one have ended. Therefore an
+attempt in which this rank has already entered is over, and so is one that is followed by another.
 """
 
 import time
@@ -19,9 +19,9 @@ _PAUSE_S: Final = 0.05
 
 
 class Meetings:
-    """The meetings in an agent's store, as one rank sees them.
+    """The rendezvous attempts in an agent's store, as seen by one rank.
 
-    `call`: the roll call of the meeting with such keys and number.
+    `call` returns the roll call for an attempt's store and number.
     """
 
     def __init__(self, store: Store, call: Callable[[Store, int], RollCall]) -> None:
@@ -29,21 +29,21 @@ class Meetings:
         self._call = call
 
     def newest(self) -> int:
-        """Return the number of the newest one; 0 if there was none."""
+        """Return the number of the newest attempt; 0 if there is none."""
         return int(self._store.add(_COUNT, 0))
 
     def open(self) -> int:
-        """Open one, as rank 0; LaunchError, here and there, if another rank 0 is at it."""
+        """Open an attempt, as rank 0; LaunchError, on both, if another process is rank 0, too."""
         newest = self.newest()
         if newest:
             self.roll_call(newest).refuse_living_double()
         return int(self._store.add(_COUNT, 1))
 
     def find(self, deadline: float) -> int | None:
-        """Return the one that rank 0 has opened for this rank too; None if none came in time.
+        """Return the attempt that rank 0 has opened for this rank; None if there is none in time.
 
-        After the deadline also one in which others have found by then that this rank is missing.
-        Raises LaunchError, here and there, if another process is this rank.
+        After the deadline it may also be one that was ended because this rank was missing. Raises
+        LaunchError on both processes if another process has the same rank.
         """
         while True:
             newest = self.newest()
@@ -58,9 +58,9 @@ class Meetings:
             time.sleep(_PAUSE_S)
 
     def keys(self, number: int) -> Store:
-        """Return the store of one meeting."""
+        """Return the store of one attempt."""
         return PrefixStore(f"meeting{number}", self._store)
 
     def roll_call(self, number: int) -> RollCall:
-        """Return the roll call of a meeting; a rank that waits in it leaves when it is over."""
+        """Return the roll call of an attempt; waiting ranks leave it when a newer one is opened."""
         return self._call(self.keys(number), number)

@@ -1,4 +1,4 @@
-"""Where a world rank stands in the (dp, pp) mesh: pure arithmetic, no communication."""
+"""Position of a world rank in the (dp, pp) mesh: pure arithmetic, no communication."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gpipe_hpc.schedule.holes import num_rows
 
 
 def _replicas_that_fit(world_size: int, stages: int) -> str:
-    """Say how many replicas would fill the ranks, if some would."""
+    """Return a hint with the number of replicas that uses all ranks; empty if there is none."""
     rows = num_rows(world_size, stages, 1)
     if rows is not None:
         return f", as pipeline.replicas=1 for {rows} pipelines with holes"
@@ -18,14 +18,14 @@ def _replicas_that_fit(world_size: int, stages: int) -> str:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Replicas x stages, laid out so that world rank = replica x stages + stage_rank."""
+    """The mesh of replicas x stages: world rank = replica x stages + stage_rank."""
 
     replicas: int
     stages: int
 
     @classmethod
     def fit(cls, world_size: int, stages: int | None, replicas: int) -> "Mesh":
-        """Build the mesh that fills `world_size` ranks; `stages=None` takes what is left.
+        """Return the mesh that uses all `world_size` ranks; `stages=None` derives the stages.
 
         Raises ConfigError if stages x replicas is not the world size.
         """
@@ -50,11 +50,11 @@ class Mesh:
         return self.replicas * self.stages
 
     def world_rank(self, replica: int, stage_rank: int) -> int:
-        """Return the world rank of a position."""
+        """Return the world rank of a position in the mesh."""
         return replica * self.stages + stage_rank
 
     def replica_of(self, world_rank: int) -> int:
-        """Return the replica a world rank belongs to."""
+        """Return the replica of a world rank."""
         return world_rank // self.stages
 
     def stage_rank_of(self, world_rank: int) -> int:
@@ -66,5 +66,5 @@ class Mesh:
         return tuple(self.world_rank(replica, k) for k in range(self.stages))
 
     def replica_ranks(self, stage_rank: int) -> tuple[int, ...]:
-        """Return the world ranks that hold the same position in every replica."""
+        """Return the world ranks with the same position in every replica."""
         return tuple(self.world_rank(r, stage_rank) for r in range(self.replicas))

@@ -1,4 +1,4 @@
-"""Which source lines of this package a rank runs."""
+"""Digest of the package's source, to check that all ranks run the same version."""
 
 import hashlib
 from functools import cache
@@ -9,7 +9,7 @@ _NUM_SHOWN: Final = 12
 
 
 class Source(NamedTuple):
-    """A digest of all Python files of the package, and the folder where they lie."""
+    """Digest of all Python files of the package and the folder that contains them."""
 
     digest: str
     folder: str
@@ -17,7 +17,7 @@ class Source(NamedTuple):
 
 @cache
 def own_source() -> Source:
-    """Return this process's; read once, some megabytes."""
+    """Return the source of this process; read once, some megabytes."""
     return source_in(Path(__file__).resolve().parents[2])
 
 
@@ -31,16 +31,16 @@ def source_in(folder: Path) -> Source:
 
 
 Runs = dict[str, tuple[str, list[int]]]
-"""By digest: a folder in which such source lies, and the first ranks that run it, ascending."""
+"""For each digest, a folder with that source and the first ranks that run it, ascending."""
 
 
 def run_by(rank: int, source: Source) -> Runs:
-    """Return what one rank runs."""
+    """Return the `Runs` of a single rank."""
     return {source.digest: (source.folder, [rank])}
 
 
 def merged(ahead: Runs, behind: Runs) -> Runs:
-    """Return what some ranks run, and ranks behind them; of many ranks the first alone are kept."""
+    """Merge the `Runs` of lower ranks and of higher ranks, keeping only the first ranks of each."""
     both = dict(ahead)
     for digest, (folder, ranks) in behind.items():
         known_folder, known = both.get(digest, (folder, []))
@@ -49,7 +49,7 @@ def merged(ahead: Runs, behind: Runs) -> Runs:
 
 
 def unequal_sources(runs: Runs) -> str:
-    """Return which ranks run other source lines than the first does; empty if none does."""
+    """Return an error message if ranks run different source code than rank 0, else ""."""
     (digest, (folder, _)), *others = sorted(runs.items(), key=lambda each: each[1][1])
     if not others:
         return ""
@@ -57,8 +57,8 @@ def unequal_sources(runs: Runs) -> str:
     ranks = sorted(rank for _, (_, found) in others for rank in found)
     shown = ", ".join(map(str, ranks[:_NUM_SHOWN])) + (", ..." if len(ranks) > _NUM_SHOWN else "")
     return (
-        f"launch: the ranks run other source lines of gpipe_hpc, expected those of rank 0 "
-        f"({folder}, {digest[:12]}), got others on "
+        f"launch: the ranks run different source code of gpipe_hpc, expected that of rank 0 "
+        f"({folder}, {digest[:12]}), got another on "
         f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} ({other_folder}, "
         f"{other[:12]}); install one version on all machines, or start from one shared "
         f"folder"

@@ -1,4 +1,4 @@
-"""Find this process's place among the ranks: join what exists, or start it."""
+"""Find the rank of this process: join an existing process group or start one."""
 
 import atexit
 import logging
@@ -56,22 +56,27 @@ def start_world(
 ) -> World:
     """Return the world of this process.
 
-    Joins the default process group if there is one. Otherwise asks the launcher's environment
-    (torchrun, Open MPI, MPICH, MVAPICH2, srun) and starts the group; without a launcher the
-    world is this process alone and nothing is opened.
+    Joins the default process group if there is one. Otherwise reads the launcher's environment
+    (torchrun, Open MPI, MPICH, MVAPICH2, srun) and starts the group. Without a launcher the world
+    is this process alone and no connection is opened.
 
-    `device`: auto, cpu, a kind of accelerator as ``cuda`` (NVIDIA and AMD) or ``xpu`` (Intel), or
-    one device as ``cuda:0``; see `device_of_rank`. `backend`: auto, gloo, mpi (by mpi4py, under an
-    mpiexec or srun that starts ranks of MPI), or what torch has for the device: nccl, xccl.
-    `mpi_device_pointers`: MPI sends from the device's own memory; None: if it says that it can.
-    `timeout_s`: how long a rank waits for another before it gives up and says so. `loopback`:
-    listen on this machine alone; None means when all ranks are on it. `shares_memory`: ranks of one
-    host with CPU tensors hand boundaries over in shared memory. `secret_file`: where the job's
-    secret lies; None for GPIPE_HPC_SECRET, else this user's own where all ranks are on one machine,
-    else none. `silence_s`, `stall_s`, `ends_process`: see `Watchfulness`; a world of one rank has
-    no use for them. `interface`: of the network on which all listen that ranks of other machines
-    reach, by its name or a subnet; None for the one that leads to MASTER_ADDR. `reach_s`: in which
-    another host has to answer at all.
+    Args:
+        device: ``auto``, ``cpu``, a device type such as ``cuda`` (NVIDIA and AMD) or ``xpu``
+            (Intel), or one device such as ``cuda:0``; see `device_of_rank`.
+        backend: ``auto``, ``gloo``, ``mpi`` (by mpi4py, under an MPI launcher), or torch's backend
+            for the device, such as ``nccl`` or ``xccl``.
+        mpi_device_pointers: whether MPI sends from device memory; None to ask the library.
+        timeout_s: time after which a rank that waits for another gives up.
+        loopback: whether to listen on this machine only; None for yes if all ranks are on it.
+        shares_memory: whether ranks of one host with CPU tensors pass boundaries in shared memory.
+        secret_file: file with the job's secret; None for GPIPE_HPC_SECRET, else this user's own
+            secret if all ranks are on one machine, else none.
+        silence_s: see `Watchfulness`; not used in a world of one rank.
+        stall_s: see `Watchfulness`.
+        ends_process: see `Watchfulness`.
+        interface: name or subnet of the network interface for other machines; None for the route to
+            MASTER_ADDR.
+        reach_s: time within which another host must answer at all.
     """
     with OwnFramesLeftOut():
         _watch_place()
@@ -95,10 +100,10 @@ def start_world(
 
 
 def say_stopped(told: str, *, backend: str, loopback: bool | None, secret_file: str | None) -> None:
-    """Let ranks that wait for this one in `start_world` end: a signal has ended it.
+    """Make ranks that wait for this one in `start_world` stop: a signal has ended this rank.
 
-    With the arguments that `start_world` has. Takes some seconds; under torchrun or MPI the
-    launcher ends the others.
+    Takes the arguments of `start_world` and some seconds. Under torchrun or MPI the launcher ends
+    the other ranks.
     """
     if backend == MPI:
         return
@@ -108,7 +113,7 @@ def say_stopped(told: str, *, backend: str, loopback: bool | None, secret_file: 
         rendezvous.say_stopped(launch, told, loopback, secret)
 
 
-# What a rank is a descendant of that one of these started.
+# Programs of each launcher that are ancestors of its ranks.
 _PROGRAMS: Final = {
     "srun": ("slurmstepd",),
     "openmpi": ("mpirun", "mpiexec", "orted", "prte"),
@@ -118,10 +123,11 @@ _PROGRAMS: Final = {
 
 
 def _sees_users_files(launch: Launch) -> bool:
-    """Say whether the ranks of this machine see one file of this user.
+    """Return whether the ranks of this machine share a file of this user.
 
-    A rank whose launcher is outside its container may be alone in that: each would make a secret
-    of its own. Which is so where the launcher started the containers, not the ranks in one.
+    If the launcher is outside of the container, each rank may be in a container of its own and
+    would create its own secret. This is the case if the launcher started the containers and not the
+    ranks within one.
     """
     if launch.launcher == "torchrun":
         return True
@@ -129,15 +135,15 @@ def _sees_users_files(launch: Launch) -> bool:
 
 
 def _watch_place() -> None:
-    """Let a mistake in what all ranks ask for be shown once, also before anything is opened.
+    """Make errors in the settings of all ranks appear only once, even at an early stage.
 
-    Which rank this is, the environment says; where it cannot, that is refused later on.
+    The rank is taken from the environment; errors in it are reported later.
     """
     if dist.is_initialized():
         watch_start(dist.get_rank(), dist.get_world_size())
         return
     with suppress(LaunchError):
-        # Where the ranks meet is not looked up for this: a name may take long to resolve.
+        # Without resolving MASTER_ADDR, which may take long.
         place = detect_launch({"MASTER_ADDR": "unknown", "MASTER_PORT": "0", **os.environ})
         watch_start(place.rank, place.world_size)
 
@@ -157,15 +163,15 @@ def _start(
     timeout_s = checked_timeout(timeout_s, "timeout_s")
     if dist.is_initialized() and backend == MPI and dist.get_backend() != MPI_NAME:
         raise ConfigError(
-            f"comm.backend=mpi: expected no default process group yet, or one that goes by MPI, "
+            f"comm.backend=mpi: expected no default process group yet, or one that uses MPI, "
             f"got one of {dist.get_backend()}; call start_world before init_process_group, or "
-            f"leave backend out"
+            f"leave comm.backend unset"
         )
     joined = None if dist.is_initialized() else _joined(backend, mpi_device_pointers, timeout_s)
     launch, library = joined or (None, None)
     if launch is None:
         chosen = device_of_rank(device, None)
-        # Whether its ranks are on one machine is not known here, so no secret is made for them.
+        # It is unknown whether all ranks are on one machine, so no secret is created.
         secret = job_secret(one_machine=False, secret_file=secret_file)
         return ProcessWorld(
             chosen,
@@ -184,8 +190,8 @@ def _start(
     secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
     if secret is None and launch.rank == 0:
         log.warning(
-            "launch: no secret, so anyone who reaches this job's ports can join or change it; if "
-            "others can, set %s or comm.secret_file for all ranks",
+            "launch: running without a secret, so any program that reaches this job's ports can "
+            "join or modify it; on a shared network set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )
     met = rendezvous.meet(launch, timeout_s, loopback, secret, interface=interface, reach_s=reach_s)
@@ -193,10 +199,10 @@ def _start(
     if library is not None:
         register(library, chosen)
     if secret is not None and chosen_backend in ("gloo", MPI_NAME):
-        # NCCL's own threads ask the store at times when they must not wait for Python.
+        # Not for NCCL, whose threads use the store when they must not wait for the GIL.
         store = SealedStore(store, secret.derive("store"))
     unwatch()
-    if not chosen.is_accelerator:  # there NCCL tells by it which collective hangs
+    if not chosen.is_accelerator:  # NCCL uses the recorder to name the collective that hangs
         leave_unrecorded()
     with default_group_settings(address):
         dist.init_process_group(
@@ -221,7 +227,7 @@ def _start(
 
 
 def _address_of_choice(interface: str | None) -> str | None:
-    """Return the address of the interface that is asked for; None if none is."""
+    """Return the address of the interface in the settings; None if there is none."""
     found = asked_for(interface) if interface is not None else None
     return None if found is None else found.address
 
@@ -229,30 +235,30 @@ def _address_of_choice(interface: str | None) -> str | None:
 def _joined(
     backend: str, mpi_device_pointers: bool | None, timeout_s: float
 ) -> tuple[Launch, Library | None]:
-    """Return this process's place, and MPI where that is asked for and there are several ranks."""
+    """Return the launch of this process, and the MPI library if it is used with several ranks."""
     if backend != MPI:
         return detect_launch(), None
     library = open_mpi(mpi_device_pointers)
-    atexit.register(library.finish, timeout_s)  # the last of all, as it was the first
+    atexit.register(library.finish, timeout_s)  # registered first, so it runs last
     launch = launch_by(library)
     return launch, library if launch.world_size > 1 else None
 
 
 def _backend(name: str, device: Device) -> str:
-    """Return torch's backend string; CPU tensors (words, flags) always travel over Gloo."""
+    """Return torch's backend string; CPU tensors (objects, flags) always use Gloo."""
     if name == MPI:
         return MPI_NAME
     if name not in ("auto", "gloo", device.backend):
         raise ConfigError(
-            f"comm.backend: expected auto, gloo, mpi or the one that torch has for a device of "
-            f"kind {device.type}, which is {device.backend}, got {name!r}; choose one of them"
+            f"comm.backend: expected auto, gloo, mpi or torch's backend for {device.type} devices "
+            f"({device.backend}), got {name!r}; choose one of them"
         )
     if device.backend == "gloo" or name == "gloo":
         return "gloo"
     if not dist.is_backend_available(device.backend):
         raise ConfigError(
-            f"comm.backend: expected a torch with {device.backend}, which a device of kind "
-            f"{device.type} uses, got one without; use {setting('comm.backend', 'gloo')}, which "
-            f"goes by way of the host, or another torch build"
+            f"comm.backend: this torch was built without {device.backend}, the backend for "
+            f"{device.type} devices; use {setting('comm.backend', 'gloo')}, which copies through "
+            f"host memory, or another torch build"
         )
     return f"cpu:gloo,{device.type}:{device.backend}"

@@ -1,6 +1,6 @@
-"""Ranks as threads of one process, with queues for channels: for tests and debugging.
+"""Ranks as threads of one process with in-memory channels, for tests and debugging.
 
-The same engine runs on them as on processes; only this file and the in-memory transport know.
+The engine is the same as with processes; only this module and the in-memory transport differ.
 """
 
 import threading
@@ -48,11 +48,11 @@ from gpipe_hpc.errors import LaunchError, PeerError, is_users_mistake
 T = TypeVar("T")
 
 
-class _Aside:
-    """What a group does beside the compute: on an accelerator in a stream of its own.
+class _SideStream:
+    """Side stream on which a group communicates, so that collectives overlap with compute.
 
-    As NCCL does it: behind what the current stream has to do when something starts, and the current
-    stream behind it once it is waited for.
+    As with NCCL, a collective waits for the work queued on the current stream when it starts, and
+    `wait` makes the current stream wait for the collective.
     """
 
     def __init__(self, device: Device) -> None:
@@ -60,15 +60,15 @@ class _Aside:
         self._stream = device.stream()
 
     def follow(self) -> None:
-        """Begin behind what the current stream has to do."""
+        """Make the side stream wait for the work queued on the current stream."""
         self._stream.wait_stream(self.device.current_stream())
 
     def join(self) -> None:
-        """Let the current stream go on behind all that has begun here."""
+        """Make the current stream wait for the work queued on the side stream."""
         self.device.current_stream().wait_stream(self._stream)
 
     def leave(self, tensor: torch.Tensor) -> Left:
-        """Leave a copy of a tensor for others."""
+        """Copy a tensor on the side stream; return a handle for other ranks to read the copy."""
         self.follow()
         with self.device.on(self._stream):
             left = leave(self.device, [tensor.clone()])
@@ -76,7 +76,7 @@ class _Aside:
         return left
 
     def fill(self, tensor: torch.Tensor, of: Callable[[], torch.Tensor]) -> None:
-        """Fill a tensor with what `of` returns; the current stream is behind that."""
+        """Copy the tensor returned by `of` into `tensor`; the current stream waits for the copy."""
         with self.device.on(self._stream):
             tensor.copy_(of())
             done = self._stream.record_event()
@@ -89,11 +89,11 @@ class _Aside:
 
 
 class _ThreadCollective:
-    """A collective under way: the contribution is out, the result is taken at `wait`."""
+    """A collective in progress: the contribution is published, `wait` computes the result."""
 
     def __init__(
         self,
-        aside: _Aside,
+        aside: _SideStream,
         collect: Callable[[], list[Left]],
         tensor: torch.Tensor,
         result: Callable[[list[torch.Tensor]], torch.Tensor],
@@ -122,10 +122,10 @@ def _in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _ThreadExchange:
-    """An exchange under way: what is sent is out, what comes is taken at `wait`."""
+    """An exchange in progress: sent tensors are published, `wait` copies the received ones."""
 
     def __init__(
-        self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]], aside: _Aside
+        self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]], aside: _SideStream
     ) -> None:
         self._hub, self._receives, self._aside = hub, receives, aside
         self._calls = Calls()
@@ -137,7 +137,7 @@ class _ThreadExchange:
         for key, tensor in self._receives:
             left = self._hub.take_mail(key)
             self._aside.fill(tensor, partial(self._came, key, tensor, left))
-        # Behind the copies of what was sent, too: the caller may write to it again.
+        # Also wait for the copies of sent tensors: the caller may overwrite these afterwards.
         self._aside.join()
         self._calls.make()
 
@@ -145,14 +145,14 @@ class _ThreadExchange:
         (came,) = take(self._aside.device, left)
         if (came.dtype, came.numel()) != (tensor.dtype, tensor.numel()):
             raise ConnectionError(
-                f"exchange: expected {tensor.numel()} x {tensor.dtype} from rank "
-                f"{key.source}, got {came.numel()} x {came.dtype}; the ranks do not do the same"
+                f"exchange: expected {tensor.numel()} x {tensor.dtype} from rank {key.source}, "
+                f"got {came.numel()} x {came.dtype}; both ranks must make the same calls"
             )
         return came.view(tensor.shape)
 
 
 class ThreadGroup:
-    """Collectives among threads; sums are taken in rank order."""
+    """Collectives among threads; sums are computed in rank order."""
 
     def __init__(
         self, hub: ThreadHub, ranks: tuple[int, ...], rank: int, serial: int, device: Device
@@ -163,7 +163,7 @@ class ThreadGroup:
         self.sent = Sent()
         self.torch_group: dist.ProcessGroup | None = None
         self._hub, self._rank, self._serial = hub, rank, serial
-        self._aside = _Aside(device)
+        self._aside = _SideStream(device)
         self._name: ExchangeKey = (ranks, serial)
         self._num_mails: dict[tuple[Traffic, int, int], int] = defaultdict(int)
         self._carrier = (
@@ -173,7 +173,7 @@ class ThreadGroup:
         )
 
     def _contribute(self, left: Left) -> Callable[[], list[Left]]:
-        """Leave something for all; return what collects what each has left, in rank order."""
+        """Publish a contribution; return a function that collects all ranks' in rank order."""
         self._serial += 1
         key = (self.ranks, self._serial)
         self._hub.contribute(key, self._rank, left)
@@ -186,7 +186,7 @@ class ThreadGroup:
         return _ThreadCollective(self._aside, collect, tensor, result)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Contribute a copy of `tensor`; the sum lands in it at `wait`."""
+        """Publish a copy of `tensor`; `wait` replaces it by the sum."""
         return self._collective(tensor, _in_rank_order)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -194,53 +194,53 @@ class ThreadGroup:
         self.start_all_reduce(tensor).wait()
 
     def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
-        """Sum `tensor` in place: all ranks are one group."""
+        """All-reduce `tensor` in place; there is only one level."""
         self.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Put the greatest of each element in its place."""
+        """Replace each element by its maximum over all ranks."""
         self._collective(tensor, lambda parts: torch.stack(parts).amax(0)).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Contribute a copy of `tensor`; the root's lands in it at `wait`."""
+        """Publish a copy of `tensor`; `wait` replaces it by the root's."""
         return self._collective(tensor, itemgetter(self.ranks.index(root)))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` with world rank `root`'s."""
+        """Overwrite `tensor` with that of world rank `root`."""
         self.start_broadcast(tensor, root).wait()
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Leave copies of what is sent; what comes lands at `wait`."""
+        """Publish copies of the sent tensors; `wait` fills the received ones."""
         return self._start(Traffic.CALLER, sends, receives)
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a plan on the group's own thread."""
+        """Start a plan on the group's background thread."""
         return self._carrier.start(plan, tensor, what)
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Sum shards along a ring."""
+        """Reduce-scatter along a ring."""
         return start_reduce_scatter(self, whole, counts)
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Sum in the order of ranks: each rank exchanges with each."""
+        """Sum in rank order; each rank exchanges with every other."""
         return start_ordered_all_reduce(self, tensor)
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Sum shards in the order of ranks."""
+        """Reduce-scatter in rank order."""
         return start_ordered_reduce_scatter(self, whole)
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Send each rank its shard."""
+        """Send its shard to each rank and return the received shards."""
         return all_to_all(self, whole, counts)
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Send this rank's shard to each."""
+        """Send this rank's shard to every other rank."""
         all_gather(self, whole, counts)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Gather shards along a ring."""
+        """All-gather along a ring."""
         return start_all_gather(self, whole, counts)
 
     def _start(
@@ -248,7 +248,7 @@ class ThreadGroup:
     ) -> Pending:
         if traffic is not Traffic.GREETING:
             self.sent.count(sends)
-        # What only receives writes behind what the caller's stream has to do with that memory.
+        # Receives must wait for pending work of the caller's stream on the same memory.
         self._aside.follow()
         for piece in sends:
             key = self._mail(traffic, self._rank, piece.rank)
@@ -267,14 +267,14 @@ class ThreadGroup:
         self._start(traffic, out, into).wait()
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return what `merge` makes of all values; each rank merges them by itself."""
+        """Gather the objects of all ranks and reduce them locally with `merge`."""
         merged: T = reduce(merge, self.all_gather_object(value))
         return merged
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value: the object itself, if it could travel between processes."""
+        """Return the objects of all ranks, not copies; checks that processes could send them."""
         check_travels(value, f"a collective of {rank_names(self.ranks)}")
-        # A value may hold tensors.
+        # The value may contain device tensors.
         found = self._contribute(leave(self._aside.device, (), value))()
         for left in found:
             take(self._aside.device, left)
@@ -286,18 +286,18 @@ class ThreadGroup:
         return values if self._rank == root else None
 
     def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Return this rank's value of those of world rank `root`: the object itself."""
+        """Return this rank's entry of the values of world rank `root`: the object itself."""
         dealt: Sequence[Any] = self.broadcast_object(values, root)
         return dealt[self.position]
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return world rank `root`'s value: the object itself."""
+        """Return the value of world rank `root`: the object itself."""
         values = self.all_gather_object(value if self._rank == root else None)
         return values[self.ranks.index(root)]
 
 
 class ThreadWorld:
-    """One thread's view of a ThreadHub; `device`: where this rank computes; None for the CPU."""
+    """A rank's view of a ThreadHub; `device` is None for the CPU."""
 
     def __init__(self, hub: ThreadHub, rank: int, device: Device | None = None) -> None:
         self.hub = hub
@@ -312,36 +312,36 @@ class ThreadWorld:
         self.everybody: Gathering = self.group([tuple(range(self.size))])
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
-        """Return the group of `members` that holds this rank."""
+        """Return the group of `members` that contains this rank."""
         ranks = next(tuple(m) for m in members if self.rank in m)
         if len(ranks) == 1:
             return SoloGroup(self.rank)
-        # Groups over the same ranks must not share serials: each gets its own marker.
+        # Groups over the same ranks need disjoint serial numbers.
         count = self._num_groups[ranks] = self._num_groups.get(ranks, 0) + 1
         return ThreadGroup(self.hub, ranks, self.rank, count * 10**12, self.device)
 
     def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
-        """Return such a group: threads are near one another, however many."""
+        """Return the group of `members` that contains this rank; threads need no hierarchy."""
         return self.group(members)
 
     def transport(
         self, channels: Sequence[PlacedChannel], device: Device | None = None
     ) -> Transport:
-        """Open the channels in memory."""
+        """Open channels in memory."""
         return MemoryTransport(self.hub, channels, self.device)
 
     @property
     def doing(self) -> str:
-        """Return what this rank is doing."""
+        """Return the current activity as text."""
         return str(self.activity)
 
     @property
     def has_news(self) -> bool:
-        """Say whether another rank has failed and this one has not been told."""
+        """Return whether another rank has failed and this rank has not reported it yet."""
         return self.hub.report is not None and not self._is_told
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
-        """Keep the first report and wake everybody."""
+        """Store the report if it is the first one, and wake all waiting threads."""
         self._is_told = True
         with self.hub.changed:
             if self.hub.report is None:
@@ -349,20 +349,20 @@ class ThreadWorld:
             self.hub.changed.notify_all()
 
     def explain(self, symptom: str) -> Report:
-        """Return the first report, or the symptom if there is none."""
+        """Return the first failure report, or `symptom` if there is none."""
         self._is_told = True
         return self.hub.report or Report(symptom)
 
 
 class RankThread(threading.Thread):
-    """A rank that is a thread. `num_edges` of steps it has passed: odd within a step."""
+    """A thread that runs a rank; `num_edges` is incremented at the start and end of each step."""
 
     num_edges = 0
 
 
 @contextmanager
 def within_step() -> Iterator[None]:
-    """Mark the block as a training step of this rank, in which no code of a loop draws numbers."""
+    """Mark a training step of this rank, in which the user's loop draws no random numbers."""
     thread = threading.current_thread()
     if not isinstance(thread, RankThread):
         yield
@@ -383,8 +383,8 @@ def run_on_threads(
 ) -> list[T]:
     """Run `body(world)` on `size` ranks, each a thread; return their results in rank order.
 
-    Raises the first failure by time; the failure of a rank that stopped because of another one only
-    if there is no other. Waits within the threads have their own time-outs.
+    Raises the first failure. Failures that only result from that of another rank are raised if
+    there is no other. Waits within the threads have their own time-outs.
 
     Args:
         size: number of ranks.
@@ -419,11 +419,11 @@ def run_on_threads(
         first = (causes or failures)[0]
         leave_out_own_frames(first)
         raise first
-    # A body may have caught a failure that was told to all: what was under way is left.
+    # If a body has caught a reported failure, unconsumed messages are expected.
     if hub.report is None and (hub.mail or any(hub.queues.values())):
         raise LaunchError(
-            "threads: expected every message consumed when a body returns, got some left over; "
-            "wait for what is under way before, as pipe.parameters() waits for parameters that "
-            "the optimizer's last step has sent, or let no pipeline outlive its body"
+            "threads: some messages were not received when the bodies returned; wait for pending "
+            "communication first, as pipe.parameters() waits for parameters sent by the "
+            "optimizer's last step, and do not use a pipeline after its body has returned"
         )
     return results

@@ -1,4 +1,4 @@
-"""The face of a set of ranks, whether they are threads or processes."""
+"""Interface of a world: a set of ranks that are threads or processes."""
 
 import logging
 from collections.abc import Sequence
@@ -18,89 +18,92 @@ from gpipe_hpc.errors import GpipeError, PeerError, is_users_mistake, text_of, w
 log = logging.getLogger("gpipe_hpc.comm")
 
 _TOLD: Final = "was_told_to_other_ranks"
-"""The name, in an error, of whether the other ranks have been told of it."""
+"""Attribute of an error that has been reported to the other ranks."""
 
 
 class World(Protocol):
-    """All ranks of a run, seen from one of them."""
+    """All ranks of a run, as seen from one of them."""
 
     rank: int
     size: int
     device: Device
     everybody: Gathering
-    """All ranks, for what starts and ends a run: the main thread's, in one order everywhere.
+    """Group of all ranks, for collectives at the start and end of a run.
 
-    What steps do belongs to groups of their own, as it may be under way when something else begins.
+    Only the main thread uses it, in the same order on all ranks. Steps use groups of their own,
+    because their collectives may still be in progress.
     """
     activity: object
-    """What this rank is doing (an action, or a text); shown when another rank waits in vain."""
+    """Current activity of this rank (an action or a text); reported if another rank times out."""
 
     @property
     def doing(self) -> str:
-        """Return what this rank is doing, and for whom it waits, in words; any thread may ask."""
+        """Return the current activity and the ranks waited for as text; thread-safe."""
 
     is_one_process: bool
-    """Whether all ranks are threads of this process, which share what they are given."""
+    """Whether all ranks are threads of this process and share objects."""
 
     secret: Secret
-    """What ranks prove to each other over sockets of their own; see `joining.secret`."""
+    """Secret by which ranks authenticate connections; see `gpipe_hpc.comm.net.secret`."""
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
-        """Form disjoint groups, the same call on every rank; return the one this rank is in.
+        """Form disjoint groups and return this rank's; all ranks make the same call.
 
-        Its members alone form it, so those that share groups make their calls in one order.
+        Only the members of a group communicate to form it, so ranks that share several groups must
+        form them in the same order.
         """
 
     def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
-        """Form disjoint sets of ranks, maybe many, for sums and objects; otherwise as `group`."""
+        """Form disjoint groups of possibly many ranks for small sums and objects; see `group`."""
 
     def transport(
         self, channels: Sequence[PlacedChannel], device: Device | None = None
     ) -> Transport:
-        """Open channels; the ranks at their ends call it, in one order if they share several.
+        """Open point-to-point channels; both ends call it, in the same order if they share several.
 
-        `device`: where the tensors lie that are worth a queue of its backend; None for this world's
-        own. Others may travel as well.
+        `device` is the device whose tensors are sent by its own backend if possible; by default
+        that of this world. Other tensors can be sent as well.
         """
 
     @property
     def has_news(self) -> bool:
-        """Say whether another rank has failed and this one has not been told; waits for nobody."""
+        """Return whether an unreported failure of another rank is known; does not block."""
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
-        """Tell every rank that this one failed, and unblock those that wait for it.
+        """Report to every rank that this one failed, and unblock those that wait for it.
 
-        `is_mistake`: as settings cannot work. `is_stop`: as a signal asked it to stop.
+        `is_mistake` marks an error in the user's settings, `is_stop` a requested stop by a signal.
         """
 
     def explain(self, symptom: str) -> Report:
-        """Return why a wait failed: the first failed rank's own report, or who fell silent."""
+        """Return why a wait failed: the report of the first rank that failed or became silent."""
 
 
 def together(world: World, where: str) -> AbstractContextManager[None]:
-    """Let every rank stop if one fails within the block, all with the first failure's report.
+    """Return a context in which a failure of one rank stops all ranks with that failure's report.
 
-    A lost connection becomes a PeerError that carries the report of the rank that failed;
-    what fails here is told to the others and raised as it is, without our frames. With an
-    accelerator news of a failure that came meanwhile becomes a PeerError, too: sums that were cut
-    off may end there without an error, with anything in memory, by which nobody shall step or save.
+    For work that all ranks do together. A lost connection becomes a PeerError with the report of
+    the failed rank. An error raised here is reported to the other ranks and re-raised without this
+    package's frames. With an accelerator a failure reported by another rank meanwhile raises
+    PeerError, too: aborted collectives may end without an error and leave undefined values, which
+    must be neither used for a step nor saved.
     """
     return _Together(world, where)
 
 
 def telling(world: World, where: str = "") -> AbstractContextManager[None]:
-    """Let every rank stop if this one fails within the block, with its own words.
+    """Return a context in which a failure of this rank stops all ranks with its own error message.
 
-    For what a rank does by itself, with the others ahead of it: user's code, files, figures. They
-    are told where it fails, not where it ends: on the way there it may close files and wait, while
-    they wait for it and look for another cause. A lost connection becomes a PeerError, as in
-    `together`, which tells of what all ranks do.
+    For work that a rank does by itself, ahead of the others: user code, files, figures. The others
+    are informed at once, not when the error has propagated: closing files may take time, in which
+    they would wait and report another cause. A lost connection becomes a PeerError, as in
+    `together`.
     """
     return _Telling(world, where)
 
 
 class _Telling:
-    # No generator: contextlib would give errors the frames back that are left out.
+    # Not a generator: contextlib would restore the stack frames that are removed.
 
     def __init__(self, world: World, where: str) -> None:
         self._world, self._where = world, where
@@ -118,18 +121,18 @@ class _Telling:
             self._share(error)
 
     def _share(self, error: BaseException) -> None:
-        """Tell the others of an error, once; raise what they told instead if it came of theirs."""
+        """Report an error to the other ranks once, or raise the other rank's that caused it."""
         world, ahead = self._world, self._ahead(error)
         if isinstance(error, ConnectionError | TimeoutError):
-            heard = _heard(world, f"{ahead}{text_of(error)}")
+            heard = _peer_error(world, f"{ahead}{text_of(error)}")
             raise heard from (error if shows_all_frames() else None)
         if not isinstance(error, PeerError) and _TOLD not in vars(error):
-            vars(error)[_TOLD] = True  # not by setattr: a user's class may allow none
-            _tell(world, Report(_words(error, ahead), is_users_mistake(error)))
+            vars(error)[_TOLD] = True  # not by setattr, which a user's class may forbid
+            _report_failure(world, Report(_error_text(error, ahead), is_users_mistake(error)))
         leave_out_own_frames(error)
 
     def _ahead(self, error: BaseException) -> str:
-        """Return what is said ahead of an error: in what it came, and the user's own line."""
+        """Return the prefix of an error message: the phase and the line of the user's code."""
         return "".join(f"{each}: " for each in (self._where, users_line(error)) if each)
 
 
@@ -149,7 +152,7 @@ class _Together(_Telling):
             if error is not None:
                 self._share(error)
             elif self._world.device.is_accelerator and self._world.has_news:
-                raise _heard(self._world, f"{where}: another rank has failed")
+                raise _peer_error(self._world, f"{where}: another rank has failed")
         finally:
             self._world.activity = outer if isinstance(outer, Phase) else Idle(where)
 
@@ -157,8 +160,8 @@ class _Together(_Telling):
         return f"{self._where}: "
 
 
-def _words(error: BaseException, ahead: str) -> str:
-    """Return what is said of an error; one of ours says itself where it happened."""
+def _error_text(error: BaseException, ahead: str) -> str:
+    """Return the text of an error; errors of this package already contain their location."""
     if isinstance(error, GpipeError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -166,17 +169,17 @@ def _words(error: BaseException, ahead: str) -> str:
     return f"{ahead}{words_of(error)}"
 
 
-def _tell(world: World, report: Report) -> None:
-    """Tell all ranks; if that fails too, what failed first is still what is raised."""
+def _report_failure(world: World, report: Report) -> None:
+    """Report to all ranks; log it if that fails, so that the original error is still raised."""
     words = report.words
     named = words if words.startswith("rank ") else f"rank {world.rank}: {words}"
     try:
         world.fail(named, is_mistake=report.is_mistake)
     except Exception:
-        log.exception("rank %d: the other ranks could not be told of: %s", world.rank, words)
+        log.exception("rank %d: could not report to the other ranks: %s", world.rank, words)
 
 
-def _heard(world: World, symptom: str) -> PeerError:
-    """Return what stops this rank: the failure of another, which ended its wait."""
+def _peer_error(world: World, symptom: str) -> PeerError:
+    """Return the PeerError for another rank's failure, which ended this rank's wait."""
     report = world.explain(symptom)
     return PeerError(report.words, is_mistake=report.is_mistake, is_stop=report.is_stop)

@@ -1,4 +1,4 @@
-"""Ranks of one machine agree on who computes where, and with how many threads."""
+"""Binding of the ranks of a machine to separate CPUs, and their numbers of threads."""
 
 import logging
 import socket
@@ -23,23 +23,26 @@ _MOST_LINES: Final = 8
 
 
 class Bound(NamedTuple):
-    """What was done: a line for each kind of machine, and how to undo it on this rank."""
+    """Result of `bind`: log lines, one for each kind of machine, and a function that undoes it."""
 
     lines: list[str]
     undo: Callable[[], None]
 
 
 def bind(world: World, how: str = "auto", num_threads: str | int | None = "auto") -> Bound:
-    """Let each rank compute on CPUs of its own from now on; the same call on every rank.
+    """Bind each rank to its own CPUs; a collective call.
 
-    `how`: auto, or none to leave CPUs as they were given; see `share_out`. `num_threads`: of
-    torch's operators on the CPU. auto: as many as the cores of the rank that has fewest, the same
-    number on all ranks, so that replicas sum alike; what the user set by OMP_NUM_THREADS stays.
-    None: as torch decides.
+    Linux allocates a page on the NUMA node of the CPU that first writes to it, so call this before
+    layers are built. Threads that already run are moved. Systems other than Linux, and ranks that
+    are threads of one process, are not bound.
 
-    Memory follows: Linux places a page near the CPU that first writes to it, so bind before layers
-    are built. Threads that run already are moved. Other systems than Linux, and ranks that are
-    threads of one process, bind nothing. Raises ConfigError for other words.
+    Args:
+        how: ``auto``, or ``none`` to leave CPUs unchanged; see `share_out`.
+        num_threads: intra-op threads of torch on the CPU. ``auto``: the number of cores of the rank
+            with the fewest, equal on all ranks so that replicas sum in the same order, unless the
+            user set OMP_NUM_THREADS. None: torch's default.
+
+    Raises ConfigError for other values.
     """
     _check(how, num_threads)
     undo = ExitStack()
@@ -55,7 +58,7 @@ def bind(world: World, how: str = "auto", num_threads: str | int | None = "auto"
 def bound(
     world: World, how: str = "auto", num_threads: str | int | None = "auto"
 ) -> Iterator[list[str]]:
-    """Bind the ranks within the block, see `bind`; yield what was done, in lines."""
+    """Bind the ranks within a context, see `bind`; yield the log lines."""
     lines, undo = bind(world, how, num_threads)
     try:
         yield lines
@@ -73,16 +76,17 @@ def _check(how: str, num_threads: str | int | None) -> None:
 
 
 class _Machine(NamedTuple):
-    """What a rank is told of those on its machine: what each asks for, and which one it is."""
+    """The requests of all ranks of a machine and the index of the receiving rank among them."""
 
     ranks: list[Asked]
     number: int
 
 
-class _Said(NamedTuple):
-    """What ranks, one behind the other, have found: fewest threads, and where they are.
+class _Report(NamedTuple):
+    """Combined result of several ranks: the smallest number of threads and the assignments.
 
-    `hosts`: for each way to share a machine one host by name, and how many; `more`: hosts left out.
+    `hosts` maps the text of an assignment to one example host and the number of hosts with it;
+    `more` counts hosts with further assignments.
     """
 
     num_threads: int
@@ -94,21 +98,21 @@ def _agree(world: World, how: str, num_threads: str | int | None, undo: ExitStac
     why = _why_threads(num_threads)
     given = given_cpus()
     if given is None:
-        own, text = torch.get_num_threads(), "this system binds nothing, Linux does"
+        own, text = torch.get_num_threads(), "not bound: binding is supported on Linux only"
         number = 0 if world.rank == 0 else 1
     else:
         wish = wished_threads(num_threads)
         asked = Asked(given, world.device.numa_node, tightest_quota(), wish)
-        machine = _met(world, asked)
+        machine = _exchange_requests(world, asked)
         cores = cores_with(frozenset().union(*(rank.allowed for rank in machine.ranks)))
         lots = share_out(cores, machine.ranks, binds=how == "auto")
-        lot, place = _of(lots, machine.number)
+        lot, place = _find_lot(lots, machine.number)
         if lot.is_bound:
             _bind(lot.cpus[place], undo)
         own, number = lot.num_threads[place], machine.number
         text = lots_text(lots, len({core.node for core in cores}))
     hosts = {} if number else {text: (socket.gethostname(), 1)}
-    said = world.everybody.merge_object(_Said(own, hosts), _merged)
+    said = world.everybody.merge_object(_Report(own, hosts), _merge_reports)
     if num_threads is not None:
         own = num_threads if isinstance(num_threads, int) else said.num_threads
         _use_threads(own)
@@ -123,11 +127,11 @@ def _why_threads(num_threads: str | int | None) -> str:
         return f"by num_threads={num_threads}"
     if num_threads is None:
         return "as torch decides"
-    return _BY_USER if user_chose_threads() else "a core each, of the rank that has fewest"
+    return _BY_USER if user_chose_threads() else "one per core of the rank with the fewest cores"
 
 
-def _met(world: World, asked: Asked) -> _Machine:
-    """Return the ranks of this machine, as rank 0 has sorted all of them by machine."""
+def _exchange_requests(world: World, asked: Asked) -> _Machine:
+    """Return the requests of all ranks of this machine; rank 0 groups the ranks by machine."""
     told = world.everybody.gather_object((kernel_identity(), asked), world.everybody.ranks[0])
     dealt = None if told is None else _sorted_by_machine(told)
     machine: _Machine = world.everybody.deal_object(dealt, world.everybody.ranks[0])
@@ -144,7 +148,7 @@ def _sorted_by_machine(told: Sequence[tuple[str, Asked]]) -> list[_Machine]:
     return found
 
 
-def _of(lots: Sequence[Lot], number: int) -> tuple[Lot, int]:
+def _find_lot(lots: Sequence[Lot], number: int) -> tuple[Lot, int]:
     return next((lot, lot.members.index(number)) for lot in lots if number in lot.members)
 
 
@@ -153,19 +157,19 @@ def _bind(cpus: frozenset[int], undo: ExitStack) -> None:
         undo.callback(keep_on(cpus))
     except OSError as error:
         log.warning(
-            "cores: this rank stays on the CPUs that it was given, as the system refuses to bind "
-            "it: %s; train.bind=none leaves all ranks as they are",
+            "cores: the system refuses to bind this rank, which keeps its CPUs: %s; "
+            "use train.bind=none to leave all ranks unbound",
             error,
         )
 
 
 def _use_threads(num_threads: int | None) -> None:
-    # Even the same number again would change how MKL goes about its work.
+    # Setting even the same number again changes MKL's choice of algorithms.
     if num_threads is not None and num_threads != torch.get_num_threads():
         torch.set_num_threads(num_threads)
 
 
-def _merged(these: _Said, others: _Said) -> _Said:
+def _merge_reports(these: _Report, others: _Report) -> _Report:
     hosts, more = dict(these.hosts), these.more + others.more
     for text, (host, count) in others.hosts.items():
         if text in hosts:
@@ -174,12 +178,12 @@ def _merged(these: _Said, others: _Said) -> _Said:
             hosts[text] = (host, count)
         else:
             more += count
-    return _Said(min(these.num_threads, others.num_threads), hosts, more)
+    return _Report(min(these.num_threads, others.num_threads), hosts, more)
 
 
-def _lines(said: _Said, threads: str) -> list[str]:
+def _lines(said: _Report, threads: str) -> list[str]:
     lines = [
         f"cores of {host}{f' and {count - 1} more like it' * (count > 1)}: {text}; {threads}"
         for text, (host, count) in said.hosts.items()
     ]
-    return lines + [f"cores: {said.more} more machines, shared out otherwise"] * (said.more > 0)
+    return lines + [f"cores: {said.more} more machines with other assignments"] * (said.more > 0)

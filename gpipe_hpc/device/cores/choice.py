@@ -1,4 +1,4 @@
-"""Which CPUs each rank of one machine takes: pure arithmetic over what the ranks were given."""
+"""Assignment of CPUs to the ranks of one machine: pure arithmetic, without system calls."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,13 @@ from gpipe_hpc.device.cores.machine import Core, Quota, cpus_text
 
 
 class Asked(NamedTuple):
-    """What a rank was given, and what it wants.
+    """The CPUs available to a rank and its request.
 
-    `allowed`: the CPUs that its launcher lets it use. `node`: the NUMA node of its device; None for
-    a CPU, or where nothing is known. `num_threads`: as the user set it; None for one a core.
+    Args:
+        allowed: CPUs that the launcher allows the rank to use.
+        node: NUMA node of its device; None for a CPU rank or if unknown.
+        quota: CPU time limit of its control group.
+        num_threads: number of threads set by the user; None for one per core.
     """
 
     allowed: frozenset[int]
@@ -22,9 +25,14 @@ class Asked(NamedTuple):
 
 
 class Lot(NamedTuple):
-    """Ranks, by their number on the machine, that were given CPUs in common, and what each takes.
+    """A group of ranks of one machine whose allowed CPUs overlap, and the CPUs assigned to each.
 
-    `why_not`: why they are left as they were given; empty where each is bound to `cpus` of its own.
+    Args:
+        members: indices of the ranks on the machine.
+        cpus: CPUs of each member.
+        nodes: NUMA nodes of each member's CPUs.
+        num_threads: number of threads of each member.
+        why_not: why the members are not bound to separate CPUs; empty if they are.
     """
 
     members: tuple[int, ...]
@@ -35,27 +43,31 @@ class Lot(NamedTuple):
 
     @property
     def is_bound(self) -> bool:
-        """Say whether each takes CPUs of its own."""
+        """Return whether each member is bound to its own CPUs."""
         return not self.why_not
 
 
 GIVEN = "as they were given"
-"""Why ranks that share no CPU with another are left as they are."""
+"""Reason why ranks whose CPUs overlap with no other rank's are not bound again."""
 
 
 def share_out(cores: Sequence[Core], ranks: Sequence[Asked], *, binds: bool = True) -> list[Lot]:
-    """Return who takes which CPUs of a machine; no two ranks share one where that can be.
+    """Assign the CPUs of a machine to ranks, without overlap if possible.
 
-    `ranks`: all of the job on this machine, in order. Ranks that were given CPUs of their own keep
-    them: a launcher has bound them. Those that were given the same ones get whole cores each, as
-    many as can be equal, on the node of its device; ranks without a device are spread over the
-    nodes, neighbours next to each other. All are left as they are where there are fewer cores than
-    ranks or than threads asked for, and where a quota says how much time they have and not where:
-    other containers of the machine would take the same cores. `binds`: false leaves all.
+    Ranks that the launcher has already bound to separate CPUs keep them. Ranks with the same
+    allowed CPUs get equal numbers of whole cores, on the NUMA node of their device; ranks without a
+    device are spread over the nodes, consecutive ranks next to each other. Nothing is bound if
+    there are fewer cores than ranks or than requested threads, or if a CPU quota limits the time
+    but not the set of CPUs: other containers on the machine might choose the same cores.
+
+    Args:
+        cores: all cores of the machine.
+        ranks: all ranks of the job on this machine, in order.
+        binds: false to leave all ranks unbound and only compute numbers of threads.
     """
     using = Counter(rank.quota.group for rank in ranks if rank.quota is not None)
     lots = []
-    for members in _in_common(ranks):
+    for members in _overlapping_groups(ranks):
         own = [ranks[member] for member in members]
         parts = _parts(cores, own) if binds else "train.bind=none"
         dealt: list[list[Core]] | None = None if isinstance(parts, str) else parts
@@ -64,7 +76,7 @@ def share_out(cores: Sequence[Core], ranks: Sequence[Asked], *, binds: bool = Tr
             rank.allowed if dealt is None else frozenset().union(*(core.cpus for core in part))
             for rank, part in zip(own, dealt or [[]] * len(own), strict=True)
         )
-        held = [_within(cores, each) for each in cpus]
+        held = [_restricted_to(cores, each) for each in cpus]
         share = 1 if dealt is not None else len(own)
         threads = tuple(
             max(1, _threads(rank, len(part) // share, using))
@@ -76,7 +88,7 @@ def share_out(cores: Sequence[Core], ranks: Sequence[Asked], *, binds: bool = Tr
 
 
 def lots_text(lots: Sequence[Lot], num_nodes: int) -> str:
-    """Say which CPUs the ranks of a machine have, in one line; nodes where it has several."""
+    """Return one line listing the CPUs of each rank, and the NUMA nodes if there are several."""
     alone = [lot for lot in lots if len(lot.members) == 1 and not lot.is_bound]
     texts = []
     if alone:
@@ -106,8 +118,8 @@ def _where(lot: Lot, number: int, num_nodes: int) -> str:
     return f"{text} (NUMA node{'s' * (len(nodes) > 1)} {cpus_text(nodes)})"
 
 
-def _in_common(ranks: Sequence[Asked]) -> list[tuple[int, ...]]:
-    """Return the ranks that were given CPUs in common, also by way of others, in order."""
+def _overlapping_groups(ranks: Sequence[Asked]) -> list[tuple[int, ...]]:
+    """Return groups of ranks whose allowed CPUs overlap directly or transitively, in order."""
     found: list[tuple[frozenset[int], tuple[int, ...]]] = []
     for number, rank in enumerate(ranks):
         cpus: frozenset[int] = rank.allowed
@@ -123,11 +135,11 @@ def _in_common(ranks: Sequence[Asked]) -> list[tuple[int, ...]]:
 
 
 def _parts(cores: Sequence[Core], ranks: Sequence[Asked]) -> list[list[Core]] | str:
-    """Return the cores that each of some ranks takes, or why they take none for themselves."""
+    """Return the cores for each rank of a group, or the reason why the group is not bound."""
     allowed = ranks[0].allowed
     if len({rank.allowed for rank in ranks}) > 1:
         return "they were given different CPUs that overlap"
-    held = _within(cores, allowed)
+    held = _restricted_to(cores, allowed)
     quotas = [rank.quota.num_cpus for rank in ranks if rank.quota is not None]
     limited = min(quotas, default=len(allowed)) < len(allowed)
     if len(ranks) == 1:
@@ -138,22 +150,22 @@ def _parts(cores: Sequence[Core], ranks: Sequence[Asked]) -> list[list[Core]] | 
         parts = [near]
     elif limited:
         return (
-            f"a quota of {min(quotas):g} CPUs says how much they may compute, and not where; "
-            f"others may be given the same ones"
+            f"a quota of {min(quotas):g} CPUs limits their CPU time but not which CPUs they use; "
+            f"other containers may be using the same ones"
         )
     elif len(held) < len(ranks):
         return f"more ranks than cores ({len(held)})"
     else:
-        parts = _dealt(held, [rank.node for rank in ranks])
+        parts = _distribute(held, [rank.node for rank in ranks])
     for rank, part in zip(ranks, parts, strict=True):
         num_cpus = sum(len(core.cpus) for core in part)
         if rank.num_threads is not None and rank.num_threads > num_cpus:
-            return f"{rank.num_threads} threads were asked for, a rank's share is {num_cpus} CPUs"
+            return f"{rank.num_threads} threads requested, but a rank's share is {num_cpus} CPUs"
     return parts
 
 
-def _within(cores: Sequence[Core], cpus: frozenset[int]) -> list[Core]:
-    """Return the cores of some CPUs, each with those of them alone."""
+def _restricted_to(cores: Sequence[Core], cpus: frozenset[int]) -> list[Core]:
+    """Return the cores that contain some of `cpus`, restricted to these CPUs."""
     return [Core(core.cpus & cpus, core.node) for core in cores if core.cpus & cpus]
 
 
@@ -165,8 +177,11 @@ def _threads(rank: Asked, num_cores: int, using: Mapping[str, int]) -> int:
     return min(num_cores, int(rank.quota.num_cpus / using[rank.quota.group]))
 
 
-def _dealt(cores: Sequence[Core], nodes: Sequence[int | None]) -> list[list[Core]]:
-    """Deal out cores to ranks, by the nodes of their devices; there are as many cores at least."""
+def _distribute(cores: Sequence[Core], nodes: Sequence[int | None]) -> list[list[Core]]:
+    """Distribute cores over ranks by the NUMA node of each rank's device.
+
+    There must be one core per rank at least.
+    """
     in_order = sorted(cores, key=lambda core: (core.node, min(core.cpus)))
     on_node = {node: list(own) for node, own in groupby(in_order, key=lambda core: core.node)}
     wanted = Counter(nodes)
@@ -178,7 +193,7 @@ def _dealt(cores: Sequence[Core], nodes: Sequence[int | None]) -> list[list[Core
         spans = [names[first:last] for first, last in pairwise(bounds)]
         return [[core for node in span for core in on_node[node]] for span in spans]
     else:
-        homes = _spread({node: len(own) for node, own in on_node.items()}, len(nodes))
+        homes = _balance_over_nodes({node: len(own) for node, own in on_node.items()}, len(nodes))
     dealt: list[list[Core]] = [[] for _ in nodes]
     for node, own in on_node.items():
         there = [number for number, home in enumerate(homes) if home == node]
@@ -188,10 +203,10 @@ def _dealt(cores: Sequence[Core], nodes: Sequence[int | None]) -> list[list[Core
     return dealt
 
 
-def _spread(num_cores: Mapping[int, int], num_ranks: int) -> list[int]:
-    """Return a node for each rank, in the order of nodes, so that each has as many cores as can be.
+def _balance_over_nodes(num_cores: Mapping[int, int], num_ranks: int) -> list[int]:
+    """Return a NUMA node for each rank, sorted by node, balancing the number of cores per rank.
 
-    One rank after the other goes to the node that then has the most cores for each of its ranks.
+    Each rank in turn goes to the node with the most cores per rank.
     """
     taken = dict.fromkeys(num_cores, 0)
     for _ in range(num_ranks):

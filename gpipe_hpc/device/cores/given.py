@@ -1,4 +1,4 @@
-"""What a process was given before it bound itself, for those parts of it that go everywhere."""
+"""The CPUs that a process was given by its launcher, before it bound itself to some of them."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,15 +9,16 @@ from typing import Final
 
 from gpipe_hpc.device.cores.machine import allowed_cpus, cpus_text, parse_cpus
 
-# "PID:CPUS", as "4711:0-63": processes that the bound one starts find it, too.
+# Format "PID:CPUS", such as "4711:0-63"; inherited by child processes.
 _VARIABLE: Final = "GPIPE_HPC_GIVEN_CPUS"
 _THREADS: Final = Path("/proc/self/task")
 
 
 def given_cpus() -> frozenset[int] | None:
-    """Return the CPUs that the launcher gave this process, or the one that started it.
+    """Return the CPUs that the launcher gave this process or its parent.
 
-    Those that it may use, where it has not bound itself; None where the system does not tell.
+    If neither has bound itself, these are the CPUs that the process may use now. None if the system
+    does not report them.
     """
     owner, _, cpus = os.environ.get(_VARIABLE, "").partition(":")
     if owner in (str(os.getpid()), str(os.getppid())):
@@ -26,21 +27,22 @@ def given_cpus() -> frozenset[int] | None:
 
 
 def go_everywhere() -> None:
-    """Let the calling thread, and what it starts, use all CPUs that the launcher gave.
+    """Let the calling thread and its child processes use all CPUs that the launcher gave.
 
-    For what reads data: the first and the last rank of a pipeline read, and the cores of the ranks
-    between them have room at times.
+    Used by data loading: only the first and last ranks of a pipeline load data, and the cores of
+    the ranks between them are idle at times.
     """
     cpus = given_cpus()
     if cpus is not None and cpus != allowed_cpus():
-        with suppress(OSError):  # taken away meanwhile
+        with suppress(OSError):  # the CPUs may have been withdrawn since
             os.sched_setaffinity(0, cpus)
 
 
 def keep_on(cpus: frozenset[int]) -> Callable[[], None]:
-    """Keep this process on some CPUs, its threads and those to come; return what undoes it.
+    """Bind all threads of this process to `cpus`; return a function that undoes it.
 
-    Threads that somebody has put elsewhere stay there. Raises OSError where the system refuses.
+    Threads with another affinity than the process are left alone. Raises OSError if the system
+    refuses.
     """
     before = frozenset(os.sched_getaffinity(0))
     inherited = os.environ.get(_VARIABLE)
@@ -51,10 +53,11 @@ def keep_on(cpus: frozenset[int]) -> Callable[[], None]:
 
 
 def user_chose_threads(environ: Mapping[str, str] = os.environ, agent: Path | None = None) -> bool:
-    """Say whether the user has set how many threads libraries use, by OMP_NUM_THREADS or MKL's.
+    """Return whether the user has set OMP_NUM_THREADS or MKL_NUM_THREADS.
 
-    torchrun sets OMP_NUM_THREADS=1 for several ranks where nobody has set it: that is no wish. Its
-    agent, the parent, was started without. `agent`: the file with what that one was started with.
+    torchrun sets OMP_NUM_THREADS=1 for several ranks if the variable is unset; that does not count.
+    It is recognised by the environment of torchrun's agent, the parent process. `agent` is the path
+    of the file with that environment.
     """
     if "MKL_NUM_THREADS" in environ:
         return True
@@ -79,6 +82,6 @@ def _undo(cpus: frozenset[int], before: frozenset[int], inherited: str | None) -
 
 def _move(old: frozenset[int], new: frozenset[int]) -> None:
     for each in _THREADS.iterdir():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread may have ended
             if os.sched_getaffinity(int(each.name)) == old:
                 os.sched_setaffinity(int(each.name), new)

@@ -1,6 +1,6 @@
-"""What Linux tells of a machine's CPUs: which are one core, on which NUMA node, and of limits.
+"""CPU topology and CPU quotas as reported by Linux.
 
-A CPU is what Linux numbers: a hardware thread, of which a core may have two (SMT).
+A CPU is a hardware thread as numbered by Linux; with SMT a core has two or more.
 """
 
 import os
@@ -14,21 +14,21 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class Core(NamedTuple):
-    """The CPUs of one physical core, and the NUMA node on which its memory is near."""
+    """The CPUs of one physical core and its NUMA node."""
 
     cpus: frozenset[int]
     node: int
 
 
 class Quota(NamedTuple):
-    """How much of CPU time a control group may use, as a number of CPUs, and which group it is."""
+    """CPU time limit of a control group, as a number of CPUs, and the identity of the group."""
 
     num_cpus: float
     group: str
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Return the numbers of a list as Linux writes it: ``0-2,8`` is 0, 1, 2 and 8."""
+    """Parse a Linux CPU list: ``0-2,8`` is 0, 1, 2 and 8."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -37,7 +37,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def cpus_text(cpus: Collection[int]) -> str:
-    """Return a list as Linux writes it: 0, 1, 2 and 8 are ``0-2,8``."""
+    """Format CPU numbers as a Linux CPU list: 0, 1, 2 and 8 are ``0-2,8``."""
     spans: list[list[int]] = []
     for cpu in sorted(cpus):
         if spans and cpu == spans[-1][1] + 1:
@@ -48,17 +48,17 @@ def cpus_text(cpus: Collection[int]) -> str:
 
 
 def allowed_cpus() -> frozenset[int] | None:
-    """Return the CPUs that the calling thread may use; None where the system does not tell."""
+    """Return the CPUs that the calling thread may use; None if the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     return frozenset(os.sched_getaffinity(0))
 
 
 def cores_with(cpus: Collection[int], system: Path = _SYSTEM) -> tuple[Core, ...]:
-    """Return all cores of the machine that is online, by their first CPU.
+    """Return all online cores of the machine, sorted by their first CPU.
 
-    `cpus`: those that are there in any case; what nothing is told of is a core by itself, on the
-    first node.
+    `cpus` are CPUs known to exist. A CPU without topology information counts as a core of its own
+    on node 0.
     """
     folder = system / "devices/system"
     online = parse_cpus(_text(folder / "cpu/online")) | frozenset(cpus)
@@ -75,16 +75,16 @@ def cores_with(cpus: Collection[int], system: Path = _SYSTEM) -> tuple[Core, ...
 
 
 def node_of_pci(domain: int, bus: int, device: int, system: Path = _SYSTEM) -> int | None:
-    """Return the NUMA node to which a device is next; None where the system does not tell."""
+    """Return the NUMA node of a PCI device; None if the system does not report it."""
     name = f"{domain:04x}:{bus:02x}:{device:02x}.0"
     text = _text(system / "bus/pci/devices" / name / "numa_node").strip()
     return int(text) if text.isdigit() else None  # -1: not known
 
 
 def tightest_quota(process: Path = _PROCESS, groups: Path = _CGROUPS) -> Quota | None:
-    """Return the least CPU time that this process's control groups may use; None without a limit.
+    """Return the smallest CPU quota of this process's control groups; None if unlimited.
 
-    Of version 2 (``cpu.max``) and 1 (``cpu.cfs_quota_us``), and of the groups around them.
+    Reads version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``) and parent groups.
     """
     return min(_quotas(process, groups), key=lambda quota: quota.num_cpus, default=None)
 

@@ -1,4 +1,4 @@
-"""What a rank of a run to come will compute with on a host like this one."""
+"""Threads and concurrent ranks that a rank of a planned run will have on a host like this one."""
 
 import os
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from gpipe_hpc.device.cores.machine import allowed_cpus, cores_with, tightest_qu
 
 
 class Share(NamedTuple):
-    """So many threads of torch's operators, while so many other ranks of the host compute."""
+    """A rank's number of intra-op threads and the number of other ranks that compute meanwhile."""
 
     num_threads: int
     num_others: int
 
     def __str__(self) -> str:
-        """Say how layers are run that are to take as long as on a rank."""
+        """Format as in ``on 2 threads while another process computes``."""
         threads = f"on {self.num_threads} thread{'s' * (self.num_threads > 1)}"
         if not self.num_others:
             return threads
@@ -27,10 +27,14 @@ class Share(NamedTuple):
 
 
 def share_to_come(num_ranks: int, num_threads: str | int | None, *, binds: bool = True) -> Share:
-    """Return what each of so many ranks of this host will have, as `bind` shares it out.
+    """Return the share of each of `num_ranks` planned ranks of this host, as `bind` assigns it.
 
-    `num_threads`: as `bind` takes it. `binds`: whether it will keep ranks on cores of their own.
-    Others compute at once as far as there are cores for them.
+    The number of concurrently computing ranks is limited by the available cores.
+
+    Args:
+        num_ranks: number of ranks on the host.
+        num_threads: as in `bind`.
+        binds: whether `bind` will give each rank its own cores.
     """
     wish = wished_threads(num_threads)
     given = given_cpus()
@@ -47,10 +51,10 @@ def share_to_come(num_ranks: int, num_threads: str | int | None, *, binds: bool 
 
 
 def share_of_bound(num_ranks: int) -> Share:
-    """Return what this rank has, which has bound itself, as others of its host do beside it.
+    """Return the share of this rank, bound by `bind`, on a host with `num_ranks` ranks.
 
-    `num_ranks`: of the host. Others are those on the cores that this process has left to them; none
-    where a launcher has given each rank its own.
+    Other ranks count only if they use cores that this process left free. If a launcher has given
+    each rank its own cores, there are none.
     """
     given, own = given_cpus(), allowed_cpus()
     left = frozenset[int]() if given is None or own is None else given - own
@@ -60,7 +64,7 @@ def share_of_bound(num_ranks: int) -> Share:
 
 
 def wished_threads(num_threads: str | int | None) -> int | None:
-    """Return the threads that settings or the user name; None: as many as a rank has cores."""
+    """Return the threads set by settings or by the user; None for one per core of the rank."""
     if isinstance(num_threads, int):
         return num_threads
     if num_threads == "auto" and not user_chose_threads():

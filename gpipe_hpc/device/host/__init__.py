@@ -1,1 +1,1 @@
-"""This process and the machine that it is on."""
+"""Facts about this process and its machine: memory, clock, namespaces, open files."""

@@ -1,4 +1,4 @@
-"""Which processes read the same clock."""
+"""Identity of the monotonic clock that a process reads."""
 
 import os
 import zlib
@@ -7,10 +7,10 @@ from gpipe_hpc.device.host.machine import shared_identity
 
 
 def clock_identity() -> int:
-    """Return a number from 0 up that processes share if `time.perf_counter` is one clock to them.
+    """Return a non-negative number that is equal for processes that read the same monotonic clock.
 
-    That is the monotonic clock of a running kernel, in one time namespace. Where the system does
-    not tell, the process is alone with its clock.
+    Processes share `time.perf_counter` if they run on one kernel and in one time namespace. If the
+    system does not report this, the number is unique to the process.
     """
     alone = f"process {os.uname().nodename} {os.getpid()}"
     return zlib.crc32((shared_identity("time") or alone).encode())

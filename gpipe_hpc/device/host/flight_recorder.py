@@ -1,22 +1,22 @@
-"""Torch's record of past collectives, which a run on CPUs does without.
+"""Switch off torch's flight recorder (its log of past collectives) for runs on CPUs.
 
-Each collective leaves a few small strings there, of the newest 2,000. They are made while tensors
-of a step live in the same heap, and stay when those are gone: the free room between them is cut
-into pieces too small for the next step's tensors, so a rank grew by half a megabyte a step.
+For each of the newest 2,000 collectives it stores a few small strings. They are allocated between
+the tensors of a step and outlive them, which fragments the heap: a rank grew by half a megabyte per
+step.
 """
 
 import os
 from collections.abc import MutableMapping
 from typing import Final
 
-# Torch reads the first of them that is there, once, when it makes its first process group.
+# torch reads the first of these that is set, when it creates the first process group.
 _VARIABLES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def leave_unrecorded(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch record no collectives, unless the user has said how many.
+    """Disable torch's flight recorder, unless the user has set its buffer size.
 
-    For the whole process, ahead of its first process group: later it has no effect.
+    Applies to the whole process; call it before the first process group is created.
     """
     if not any(name in environment for name in _VARIABLES):
         environment[_VARIABLES[0]] = "0"

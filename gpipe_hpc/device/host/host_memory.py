@@ -1,4 +1,4 @@
-"""What the system tells of the memory of this process and of its machine."""
+"""Resident memory of this process and free memory of its machine and job, as Linux reports them."""
 
 import resource
 import sys
@@ -11,12 +11,12 @@ _STATUS: Final = Path("/proc/self/status")
 _CLEAR: Final = Path("/proc/self/clear_refs")
 _CLEAR_PEAK: Final = "5"
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_GIVEN_UP: Final = ("inactive_file ", "active_file ")
+_RECLAIMABLE: Final = ("inactive_file ", "active_file ")
 
 
 def peak_bytes() -> int:
-    """Return the resident memory of this process at its fullest, or since `reset_peak`."""
-    # Not what the system counts for the process: that may be the peak of who started it.
+    """Return the peak resident memory of this process since the start or `reset_peak`, in bytes."""
+    # Preferred over ru_maxrss, which may be inherited from the parent process.
     told = _status_bytes("VmHWM")
     if told is not None:
         return told
@@ -25,19 +25,19 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Begin a new peak of `peak_bytes`; the old one stays where the system does not allow it."""
+    """Reset the peak that `peak_bytes` returns; does nothing if the system does not allow it."""
     with suppress(OSError):
         _CLEAR.write_text(_CLEAR_PEAK)
 
 
 def used_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not tell."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     return _status_bytes("VmRSS") or 0
 
 
 def free_bytes() -> int | None:
-    """Return how many bytes the machine and the job leave; None where the system does not tell."""
-    return min([*_of_the_machine(), *_of_the_job()], default=None)
+    """Return the bytes that the machine and the job's limits leave; None if not reported."""
+    return min([*_machine_headroom(), *_cgroup_headroom()], default=None)
 
 
 def _status_bytes(name: str) -> int | None:
@@ -49,14 +49,14 @@ def _status_bytes(name: str) -> int | None:
     return int(kib) * 1024
 
 
-def _of_the_machine() -> Iterator[int]:
+def _machine_headroom() -> Iterator[int]:
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             yield 1024 * int(line.split()[1])
 
 
-def _of_the_job() -> Iterator[int]:
-    """Yield what each control group around this process leaves: those of Slurm, Kubernetes."""
+def _cgroup_headroom() -> Iterator[int]:
+    """Yield the bytes left by each control group of this process (Slurm, Kubernetes)."""
     for line in _lines(Path("/proc/self/cgroup")):
         kinds, group = line.split(":", 2)[1:]
         if kinds not in ("", "memory"):
@@ -75,8 +75,8 @@ def _of_the_job() -> Iterator[int]:
 def _headroom(folder: Path, limit: str, used: str) -> Iterator[int]:
     most, now = _lines(folder / limit), _lines(folder / used)
     if most and now and most[0].isdigit():
-        # Pages of files are given up where memory lacks, also those read a moment ago.
-        cached = [line for line in _lines(folder / "memory.stat") if line.startswith(_GIVEN_UP)]
+        # The kernel reclaims file pages under memory pressure, so they count as free.
+        cached = [line for line in _lines(folder / "memory.stat") if line.startswith(_RECLAIMABLE)]
         yield int(most[0]) - int(now[0]) + sum(int(line.split()[1]) for line in cached)
 
 

@@ -1,4 +1,4 @@
-"""Which machine this process is on, as far as one of its namespaces goes."""
+"""Identities of this machine and its namespaces, comparable between processes."""
 
 import os
 import platform
@@ -14,12 +14,12 @@ _INITIAL_PIDS: Final = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux: no cont
 
 
 def shared_identity(namespace: str) -> str:
-    """Return a text that two processes share if both are in one namespace of one running kernel.
+    """Return a string equal for processes that share a namespace of one running kernel.
 
-    `namespace`, a name in /proc/self/ns, is what is to be shared: `net` (127.0.0.1 is the same
-    interface), `mnt` (a path leads to the same file), `pid` (a number means the same process),
-    `time` (the monotonic clock is one). Two containers of a host have the kernel in common, but
-    namespaces of their own. Empty where the system does not tell: with nobody for sure.
+    `namespace` is a name in /proc/self/ns: `net` (127.0.0.1 is the same interface), `mnt` (a path
+    names the same file), `pid` (a number means the same process) or `time` (the monotonic clock is
+    the same). Two containers on one host share the kernel, but have their own namespaces. Empty if
+    the system does not report it; then nothing may be assumed to be shared.
     """
     try:
         return f"{_BOOT.read_text().strip()} {os.readlink(f'/proc/self/ns/{namespace}')}"
@@ -28,11 +28,11 @@ def shared_identity(namespace: str) -> str:
 
 
 def folder_identity(folder: Path) -> str:
-    """Return a text that two processes share if files in `folder` are the same ones to both.
+    """Return a string equal for processes to which `folder` is the same folder.
 
-    Containers have mounts of their own, but may see one folder of their host under the same path;
-    what counts is the folder itself, and that both are one user there. Empty where the system does
-    not tell: with nobody for sure.
+    Containers have their own mounts, but may mount the same folder of the host at the same path.
+    The string therefore identifies the folder itself and the user. Empty if the system does not
+    report it; then nothing may be assumed to be shared.
     """
     try:
         facts, users = folder.stat(), _USERS.read_text().split()
@@ -44,7 +44,7 @@ def folder_identity(folder: Path) -> str:
 
 
 def kernel_identity() -> str:
-    """Return a text that all processes of one running kernel share, those of containers too."""
+    """Return a string equal for all processes of one running kernel, also in containers."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -52,7 +52,7 @@ def kernel_identity() -> str:
 
 
 def processor_name() -> str:
-    """Return what the processor is called, where the system tells; else its kind."""
+    """Return the model name of the processor, else its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):
@@ -63,10 +63,10 @@ def processor_name() -> str:
 
 
 def started_by(names: Collection[str], proc: Path = Path("/proc")) -> bool | None:
-    """Say whether an ancestor of this process runs a program that has one of these names in its.
+    """Return whether an ancestor process runs a program whose name contains one of `names`.
 
-    None where that cannot be told: nobody of them is found, but this process numbers processes for
-    itself, as in a container, so that its ancestors outside are not seen.
+    None if unknown: no such ancestor was found, but this process is in its own PID namespace (as in
+    a container) and cannot see ancestors outside of it.
     """
     pid, found = os.getpid(), False
     for _ in range(_MAX_ANCESTORS):

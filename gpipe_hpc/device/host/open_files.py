@@ -1,4 +1,4 @@
-"""How many files and connections this process may have open."""
+"""Number and limit of open file descriptors of this process."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ _OPEN: Final = Path("/proc/self/fd")
 
 
 def num_open() -> int:
-    """Return how many files and connections are open; 0 where the system does not tell."""
+    """Return the number of open file descriptors; 0 if the system does not report it."""
     try:
         return len(os.listdir(_OPEN))
     except OSError:
@@ -17,7 +17,7 @@ def num_open() -> int:
 
 
 def allow_files(num_files: int) -> int:
-    """Let this process open so many, as far as it may; return how many it may open then."""
+    """Raise the limit of open files to `num_files` if permitted; return the resulting limit."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if limit == unlimited or limit >= num_files:

@@ -108,12 +108,12 @@ def test_other_source_lines_in_any_level_are_named_on_all_ranks(processes, tmp_p
         own = own_source()
         mine = own._replace(digest="f" * 64, folder="/other") if rank == 3 else own
         monkeypatch.setattr(processes_module, "own_source", lambda: mine)
-        with pytest.raises(LaunchError, match="other source lines") as caught:
+        with pytest.raises(LaunchError, match="different source code") as caught:
             narrow_world()
         return str(caught.value)
 
     for text in processes(5, body, tmp_path):
-        assert "got others on rank 3 (/other" in text
+        assert "got another on rank 3 (/other" in text
 
 
 def test_a_failure_reaches_ranks_that_wait_in_other_levels(processes, tmp_path):

@@ -19,10 +19,13 @@ ALONE = SoloGroup(0)
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (lambda t: start_hierarchical_all_reduce(ALONE, t, []), "host of each of 1 ranks, got 0"),
-        (lambda t: ALONE.start_reduce_scatter(t, [5]), "sum 6, got 1 with the sum 5"),
-        (lambda t: ALONE.start_all_gather(t, [3, 3]), "expected 1 counts.*got 2"),
-        (lambda t: ALONE.start_all_gather(t, [7, -1]), "none negative"),
+        (
+            lambda t: start_hierarchical_all_reduce(ALONE, t, []),
+            "one host for each of 1 ranks, got 0",
+        ),
+        (lambda t: ALONE.start_reduce_scatter(t, [5]), "sum 6, got 1 with sum 5"),
+        (lambda t: ALONE.start_all_gather(t, [3, 3]), "expected 1 non-negative counts.*got 2"),
+        (lambda t: ALONE.start_all_gather(t, [7, -1]), "non-negative"),
         (lambda t: ALONE.start_reduce_scatter(t.view(2, 3)), r"flat.*got shape \(2, 3\)"),
         (lambda t: ALONE.start_reduce_scatter(t[::2]), "flat contiguous"),
     ],

@@ -122,13 +122,13 @@ def test_a_folder_in_other_hands_is_refused(tmp_path: Path, monkeypatch: pytest.
     if user == 0:  # what root owns is trusted, as root reads everything anyway
         os.chown(tmp_path / "theirs", 12345, -1)
         user = 12345
-    with pytest.raises(LaunchError, match=f"one of user {user} while"):
+    with pytest.raises(LaunchError, match=f"it belongs to user {user}, this is"):
         job_secret(True, environ={}, places=(tmp_path / "theirs",))
 
 
 def test_no_place_for_a_secret_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert job_secret(True, environ={}, places=(tmp_path / "no" / "such",)) is None
-    assert "no secret, because its folder cannot be used" in caplog.text
+    assert "without a secret, because its folder cannot be used" in caplog.text
 
 
 def test_machines_without_a_secret_have_none():

@@ -309,7 +309,7 @@ def test_a_process_that_may_go_on_after_a_failure_is_left_alone(until, monkeypat
 def test_without_a_process_of_its_own_a_watcher_is_a_thread(monkeypatch, caplog):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     helper = Helper()
-    assert "a thread does its work" in caplog.text
+    assert "using a thread instead" in caplog.text
     helper.send(kind="listen", host=LOOPBACK)
     assert helper.receive(5.0)[0]["port"] > 0
     helper.leave()

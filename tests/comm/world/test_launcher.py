@@ -170,7 +170,7 @@ def test_ports_differ_between_jobs_steps_and_attempts():
     ("env", "message"),
     [
         ({**TORCHRUN, "WORLD_SIZE": ""}, r"WORLD_SIZE is not set.*unset the launcher's variables"),
-        ({**TORCHRUN, "RANK": "x"}, r"bad RANK, expected a whole number from 0 up, got 'x'"),
+        ({**TORCHRUN, "RANK": "x"}, r"bad RANK, expected a non-negative integer, got 'x'"),
         ({**TORCHRUN, "RANK": "-1"}, r"bad RANK.*got '-1'"),
         ({**TORCHRUN, "RANK": "8"}, r"bad rank from torchrun, expected less than 8.*got 8"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, r"bad local rank.*less than 2"),

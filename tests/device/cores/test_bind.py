@@ -7,7 +7,7 @@ import torch
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.device.cores.bind import _merged, _Said, _sorted_by_machine, bind, bound
+from gpipe_hpc.device.cores.bind import _merge_reports, _Report, _sorted_by_machine, bind, bound
 from gpipe_hpc.device.cores.choice import Asked
 from gpipe_hpc.errors import ConfigError
 
@@ -21,9 +21,9 @@ def test_ranks_are_sorted_by_machine_wherever_they_stand():
 
 
 def test_equal_machines_are_told_of_once_and_many_unequal_ones_are_counted():
-    whole = _Said(8, {"same": ("a", 1)})
+    whole = _Report(8, {"same": ("a", 1)})
     for number in range(20):
-        whole = _merged(whole, _Said(4, {"same": ("b", 1), f"own {number}": ("c", 1)}))
+        whole = _merge_reports(whole, _Report(4, {"same": ("b", 1), f"own {number}": ("c", 1)}))
     assert whole.num_threads == 4
     assert whole.hosts["same"] == ("a", 21)
     assert len(whole.hosts) == 8 and whole.more == 13
