@@ -11,7 +11,7 @@ from tests.support import has_begun, losses
 # The first of them builds the image.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
-DIVIDED = "no memory is shared with rank"
+DIVIDED = "cannot share memory with rank"
 
 
 @pytest.fixture

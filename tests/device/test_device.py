@@ -171,7 +171,7 @@ def test_an_old_torch_is_refused_by_the_names_of_what_it_lacks(monkeypatch):
     refuse_old_torch("cuda")  # torch.cuda has it
     monkeypatch.delattr(torch.cuda, "mem_get_info")
     monkeypatch.delattr(torch, "Stream")
-    told = r"torch with torch.Stream, torch.accelerator.get_memory_info, got .*; use torch 2.10"
+    told = r"needs torch.Stream, torch.accelerator.get_memory_info, which .*; use torch 2.10"
     with pytest.raises(ConfigError, match=told):
         refuse_old_torch("cuda")
 

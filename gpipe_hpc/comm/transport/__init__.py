@@ -1,1 +1,1 @@
-"""Channels between ranks: in memory, over torch.distributed, in shared memory of a host."""
+"""Channels between ranks: in memory, over torch.distributed, in a host's shared memory."""

@@ -1,9 +1,9 @@
-"""Tensors that have elements in common: views of one another, or of a third one.
+"""Detection of tensors that share elements: views of one another or of a third tensor.
 
 A tensor that occurs twice in a nest is not such a case: it stays one tensor. Views become separate
-tensors after a cut. This makes no difference as long as they are only read; a write in place into
-one would have to change the others, also for autograd. So memory that several views share is sent
-once and shared again by the receiver, and the stage that runs layers on it can refuse writes.
+tensors at a stage boundary. This makes no difference as long as they are only read; a write in
+place into one would have to change the others, also for autograd. So memory that several views
+share is sent once and shared again by the receiver, and the receiving stage can refuse writes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class View(NamedTuple):
-    """How the elements of a tensor lie in memory; `offset_bytes` counts from its beginning."""
+    """Layout of a tensor in memory; `offset_bytes` counts from the start of the memory."""
 
     offset_bytes: int
     shape: tuple[int, ...]
@@ -25,18 +25,18 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "View":
-        """Return how a tensor lies in its storage."""
+        """Return the layout of a tensor in its storage."""
         offset = int(tensor.storage_offset()) * tensor.itemsize
         return cls(offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @property
     def end_bytes(self) -> int:
-        """Return where the last element ends."""
+        """Return the offset of the end of the last element."""
         spans = ((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         return self.offset_bytes + (sum(spans) + 1) * self.dtype.itemsize
 
     def on(self, memory: Tensor) -> Tensor:
-        """Return the tensor that lies so in a block of bytes."""
+        """Return the tensor with this layout in a block of bytes."""
         offset = int(memory.storage_offset()) + self.offset_bytes
         own = torch.empty(0, dtype=self.dtype, device=memory.device)
         place = offset // self.dtype.itemsize
@@ -44,7 +44,7 @@ class View(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Memory that several tensors share: its bytes, and each one's place in it, by position."""
+    """Memory that several tensors share: its bytes, and the layout of each tensor by position."""
 
     memory: Tensor
     views: dict[int, View]
@@ -55,27 +55,27 @@ _ALIGNMENT = 16  # bytes: that of the widest dtype
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is its elements in a storage."""
+    """Return whether a tensor is dense and strided."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def mark_buffer(tensor: Tensor) -> None:
-    """Mark what lies, where it was made, in a buffer or a frozen parameter of a layer."""
+    """Mark a tensor as part of a layer's buffer or frozen parameter."""
     setattr(tensor, _MARK, True)
 
 
 def is_buffer(tensor: Tensor) -> bool:
-    """Say whether a tensor is so marked; views and copies of it are not."""
+    """Return whether a tensor was marked by `mark_buffer`; its views and copies are not."""
     return hasattr(tensor, _MARK)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the addresses of the storages that tensors lie in."""
+    """Return identities of the storages of tensors."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
 
 
 def shared_blocks(tensors: Sequence[Tensor]) -> list[Block]:
-    """Return the memory that several of these tensors, all different, have elements of."""
+    """Return the blocks of memory of which several of these distinct tensors have elements."""
     places: dict[int, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if is_plain(tensor) and tensor.numel():
@@ -91,7 +91,7 @@ def shared_blocks(tensors: Sequence[Tensor]) -> list[Block]:
 
 
 def cloned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return clones of different tensors; those that shared elements do so again."""
+    """Clone distinct tensors; those that shared elements share them again."""
     clones = [tensor.clone() for tensor in tensors]
     for block in shared_blocks(tensors):
         memory = block.memory.clone()
@@ -111,7 +111,7 @@ def _block(tensor: Tensor, views: dict[int, View]) -> Block:
 
 
 def _groups(tensors: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]:
-    """Return which of the tensors of one storage have elements in common, directly or by others."""
+    """Return groups of tensors of one storage that share elements, directly or transitively."""
     groups: list[list[int]] = []
     for place in places:
         view = View.of(tensors[place])
@@ -121,7 +121,7 @@ def _groups(tensors: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]
 
 
 def _meet(one: View, other: View) -> bool:
-    """Say whether two views of one storage have bytes in common."""
+    """Return whether two views of one storage share bytes."""
     if one.end_bytes <= other.offset_bytes or other.end_bytes <= one.offset_bytes:
         return False
     start = min(one.offset_bytes, other.offset_bytes)
@@ -141,7 +141,7 @@ def _meet_exactly(one: View, other: View) -> bool:
 
 
 def _in_units(view: View, unit: int, marks: Tensor) -> Tensor:
-    """Return the marks of a view's elements, each of one or more units of bytes."""
+    """Return the view's elements of a mask with one element per unit of bytes."""
     ratio = view.dtype.itemsize // unit
     strides = (*(stride * ratio for stride in view.strides), 1)
     return marks.as_strided((*view.shape, ratio), strides, view.offset_bytes // unit)

@@ -1,4 +1,4 @@
-"""What the engine asks of a transport, whatever carries the bytes."""
+"""Interface of transports, which send boundaries between ranks."""
 
 from typing import NamedTuple, Protocol
 
@@ -7,7 +7,7 @@ from gpipe_hpc.schedule import Channel
 
 
 class PlacedChannel(NamedTuple):
-    """A channel of a table with the world ranks at its ends."""
+    """A channel of a schedule with the world ranks at its ends."""
 
     channel: Channel
     source_rank: int
@@ -23,32 +23,32 @@ class PlacedChannel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A nest that has arrived; `num_samples` is 0 for an empty micro-batch."""
+    """A received nest of tensors; `num_samples` is 0 for an empty micro-batch."""
 
     nest: Nest
     num_samples: int
 
 
 class Transport(Protocol):
-    """Move boundaries between ranks.
+    """Sends and receives boundaries.
 
-    Sends never block. `lane` keeps apart what different tables expect of the same channel
-    (training and evaluation may use other shapes).
+    Sends never block. `lane` separates schedules that use the same channel (training and evaluation
+    may use different shapes).
     """
 
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Start sending a nest; its tensors are released once they have left."""
+        """Start sending a nest; its tensors are released once they are sent."""
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
-        """Post the buffers for the next message of a channel; does not block."""
+        """Post buffers for the next message of a channel; does not block."""
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
-        """Return the posted message, waiting until it is here.
+        """Block until the posted message has arrived and return it.
 
-        Raises ConnectionError if the other end is gone, TimeoutError if it is silent.
+        Raises ConnectionError if the peer has ended, TimeoutError if it does not respond.
         """
 
     def finish(self) -> None:
-        """Wait until everything sent has left; nothing may be posted and not consumed."""
+        """Block until all messages are sent; no posted receive may be pending."""

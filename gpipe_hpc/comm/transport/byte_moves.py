@@ -1,7 +1,7 @@
-"""Bytes from some ranks to others, in pieces: for what is too big for one message.
+"""Transfer of large amounts of bytes between ranks, in pieces.
 
-The pieces of all ranks go side by side. A rank sends its next one, takes those that come, and goes
-on once its own has left, so at most one piece of each is on the way.
+The pieces of all ranks are sent concurrently. A rank sends its next piece, receives those of
+others, and continues once its own has been received, so at most one piece per rank is in flight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,21 @@ _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
 class Move(NamedTuple):
-    """Bytes that go from one rank to another."""
+    """Source and destination rank of a transfer."""
 
     source: int
     destination: int
 
 
 class ByteMoves:
-    """Moves of bytes between ranks; each move may happen many times.
+    """Transfers of bytes between fixed pairs of ranks, each repeatable.
 
-    `moves`: those that this rank has a part in, or more. Every rank of the world makes it, also one
-    that has none, and both ends of a move name it. `serial` tells apart those of one world that
-    live at the same time.
+    Every rank of the world creates it, even if it takes part in no transfer.
+
+    Args:
+        world: the world.
+        moves: the transfers of this rank, or more; both ends must list a transfer.
+        serial: number that distinguishes objects of one world that exist at the same time.
     """
 
     def __init__(self, world: World, moves: Sequence[Move], serial: int) -> None:
@@ -53,9 +56,9 @@ class ByteMoves:
         self._transport: Transport = world.transport(list(self._channels.values()), _HOST)
 
     def tell_sizes(self, outgoing: Mapping[int, torch.Tensor]) -> dict[int, int]:
-        """Tell each destination how much is to come; return what the sources say.
+        """Send each destination the number of bytes to come; return those announced by the sources.
 
-        All ranks of the moves call it. Raises as `run`.
+        All ranks of the transfers call it. Raises as `run`.
         """
         transport = self._transport
         for move in self._outgoing:
@@ -77,13 +80,16 @@ class ByteMoves:
         sizes: Mapping[int, int],
         take: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Send bytes and take those that come; all ranks of the moves call it.
+        """Send and receive bytes; called by all ranks of the transfers.
 
-        `outgoing`: by destination, one-dimensional uint8 tensors on the host, not changed until
-        every rank has returned. `sizes`: of what comes, by source. A move that both of its ends
-        leave out does not happen. `take(source, piece)` is called with each piece, in order; it
-        keeps the bytes, not the tensor. Raises ConnectionError or TimeoutError if another rank is
-        gone or silent.
+        Args:
+            outgoing: for each destination a flat uint8 host tensor, not to be modified until every
+                rank has returned.
+            sizes: number of bytes to receive from each source.
+            take: called with source and each received piece, in order; it must copy the bytes.
+
+        A transfer that both ends leave out does not take place. Raises ConnectionError or
+        TimeoutError if another rank has ended or does not respond.
         """
         transport = self._transport
         for turn in range(_num_pieces(outgoing, sizes)):

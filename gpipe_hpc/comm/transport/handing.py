@@ -1,7 +1,7 @@
-"""Tensors that a rank leaves for another one in the memory that both share.
+"""Hand-over of tensors between ranks that share memory, ordered by device events.
 
-On an accelerator what makes a tensor may still be under way when it is left, and what uses it when
-it is let go of: streams wait for each other, hosts for neither.
+On an accelerator the tensors may still be in computation when they are handed over, and in use when
+they are deleted. Streams wait for each other; the host never blocks.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gpipe_hpc.device.device import Device, Event
 
 
 class Left(NamedTuple):
-    """Tensors for another rank, and a value; `ready` is a mark behind all that makes them."""
+    """Tensors and a value for another rank; `ready` marks the end of the work on the tensors."""
 
     tensors: Sequence[Tensor]
     ready: Event
@@ -21,12 +21,12 @@ class Left(NamedTuple):
 
 
 def leave(device: Device, tensors: Sequence[Tensor], value: Any = None) -> Left:
-    """Leave tensors, which this rank does not write to any more, and a value."""
+    """Hand over tensors, which this rank must not modify any more, and a value."""
     return Left(tensors, device.current_stream().record_event(), value)
 
 
 def take(device: Device, left: Left) -> Sequence[Tensor]:
-    """Return tensors that another rank has left, for use on this rank's current stream."""
+    """Return tensors handed over by another rank, for use on this rank's current stream."""
     stream = device.current_stream()
     stream.wait_event(left.ready)
     for tensor in left.tensors:

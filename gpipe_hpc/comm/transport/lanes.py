@@ -1,4 +1,4 @@
-"""A lane: a queue of tensors between two ranks, whatever carries it."""
+"""Lanes: ordered queues of tensors between two ranks."""
 
 from typing import NamedTuple, Protocol
 
@@ -7,37 +7,37 @@ import torch.distributed as dist
 
 
 class Work(Protocol):
-    """A send or a receive under way."""
+    """A send or receive in progress."""
 
     def wait(self) -> object:
-        """Return when it is done; over a device's own backend, order the current stream behind it.
+        """Block until complete; with a device backend, make the current stream wait instead.
 
         Raises RuntimeError if it failed.
         """
 
     def is_completed(self) -> bool:
-        """Say whether it is done, also on the device; Gloo says so only to who waits."""
+        """Return whether it is complete, also on the device; Gloo knows this only after `wait`."""
 
 
 class Lane(Protocol):
-    """One end of a queue: what one rank sends there comes in the order of the other's receives.
+    """One end of a queue: tensors arrive in the order in which receives are posted.
 
-    A tensor has no gaps in its memory, and the bytes that the other end expects. A send is a
-    rendezvous: it is done once the receiver has taken it.
+    Tensors must be dense and of the size that the peer expects. A send is a rendezvous: it is
+    complete once the receiver has received the tensor.
     """
 
     def send(self, tensor: torch.Tensor) -> Work:
-        """Start sending a tensor; the caller keeps it, unchanged, until the work is done."""
+        """Start sending a tensor; the caller must keep it unchanged until the work is complete."""
 
     def receive(self, tensor: torch.Tensor) -> Work:
         """Start receiving into a tensor."""
 
 
 class TorchLane(NamedTuple):
-    """A lane of a torch process group; `peer` is the other rank's position in it.
+    """A lane of a torch process group; `peer` is the position of the other rank in it.
 
-    Gloo keeps tags apart. NCCL and its kin know none: all that goes between two ranks in a group
-    is one lane, and goes one after the other.
+    Gloo supports tags. NCCL and similar backends do not: all messages between two ranks of a group
+    are one lane and are sent in order.
     """
 
     group: dist.ProcessGroup

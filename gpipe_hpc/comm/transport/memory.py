@@ -1,7 +1,6 @@
-"""Channels as queues in memory, between threads of one process. Nothing is copied.
+"""Channels as in-memory queues between threads of one process; tensors are not copied.
 
-On an accelerator a message is there when its sender's stream has come so far, and the receiver's
-stream waits for that: no host does.
+On an accelerator the receiver's stream waits for the sender's stream; no host blocks.
 """
 
 from collections import deque
@@ -16,10 +15,10 @@ from gpipe_hpc.pytree import Nest
 
 
 class MemoryTransport:
-    """Hand nests over by reference.
+    """Transport that passes nests by reference.
 
-    Sender and receiver share storage, as they would not between processes; a stage never
-    writes into what it received, so neither can tell.
+    Sender and receiver share storage, unlike with processes. This makes no difference, because a
+    stage never writes into a received boundary.
     """
 
     def __init__(self, hub: ThreadHub, channels: Sequence[PlacedChannel], device: Device) -> None:
@@ -33,7 +32,7 @@ class MemoryTransport:
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Append to the channel's queue."""
+        """Append a message to the channel's queue."""
         structure, tensors = disassemble(nest)
         # What no process could send is refused here, too.
         self._catalogues[channel].identify(structure)
@@ -46,11 +45,11 @@ class MemoryTransport:
             self._hub.changed.notify_all()
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
-        """Count the post; there is no buffer to prepare."""
+        """Count the posted receive; there is no buffer to prepare."""
         self._num_posted += 1
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
-        """Take the front of the channel's queue."""
+        """Remove and return the first message of the channel's queue."""
         queue = self._hub.queues[channel]
         what = f"rank {channel.source_rank}"
         with self._hub.changed:
@@ -65,5 +64,5 @@ class MemoryTransport:
         return message
 
     def finish(self) -> None:
-        """Check that every post was consumed."""
+        """Assert that every posted receive was consumed."""
         assert self._num_posted == 0, f"{self._num_posted} posted receives were never consumed"

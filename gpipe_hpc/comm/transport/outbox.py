@@ -1,9 +1,9 @@
-"""Sends that have started and not left yet, and those that wait for a copy before they start.
+"""Threads that start and complete sends.
 
-A send is a rendezvous: it ends when the receiver has taken it. Nobody may wait for that on the
-computing thread, and the tensor must live until then, so a thread for each receiver sees them off.
-None of them may wait for another either: a receiver may take what was sent later first. So the
-thread that starts what a copy must precede waits for copies alone.
+A send is a rendezvous: it completes when the receiver has received the tensor, which must live
+until then. The computing thread must not wait for that, so there is one thread per receiver. These
+threads must not wait for each other either, because receivers may receive in another order. Sends
+that must wait for a copy are started by a further thread, which waits only for copies.
 """
 
 import queue
@@ -19,7 +19,7 @@ Job = Callable[[], None]
 
 
 class _Line:
-    """Jobs that a thread does in turn, until `close`."""
+    """A thread that runs jobs in order until `close`."""
 
     def __init__(self, name: str, device: Device) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -44,7 +44,10 @@ def _work_off(jobs: "queue.SimpleQueue[Job | None]", device: Device) -> None:
 
 
 class _Lines:
-    """The threads of an outbox; not the outbox itself, which ends them by being dropped."""
+    """The threads of an outbox.
+
+    It does not reference the `Outbox`, whose garbage collection ends the threads.
+    """
 
     def __init__(self, payload: Payload) -> None:
         self.changed = threading.Condition()
@@ -56,7 +59,7 @@ class _Lines:
         self._peers: dict[int, _Line] = {}
 
     def send(self, peer: int, parts: Sequence[Part]) -> None:
-        """Start parts in the order of the calls, each once it is ready, and see them off."""
+        """Start parts in call order, each once it is ready; wait for them on the peer's thread."""
         has_copies = any(part.ready is not None for part in parts)
         with self.changed:
             in_turn = has_copies or self._num_unstarted > 0
@@ -74,7 +77,7 @@ class _Lines:
             raise
 
     def close(self) -> None:
-        """End all threads, once they have done what they have to."""
+        """End all threads once their jobs are done."""
         for line in (self._starts, *self._peers.values()):
             if line is not None:
                 line.close()
@@ -91,7 +94,7 @@ class _Lines:
             self._num_unstarted -= 1
 
     def _see_off(self, peer: int, parts: Sequence[Part], works: Sequence[Work]) -> None:
-        """Let the peer's thread wait until all have left; the parts live until then."""
+        """Wait on the peer's thread until all parts are sent, keeping them alive until then."""
         line = self._peers.get(peer)
         if line is None:
             with self.changed:
@@ -120,7 +123,7 @@ class _Lines:
 
 
 class Outbox:
-    """Send messages in the order they were put, and drop their tensors once they are gone."""
+    """Sends messages in order and releases their tensors once they are sent."""
 
     def __init__(self, payload: Payload) -> None:
         self._lines = _Lines(payload)
@@ -130,7 +133,7 @@ class Outbox:
     def put(self, peer: int, parts: Sequence[Part]) -> None:
         """Send the parts of one message to world rank `peer`.
 
-        Raises what an earlier send has failed with: RuntimeError if its receiver is gone.
+        Raises the error of an earlier send: RuntimeError if its receiver has ended.
         """
         if self._lines.failure is not None:
             raise self._lines.failure
@@ -142,7 +145,7 @@ class Outbox:
             self._lines.send(peer, on_host)
 
     def drain(self) -> None:
-        """Wait until everything put so far has left; raise what failed."""
+        """Block until all messages are sent; raise the error of a failed send."""
         lines = self._lines
         with lines.changed:
             lines.changed.wait_for(lambda: lines.num_pending == 0 or lines.failure is not None)

@@ -1,8 +1,8 @@
-"""How tensors get on and off the lanes, by where they live and what carries them.
+"""Conversion of tensors between device memory and lanes.
 
-Tensors of the host go as they are. Those of an accelerator go over a lane of its own backend (NCCL,
-say) where there is one and the receiver has posted a buffer for them; else through pinned memory
-and over the host's lane. Copies to and from it run on streams of their own, beside the compute.
+Host tensors are sent directly. Accelerator tensors use a lane of the device's backend (such as
+NCCL) if there is one and the receiver has posted a buffer; otherwise they are copied to pinned
+memory and use a host lane. These copies run on separate streams and overlap with compute.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from gpipe_hpc.device.device import Device, Event, HostDevice, Stream
 
 
 class Ways(NamedTuple):
-    """The lanes that tensors of one message may take.
+    """The lanes for the tensors of one message.
 
-    `host`: between the hosts. `device`: over the device's own backend, None where there is none or
-    the receiver could not post there.
+    `host` is a lane between hosts. `device` is one of the device's backend; None if there is none
+    or the receiver could not post a buffer on it.
     """
 
     host: Lane
@@ -36,16 +36,19 @@ class Receiving(Protocol):
         """Return the tensor, ready for use on the current stream."""
 
     def drop(self) -> None:
-        """Let what comes be; its memory is free once it has come."""
+        """Discard the tensor; its memory is reused once it has arrived."""
 
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """A tensor on its way out.
+    """A tensor to be sent.
 
-    `tensor` is what goes, and lives until it has gone. `ready`: what the host has to wait for
-    before. `on_stream`: it goes on the device's time line, not the host's. `buffer`: what it lies
-    in, to be given back.
+    Args:
+        lane: the lane on which it is sent.
+        tensor: the tensor, which stays alive until it is sent.
+        ready: event for which the host has to wait before sending.
+        on_stream: whether it is sent in the order of the device's stream.
+        buffer: its pinned buffer, to be released afterwards.
     """
 
     lane: Lane
@@ -60,7 +63,7 @@ class Part:
 
 
 class Payload:
-    """Start receives of tensors, and make them ready to leave."""
+    """Posts receives of tensors and prepares tensors to be sent."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -72,7 +75,7 @@ class Payload:
         return _Direct(tensor, lane.receive(tensor))
 
     def receive(self, metas: Sequence[TensorMeta], ways: Ways) -> list[Receiving]:
-        """Post receives of tensors of a boundary; those without elements do not travel."""
+        """Post receives of the tensors of a boundary; empty tensors are not sent."""
         return [self._receive(meta, ways) for meta in metas]
 
     def _receive(self, meta: TensorMeta, ways: Ways) -> Receiving:
@@ -90,7 +93,7 @@ class Payload:
     def send(
         self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta], ways: Ways
     ) -> list[Part]:
-        """Make tensors ready to leave; on the thread that computed them."""
+        """Prepare tensors to be sent; called on the thread that computed them."""
         pairs = zip(tensors, metas, strict=True)
         return [self._send(tensor, meta, ways) for tensor, meta in pairs if meta.num_elements]
 
@@ -103,7 +106,7 @@ class Payload:
         return self._staged(tensor, meta, ways.host)
 
     def _staged(self, tensor: torch.Tensor, meta: TensorMeta, lane: Lane) -> Part:
-        """Start the copy to pinned memory, behind the work that makes the tensor."""
+        """Start copying a tensor to pinned memory, after the work that computes it."""
         device, buffer = self.device, self.pool.take(meta.num_bytes)
         self._leaving.wait_stream(device.current_stream())
         with device.on(self._leaving):
@@ -113,7 +116,7 @@ class Payload:
         return Part(lane, buffer.flat(meta.num_bytes, _BYTE), ready=copied, buffer=buffer)
 
     def fill(self, metas: Sequence[TensorMeta], ways: Ways) -> list[Part]:
-        """Return zeros for buffers that were posted and that nobody will read."""
+        """Return zeros for posted buffers whose content is not used."""
         return [self._filler(meta, ways) for meta in metas if meta.num_elements]
 
     def _filler(self, meta: TensorMeta, ways: Ways) -> Part:
@@ -123,11 +126,11 @@ class Payload:
         return Part(ways.host, _HOST.empty((meta.num_bytes,), _BYTE).zero_())
 
     def _is_apart(self, meta: TensorMeta) -> bool:
-        """Say whether a tensor lies where the host's lanes do not reach."""
+        """Return whether a tensor is in memory that host lanes cannot access."""
         return self.device.is_accelerator and meta.on_device
 
     def gone(self, part: Part) -> None:
-        """Take back what a part needed, once it has left."""
+        """Release the buffer of a sent part."""
         if part.buffer is not None:
             self.pool.release(part.buffer)
 
@@ -142,7 +145,7 @@ class Payload:
         return self.device.stream()
 
     def bring(self, buffer: Buffer, meta: TensorMeta) -> torch.Tensor:
-        """Return a tensor of the device with what lies in pinned memory, which is given back."""
+        """Copy a tensor from pinned memory to the device and release the buffer."""
         device = self.device
         with device.on(self._arriving):
             own = meta.allocate(device)

@@ -1,4 +1,4 @@
-"""Host memory that copies run to and from beside the compute, used again and again."""
+"""Reusable pinned host memory for copies that overlap with compute."""
 
 import threading
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """Return how much there is."""
+        """Return its size in bytes."""
         return self.memory.numel()
 
     def flat(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first elements of a type, in one row."""
+        """Return the first `num_elements` elements as a flat tensor of a dtype."""
         return self.memory[: num_elements * dtype.itemsize].view(dtype)
 
 
 class PinnedPool:
-    """Buffers that are kept: pinning memory takes longer than most messages.
+    """Pool of pinned buffers, because pinning memory takes longer than sending most messages.
 
-    A buffer is given out again once it was released and the event that came with that is done. As
-    with the slots of shared memory, one that is too small is replaced, so there are no more of them
-    than were ever in use at once. Any thread may take and release.
+    A buffer is reused once it was released and the event passed to `release` is complete. A buffer
+    that is too small is replaced, so there are never more buffers than were in use at the same
+    time. Thread-safe.
     """
 
     def __init__(self, device: Device) -> None:
@@ -43,7 +43,7 @@ class PinnedPool:
         self.num_made = 0
 
     def take(self, size_bytes: int) -> Buffer:
-        """Return a buffer of at least this size that nothing uses."""
+        """Return an unused buffer of at least this size."""
         with self._lock:
             idle = [buffer for buffer in self._released if _is_idle(buffer)]
             fitting = _smallest([buffer for buffer in idle if buffer.size_bytes >= size_bytes])
@@ -60,7 +60,7 @@ class PinnedPool:
         return Buffer(self._device.pinned((rounded,), torch.uint8))
 
     def release(self, buffer: Buffer, until: Event | None = None) -> None:
-        """Take a buffer back, to be given out once `until` is done."""
+        """Return a buffer to the pool, to be reused once `until` is complete."""
         buffer.in_use_until = until
         with self._lock:
             self._released.append(buffer)

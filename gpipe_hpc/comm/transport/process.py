@@ -1,15 +1,15 @@
 """Channels between processes over torch.distributed.
 
-A receive that is posted cannot change its size any more (with Gloo a larger message aborts the
-process, a smaller one leaves a stale tail). So each message begins with a word of fixed size.
-What was posted ahead, the word and the tensors of the expected structure, travels `prompt`;
-if the structure is another one, the sender still fills the posted buffers, and header and
-tensors follow on the `late` lane, which the receiver posts once it has read the word.
+A posted receive cannot change its size (with Gloo a larger message aborts the process, a smaller
+one leaves a stale tail). So each message begins with a word of fixed size. The word and the tensors
+of the expected structure are posted ahead and use the `prompt` lane. If the structure is a
+different one, the sender still fills the posted buffers, and header and tensors follow on the
+`late` lane, on which the receiver posts them after reading the word.
 
-Tensors of an accelerator that were posted ahead go over the one lane of its own backend that there
-is from rank to rank; all its channels share it, as the table posts what comes from a rank in the
-order of its sends. Words, headers, tensors of the host and what is late go from host to host: a
-late receive there would stand behind those that were posted ahead of it.
+Accelerator tensors that were posted ahead use a single lane of the device's backend per pair and
+direction. All channels share it, because receives are posted in the order of the sends. Words,
+headers, host tensors and late messages are sent between hosts: a late receive on the device lane
+would have to wait for those posted before it.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,10 @@ from gpipe_hpc.pytree import Nest
 
 
 class Link:
-    """One end of a channel: its lanes and what both ends know about its messages.
+    """One end of a channel: its lanes, and the structures of messages known to both ends.
 
-    `prompt` and `late` go from host to host; `direct` is of the device's backend, if it has one.
+    `prompt` and `late` are lanes between hosts; `direct` is one of the device's backend, if it has
+    one.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Link:
         self._places: dict[tuple[str, int], Expectation] = {}
 
     def place(self, lane: str, microbatch: int) -> Expectation:
-        """Return the memory of one micro-batch's place in one table."""
+        """Return the expected structure for a micro-batch of a schedule."""
         key = (lane, microbatch)
         place = self._places.get(key)
         if place is None:
@@ -68,7 +69,7 @@ class Link:
 
 
 class _Posted(NamedTuple):
-    """A receive that waits for its message."""
+    """A posted receive."""
 
     lane: str
     microbatch: int
@@ -78,7 +79,7 @@ class _Posted(NamedTuple):
 
 
 class ProcessTransport:
-    """Carry boundaries between processes; `payload` knows where their tensors live."""
+    """Transport between processes; `payload` converts tensors between device and lanes."""
 
     def __init__(self, links: Sequence[Link], payload: Payload, outbox: Outbox) -> None:
         self._links = {link.channel: link for link in links}
@@ -88,7 +89,7 @@ class ProcessTransport:
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Start sending: the word, what the receiver has posted, then what it has not."""
+        """Start sending the word, then what the receiver has posted, then what it has not."""
         link, payload = self._links[channel], self._payload
         structure, tensors = disassemble(nest, payload.device) if num_samples else (EMPTY, [])
         number, header = link.catalogue.identify(structure)
@@ -110,7 +111,7 @@ class ProcessTransport:
             raise lost(error, f"rank {channel.destination_rank}") from error
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
-        """Post the word's buffer and those of the structure that is expected."""
+        """Post buffers for the word and for the tensors of the expected structure."""
         link = self._links[channel]
         place = link.place(lane, microbatch)
         try:
@@ -121,7 +122,7 @@ class ProcessTransport:
         link.posted.append(_Posted(lane, microbatch, place.expected, word, tensors))
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
-        """Return the oldest posted message of the channel."""
+        """Return the message of the oldest posted receive of the channel."""
         link = self._links[channel]
         posted = link.posted.pop(0)
         assert (posted.lane, posted.microbatch) == (lane, microbatch), (
@@ -157,7 +158,7 @@ class ProcessTransport:
         return Message(assemble(structure, tensors), word.num_samples)
 
     def finish(self) -> None:
-        """Wait until everything sent has left; assert that nothing posted is left over."""
+        """Block until all messages are sent; assert that no posted receive is pending."""
         for link in self._links.values():
             assert not link.posted, f"{link.channel}: {len(link.posted)} receives left over"
         try:

@@ -1,4 +1,4 @@
-"""Several transports as one: each channel has its own."""
+"""A transport that combines several: each channel has its own."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from gpipe_hpc.pytree import Nest
 
 
 class RoutedTransport:
-    """Hand each call to the transport of its channel; `pulse` is told for whom this rank waits."""
+    """Forwards each call to the transport of its channel; reports the awaited rank to `pulse`."""
 
     def __init__(self, routes: Mapping[PlacedChannel, Transport], pulse: Pulse) -> None:
         self._pulse = pulse
@@ -34,7 +34,7 @@ class RoutedTransport:
         return message
 
     def finish(self) -> None:
-        """Finish all of them."""
+        """Finish all transports."""
         self._pulse.waits_for = self._receivers
         for transport in self._transports:
             transport.finish()

@@ -1,12 +1,12 @@
-"""Channels between processes of one host whose tensors live in host memory.
+"""Channels in shared memory between processes of one host, for tensors in host memory.
 
-The sender copies a boundary into a slot of shared memory, once; the receiver's stage uses it
-there. A word of fixed size goes over a Unix socket: it wakes the receiver, keeps the order of the
-channel, and its end of file tells at once when the other process has died. A slot that the
-receiver uses no more says so itself.
+The sender copies a boundary once into a slot of shared memory, where the receiver's stage uses it.
+A word of fixed size is sent over a Unix socket: it wakes the receiver and keeps the order of the
+channel, and its end of file shows at once that the other process has died. The receiver releases
+slots through shared memory.
 
-A socket takes some hundred words. Beyond them a message waits in its process: a send never blocks,
-and whoever waits for a message moves on meanwhile what it has to send itself.
+A socket buffers some hundred words. Further messages wait in the sender: a send never blocks, and a
+rank that waits for a message sends its own waiting messages meanwhile.
 """
 
 import os
@@ -31,7 +31,7 @@ _MAX_FOLDER_LENGTH: Final = 80  # of 108 that the address of a Unix socket may h
 
 
 class SharedTransport:
-    """Carry boundaries between processes of one host in shared memory."""
+    """Transport in shared memory between processes of one host."""
 
     def __init__(
         self, senders: Sequence[SharedSender], receivers: Sequence[SharedReceiver]
@@ -43,42 +43,42 @@ class SharedTransport:
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Copy into shared memory and announce; kept only while the socket is full."""
+        """Copy into shared memory and announce the message; queue it while the socket is full."""
         sender = self._senders[channel]
         sender.send(microbatch, nest, num_samples)
         if sender.num_waiting and sender not in self._behind:
             self._behind.append(sender)
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
-        """Do nothing: the sender brings the memory."""
+        """Do nothing: the sender provides the memory."""
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
-        """Return the next message of the channel, whose tensors lie in shared memory."""
+        """Return the next message of the channel, whose tensors are in shared memory."""
         receiver = self._receivers[channel]
         if self._behind:
             self._send_until(receiver.connection)
         return receiver.receive(microbatch)
 
     def finish(self) -> None:
-        """Return once what was sent has left."""
+        """Block until all messages are announced."""
         self._send_until(None)
 
     def close(self) -> None:
-        """Close every connection; whoever waits on one, here or there, is told at once."""
+        """Close every connection; a wait on one, in either process, fails at once."""
         for sender in self._senders.values():
             sender.close()
         for receiver in self._receivers.values():
             receiver.close()
 
     def drop(self) -> None:
-        """Close the descriptors of this process alone: for those that a fork has copied."""
+        """Close only this process's descriptors, for those copied by a fork."""
         for sender in self._senders.values():
             sender.drop()
         for receiver in self._receivers.values():
             receiver.drop()
 
     def _send_until(self, arriving: socket.socket | None) -> None:
-        """Send what waits; return when all has left, or when `arriving` has something."""
+        """Send waiting messages until none is left, or until `arriving` has data."""
         num_left, since = -1, 0.0
         while waiting := [sender for sender in self._behind if not sender.flush()]:
             self._behind = waiting
@@ -104,8 +104,8 @@ class SharedTransport:
 def why_not_shared() -> str:
     """Return why this process cannot share memory with others of its host; empty if it can.
 
-    A container may refuse what it takes (memfd_create, passing a descriptor, a socket with a
-    name), so each is tried once.
+    A container may forbid the necessary calls (memfd_create, passing a descriptor, named sockets),
+    so each is tried once.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
@@ -127,7 +127,7 @@ def why_not_shared() -> str:
 
 
 def _pass_on(descriptor: int) -> None:
-    """Send a slot's descriptor to this process itself, and map it there."""
+    """Send a slot's descriptor to this process and map it, as a test."""
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
         socket.send_fds(one, [b"x"], [descriptor])
@@ -138,13 +138,13 @@ def _pass_on(descriptor: int) -> None:
 
 
 Exchange = Callable[[str, Collection[int]], Mapping[int, str]]
-"""Tells some ranks, which do the same, a text; returns theirs by rank, once all have told it."""
+"""Publishes a text for some ranks, which do the same; returns theirs by rank."""
 
 
 def open_shared_transport(
     channels: Sequence[PlacedChannel], rank: int, exchange: Exchange, timeout_s: float
 ) -> SharedTransport:
-    """Connect this rank's channels, all to ranks of its host; those at their other ends do too."""
+    """Connect this rank's channels to ranks of its host, which must call this as well."""
     folder = _private_folder()
     outgoing = [c for c in channels if c.source_rank == rank]
     incoming = [c for c in channels if c.destination_rank == rank]
@@ -165,13 +165,13 @@ def open_shared_transport(
 
 
 def meeting_place() -> Path:
-    """Return the folder in which ranks of a host meet, whose path fits a socket's address."""
+    """Return the folder for the sockets of a host's ranks; short enough for a socket's address."""
     usual = tempfile.gettempdir()
     return Path(usual if len(usual) <= _MAX_FOLDER_LENGTH else "/tmp")
 
 
 def _private_folder() -> Path:
-    """Make a folder for this user alone."""
+    """Create a folder that only this user can access."""
     return Path(tempfile.mkdtemp(prefix="gpipe_hpc_", dir=meeting_place()))
 
 

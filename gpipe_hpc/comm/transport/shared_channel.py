@@ -1,4 +1,4 @@
-"""The two ends of a channel in shared memory: what they say to one another over their socket."""
+"""The two ends of a channel in shared memory and their protocol over a Unix socket."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ _FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS})
 
 
 class _Word(NamedTuple):
-    """What is sent over the socket for each message."""
+    """Announcement of a message, sent over the socket."""
 
     serial: int
     microbatch: int
@@ -38,7 +38,7 @@ class _Word(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """A message that has not left yet."""
+    """A message that is not announced yet."""
 
     microbatch: int
     structure: Structure
@@ -64,17 +64,17 @@ class SharedSender:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many messages have not left."""
+        """Return the number of messages that are not announced yet."""
         return len(self._waiting)
 
     def send(self, microbatch: int, nest: Nest, num_samples: int) -> None:
-        """Send what the socket takes now; the rest waits for `flush`."""
+        """Send as much as the socket accepts now; the rest waits for `flush`."""
         structure, tensors = disassemble(nest) if num_samples else (EMPTY, [])
         self._waiting.append(_Outgoing(microbatch, structure, tensors, num_samples))
         self.flush()
 
     def flush(self) -> bool:
-        """Copy into slots and announce, while the socket has room; say if all has left."""
+        """Announce waiting messages until the socket is full; return whether none is left."""
         while self._waiting:
             if self._ready is None:
                 self._ready = self._write(self._waiting[0])
@@ -95,7 +95,7 @@ class SharedSender:
         return True
 
     def close(self) -> None:
-        """Forget what has not left, and tell the other process."""
+        """Discard waiting messages and shut down the connection."""
         if self._ready is not None and self._ready[1] is not None:
             os.close(self._ready[1])
         self._ready = None
@@ -104,12 +104,12 @@ class SharedSender:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """Close this process's descriptors and tell nobody."""
+        """Close this process's descriptors without shutting down the connection."""
         self.connection.close()
         self._impatient.close()
 
     def _write(self, message: _Outgoing) -> tuple[bytes, int | None]:
-        """Copy a message into a slot; return its word and the slot's descriptor if it is new."""
+        """Copy a message into a slot; return its word, and the slot's descriptor if it is new."""
         number, header = self._catalogue.identify(message.structure)
         structure = self._catalogue[number]  # the one object that all equal ones share
         index, retired, descriptor = _NONE, None, None
@@ -149,7 +149,7 @@ class SharedReceiver:
         self._slots: dict[int, Slot] = {}
 
     def receive(self, microbatch: int) -> Message:
-        """Return the next message of the channel, waiting until it is here."""
+        """Block until the next message of the channel arrives and return it."""
         try:
             word, descriptor = self._next_word()
         except OSError as error:
@@ -183,12 +183,12 @@ class SharedReceiver:
         return Message(assemble(structure, tensors), word.num_samples)
 
     def close(self) -> None:
-        """Tell whoever waits on the connection, here or there, that it has ended."""
+        """Shut down the connection, so that waits in both processes fail."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """Close this process's descriptors and tell nobody."""
+        """Close this process's descriptors without shutting down the connection."""
         self.connection.close()
         self._impatient.close()
 
@@ -206,9 +206,9 @@ class SharedReceiver:
 
 
 def _impatient(connection: socket.socket) -> socket.socket:
-    """Return a second handle of the connection whose calls never wait.
+    """Return a duplicate of the connection whose calls never block.
 
-    With a timeout set, Python waits even where the system call is told not to.
+    If a socket has a time-out, Python waits even with MSG_DONTWAIT.
     """
     handle = connection.dup()
     handle.settimeout(0)
@@ -216,7 +216,7 @@ def _impatient(connection: socket.socket) -> socket.socket:
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next bytes, waiting for all of them; ConnectionResetError at the end."""
+    """Block until `num_bytes` bytes are read; ConnectionResetError at the end of the stream."""
     data = b""
     while len(data) < num_bytes:
         piece = connection.recv(num_bytes - len(data))

@@ -1,11 +1,11 @@
-"""Slots of shared memory: written by one process, used in place by another.
+"""Slots of shared memory, written by one process and read in place by another.
 
-A slot is an anonymous file in memory (`memfd`): it has no name, nothing is left behind when
-processes are killed, and the size limit of /dev/shm in a container does not apply.
+A slot is an anonymous file in memory (`memfd`): it has no name, nothing is left when processes are
+killed, and the size limit of /dev/shm in a container does not apply.
 
-Its last byte is how the reader says that it uses the slot no more: written when the last tensor
-over it dies, read when the writer looks for room. That takes no system call, never waits, and
-harms nobody if the writer is gone or asks no more.
+The last byte says whether the reader has released the slot. It is written when the last tensor in
+the slot is deleted, and read when the writer needs a slot. This takes no system call, never blocks,
+and is harmless if the writer has ended.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _Memory = ctypes.Array[ctypes.c_char]
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a slot."""
+    """Layout of a tensor in a slot."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
     strides: tuple[int, ...] | None
 
     def over(self, memory: _Memory) -> torch.Tensor:
-        """Return the tensor there."""
+        """Return the tensor over the slot's memory."""
         if not self.num_elements:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         shape, dtype, count, offset, strides = self
@@ -51,7 +51,7 @@ class _Place(NamedTuple):
 
 @dataclass
 class Slot:
-    """A piece of memory that two processes see."""
+    """A block of memory shared by two processes."""
 
     index: int
     size_bytes: int  # that a message may have
@@ -68,7 +68,7 @@ class Slot:
 
     @classmethod
     def create(cls, index: int, size_bytes: int) -> tuple["Slot", int]:
-        """Make a slot; return it and the file descriptor to hand over (the caller closes it)."""
+        """Create a slot; return it and its file descriptor, which the caller sends and closes."""
         mapped_bytes = -(-(size_bytes + _STATE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.memfd_create("gpipe_hpc", os.MFD_CLOEXEC)
         try:
@@ -81,7 +81,7 @@ class Slot:
 
     @classmethod
     def attach(cls, index: int, descriptor: int) -> "Slot":
-        """Map the slot of another process; takes the descriptor over."""
+        """Map the slot of another process; closes the descriptor."""
         try:
             mapped_bytes = os.fstat(descriptor).st_size
             return cls(index, mapped_bytes - _STATE_BYTES, _map(descriptor, mapped_bytes))
@@ -90,18 +90,18 @@ class Slot:
 
     @property
     def is_released(self) -> bool:
-        """Return whether the reader uses what was written no more."""
+        """Return whether the reader has released the slot."""
         return self.memory[-1] == _RELEASED
 
     def reuse(self) -> "Slot":
-        """Take a slot that the reader has released."""
+        """Mark a released slot as used again."""
         self.memory[-1] = _USED
         return self
 
     def write(
         self, header: bytes, metas: Sequence[TensorMeta], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Lay a header and tensors out from the start."""
+        """Write a header and tensors from the start of the slot."""
         if header:
             memoryview(self.memory).cast("B")[: len(header)] = header
         if self._lay_out(len(header), metas):
@@ -112,11 +112,11 @@ class Slot:
             destination.copy_(tensor)
 
     def read_header(self, num_bytes: int) -> bytes:
-        """Return the header."""
+        """Return the first bytes of the slot."""
         return bytes(memoryview(self.memory)[:num_bytes])
 
     def tensors(self, header_bytes: int, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-        """Return the tensors in place; once none of them is used any more, the slot is free."""
+        """Return the tensors in place; the slot is released when the last of them is deleted."""
         # Each tensor holds the lease through its storage; it dies with the last of them.
         lease = self._lease.from_address(self._address)
         lease.memory = self.memory
@@ -124,7 +124,7 @@ class Slot:
         return [place.over(lease) for place in self._places]
 
     def _lay_out(self, header_bytes: int, metas: Sequence[TensorMeta]) -> bool:
-        """Place the tensors of a message; return whether that changed anything."""
+        """Compute the layout of a message's tensors; return whether it has changed."""
         if self._laid_out[0] is metas and self._laid_out[1] == header_bytes:
             return False
         self._laid_out = (metas, header_bytes)
@@ -138,7 +138,7 @@ class Slot:
 
 
 class _Lease(ctypes.Array[ctypes.c_char]):
-    """An array over a slot that says, when it dies, that the slot is free."""
+    """An array over a slot that releases the slot when it is garbage-collected."""
 
     _type_ = ctypes.c_char
     _length_ = 0
@@ -154,16 +154,16 @@ class _Lease(ctypes.Array[ctypes.c_char]):
 
 @lru_cache(maxsize=64)
 def _lease_over(num_bytes: int, owner_pid: int) -> type[_Lease]:
-    """Return the leases of slots of one size: types cost more than slots, and sizes repeat."""
+    """Return the lease type for slots of one size; cached, because creating types is slow."""
     made = type("_Lease", (_Lease,), {"_length_": num_bytes, "owner_pid": owner_pid})
     return cast(type[_Lease], made)
 
 
 def _map(descriptor: int, size_bytes: int) -> _Memory:
-    """Map a file into memory for as long as anything refers to the array.
+    """Map a file into memory for as long as the returned array is referenced.
 
-    Not by `mmap`: its objects keep a descriptor open each, and a rank has as many slots as
-    micro-batches are on their way, of which a process may have a thousand and more.
+    Python's `mmap` is not used, because each of its objects keeps a descriptor open. A rank has as
+    many slots as micro-batches in flight, and a process may open only about a thousand files.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -189,8 +189,11 @@ class SlotPool:
         self._num_made = 0
 
     def take(self, size_bytes: int) -> tuple[Slot, int | None, int | None]:
-        """Return a slot of at least `size_bytes`, its descriptor if it is new, and the index
-        of a slot that is given up for it."""
+        """Return a slot of at least `size_bytes`, a descriptor and an index.
+
+        The descriptor is that of a new slot, the index that of a slot discarded for it; None if
+        there is none.
+        """
         # Mostly they are released in order. All are looked at, which is longer if hundreds are
         # in use, only before making one, which takes longer still and never gives memory back.
         while self._used and self._used[0].is_released:
@@ -207,7 +210,7 @@ class SlotPool:
         return slot, descriptor, retired
 
     def _collect(self) -> None:
-        """Take back every slot that has been released."""
+        """Collect every slot that has been released."""
         used, self._used = self._used, deque()
         for slot in used:
             if slot.is_released:
@@ -237,7 +240,7 @@ def aligned(offset: int) -> int:
 
 
 def message_bytes(header_bytes: int, metas: Sequence[TensorMeta]) -> int:
-    """Return the room that a header and tensors take in a slot."""
+    """Return the bytes that a header and tensors need in a slot."""
     end = header_bytes
     for meta in metas:
         end = aligned(end) + meta.num_bytes

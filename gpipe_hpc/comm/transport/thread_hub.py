@@ -1,4 +1,4 @@
-"""What ranks that are threads of one process share: queues, exchanges, the first failure."""
+"""State shared by ranks that are threads of one process: queues, exchanges, first failure."""
 
 import secrets
 import threading
@@ -20,11 +20,11 @@ POLL_S = 0.05
 
 
 ExchangeKey = tuple[tuple[int, ...], int]
-"""The ranks that exchange values, and a serial number."""
+"""The ranks of an exchange and its serial number."""
 
 
 class MailKey(NamedTuple):
-    """A message between two ranks of a group."""
+    """Key of a message between two ranks of a group."""
 
     group: ExchangeKey
     traffic: object
@@ -35,14 +35,14 @@ class MailKey(NamedTuple):
 
 @dataclass
 class _Exchange:
-    """Values that ranks put in for one another, and how many have taken them."""
+    """Contributions of ranks to an exchange, and the number of ranks that have read them."""
 
     parts: dict[int, Any] = field(default_factory=dict)
     num_taken: int = 0
 
 
 class ThreadHub:
-    """What the threads of one world share. `timeout_s` bounds every wait."""
+    """State shared by the threads of one world. `timeout_s` limits every wait."""
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size = size
@@ -55,14 +55,15 @@ class ThreadHub:
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
 
     def refuse_failed(self, what: str) -> None:
-        """Raise ConnectionError if a rank has failed: what is left of its step is no message."""
+        """Raise ConnectionError if a rank has failed; the rest of its step must not be used."""
         if self.report is not None:
             raise ConnectionError(f"another rank has failed, ahead of {what}")
 
     def wait_for(self, ready: Callable[[], T | None], what: str) -> T:
-        """Return what `ready` gives once it is not None; call with `changed` held.
+        """Block until `ready` returns a value other than None and return it.
 
-        Raises ConnectionError if a rank failed meanwhile, TimeoutError after `timeout_s`.
+        The caller must hold `changed`. Raises ConnectionError if a rank fails meanwhile,
+        TimeoutError after `timeout_s`.
         """
         deadline = time.monotonic() + self.timeout_s
         while (value := ready()) is None:
@@ -74,13 +75,13 @@ class ThreadHub:
         return value
 
     def contribute(self, key: ExchangeKey, rank: int, value: Any) -> None:
-        """Put this rank's part of the exchange `key` (ranks, serial)."""
+        """Store this rank's contribution to the exchange `key`."""
         with self.changed:
             self._exchanges.setdefault(key, _Exchange()).parts[rank] = value
             self.changed.notify_all()
 
     def collect(self, key: ExchangeKey) -> list[Any]:
-        """Return every part of an exchange in rank order, once all are there."""
+        """Block until all ranks have contributed; return the contributions in rank order."""
         ranks = key[0]
         with self.changed:
             exchange = self._exchanges[key]
@@ -96,13 +97,13 @@ class ThreadHub:
         return values
 
     def put_mail(self, key: MailKey, left: Left) -> None:
-        """Leave a message; the receiver owns the tensor."""
+        """Store a message, whose tensors then belong to the receiver."""
         with self.changed:
             self.mail[key] = left
             self.changed.notify_all()
 
     def take_mail(self, key: MailKey) -> Left:
-        """Return a message, once it is there."""
+        """Block until a message is available; remove and return it."""
         with self.changed:
             self.wait_for(lambda: self.mail.get(key), f"rank {key.source}")
             return self.mail.pop(key)

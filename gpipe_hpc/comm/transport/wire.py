@@ -1,7 +1,7 @@
-"""What travels over a channel: any nest of tensors, described by a structure.
+"""Wire format of a channel: any nest of tensors, described by a structure.
 
-A message is a fixed-size word, a header only when its structure is new to the channel, and the
-tensors themselves. The word says which structure follows, so both ends know what to post.
+A message is a word of fixed size, a header if its structure is new to the channel, and the tensors.
+The word names the structure, so both ends know which tensors to post.
 """
 
 import pickle
@@ -31,7 +31,7 @@ _SHORT_BYTES = 64
 
 
 class Word(NamedTuple):
-    """The fixed-size announcement of a message; sent as int64[5]."""
+    """Announcement of a message, of fixed size; sent as int64[5]."""
 
     serial: int  # position in the channel since its start: catches lost or doubled messages
     microbatch: int
@@ -41,11 +41,16 @@ class Word(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """What a receiver must know of one tensor before it arrives.
+    """Metadata that a receiver needs before a tensor arrives.
 
-    `strides`: of its elements as they travel, without gaps; None: the last dimension runs fastest.
-    `on_device`: it lies in the memory of the device on which its rank computes, not of the host.
-    `is_buffer`: it lies in a buffer of a layer, so that others may not write to it.
+    Args:
+        shape: its shape.
+        dtype: its dtype.
+        requires_grad: whether it requires a gradient.
+        strides: dense strides with which it is sent; None if it is contiguous.
+        on_device: whether it is on its rank's device, or else on the host.
+        is_buffer: whether it is part of a layer's buffer, so that other layers must not write to
+            it.
     """
 
     shape: tuple[int, ...]
@@ -57,16 +62,16 @@ class TensorMeta(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Return how many there are."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Return what they take in memory."""
+        """Return the size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def allocate(self, device: Device) -> torch.Tensor:
-        """Return an uninitialised tensor to receive into, of the device or of the host."""
+        """Return an uninitialized tensor to receive into, on the device or the host."""
         home = device if self.on_device else _HOST
         if self.strides is None:
             return home.empty(self.shape, self.dtype)
@@ -75,13 +80,13 @@ class TensorMeta(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A leaf that is the same tensor as an earlier one."""
+    """A leaf that is the same tensor as an earlier leaf."""
 
     leaf: int
 
 
 class Part(NamedTuple):
-    """A leaf that shares memory with others, which travels once for all of them."""
+    """A leaf that shares memory with others; the memory is sent once for all of them."""
 
     block: int
     view: View
@@ -90,10 +95,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Structure:
-    """The shape of a nest without its tensors' values.
+    """The description of a nest without the values of its tensors.
 
-    `leaves` has one entry a leaf: a TensorMeta, another leaf Again, a Part of a block, or the
-    pickled bytes of a value. `blocks`: memory that several leaves share; it travels last.
+    Each entry of `leaves` is a TensorMeta, an earlier leaf (Again), a Part of a block, or the
+    pickled bytes of a value. `blocks` describes memory that several leaves share; it is sent last.
     """
 
     tree: Tree
@@ -106,12 +111,12 @@ class Structure:
         object.__setattr__(self, "metas", (*tensors, *self.blocks))
 
     def to_bytes(self) -> bytes:
-        """Serialise for a header."""
+        """Serialize the structure for a header."""
         return dumps((self.tree, self.leaves, self.blocks), "boundary")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Structure":
-        """Read a header back."""
+        """Parse a header."""
         return cls(*loads(data, "boundary"))
 
 
@@ -119,11 +124,11 @@ EMPTY = Structure(flatten(())[1], ())
 
 
 def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, list[torch.Tensor]]:
-    """Split a nest into its structure and its tensors, detached, in leaf order.
+    """Split a nest into its structure and its detached tensors, in leaf order.
 
-    Their memory holds their elements: conjugation, for one, may be a mark that the tensor has.
-    `device`: where this rank computes; None where it does not matter which tensors lie there.
-    Raises ModelError for what is no plain array: sparse, nested and quantized tensors.
+    The memory of the tensors contains their actual elements, without lazy conjugation. `device` is
+    the device of this rank; None if it does not matter which tensors are on it. Raises ModelError
+    for sparse, nested and quantized tensors.
     """
     told = device if device is not None and device.is_accelerator else None
     if isinstance(nest, torch.Tensor):
@@ -156,7 +161,7 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
 def _with_blocks(
     tree: Tree, leaves: list[TensorMeta | Again | Part | bytes], tensors: list[torch.Tensor]
 ) -> tuple[Structure, list[torch.Tensor]]:
-    """Return what travels of several tensors: memory that some share does so once."""
+    """Return structure and tensors to send; memory shared by several tensors is sent once."""
     blocks = shared_blocks(tensors)
     if not blocks:
         return Structure(tree, tuple(leaves)), tensors
@@ -175,7 +180,7 @@ def _with_blocks(
 
 
 def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return a tensor whose memory is as its meta says; the tensor itself if it is so already."""
+    """Return a tensor with the memory layout of its meta; itself if it already has it."""
     if meta.strides is None:
         return tensor.contiguous()
     if tensor.stride() == meta.strides:
@@ -184,22 +189,19 @@ def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose dimensions are in the order in which its elements lie in memory.
-
-    It is the tensor itself, or the elements of one without gaps in one row.
-    """
+    """Return a contiguous tensor itself, a dense one as a flat view in memory order."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor without gaps: no backend has a name for every dtype."""
+    """Return the memory of a dense tensor as bytes, because backends do not support every dtype."""
     return flat(tensor).view(-1).view(torch.uint8)
 
 
 def travelling_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides with which a tensor travels; None: its last dimension runs fastest.
+    """Return the strides with which a tensor is sent; None if contiguous.
 
-    They are its own if its memory has no gaps; else its dimensions keep their order in memory.
+    They are its own strides if it is dense; otherwise its dimensions keep their order in memory.
     """
     if strides == _strides_in_order(shape, range(len(shape))):
         return None
@@ -212,7 +214,7 @@ def travelling_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tupl
 
 
 def _strides_in_order(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides without gaps of dimensions given from the slowest to the fastest."""
+    """Return dense strides for dimensions listed from the slowest to the fastest."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step
@@ -221,7 +223,7 @@ def _strides_in_order(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int
 
 
 def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
-    """Rebuild a nest; each tensor is a leaf that requires grad where the sender's did."""
+    """Rebuild a nest; each tensor is a leaf and requires grad if the sender's did."""
     if structure.tree.kind is None and structure.metas:  # one tensor alone
         return tensors[0].detach().requires_grad_(structure.metas[0].requires_grad)
     arrived, leaves = iter(tensors), list[Any]()
@@ -241,14 +243,14 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
 
 
 def handed_over(nest: Nest) -> Nest:
-    """Return a nest as it would come from another rank, in the memory that it lies in."""
+    """Return a nest as it would arrive from another rank, without copying its memory."""
     if isinstance(nest, torch.Tensor):  # most are, and what tells of one would be for nothing
         return _elements(nest).requires_grad_(nest.requires_grad)
     return assemble(*disassemble(nest))
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, detached, whose memory holds what its elements are."""
+    """Return a detached tensor whose memory contains its actual elements."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else None
         raise ModelError(
@@ -285,7 +287,7 @@ def _value_of(leaf: bytes) -> Any:
 
 @lru_cache(maxsize=MAX_STRUCTURES)
 def _atom(leaf: bytes) -> tuple[Any] | None:
-    """Return the value of a leaf if all messages may share it."""
+    """Return the value of a leaf, in a tuple, if messages can share it; else None."""
     value = loads(leaf, "boundary")
     return (value,) if type(value) in _ATOMS else None
 
@@ -298,7 +300,7 @@ def _single(
     requires_grad: bool,
     on_device: bool,
 ) -> Structure:
-    """Return the structure of a tensor alone, made once: most messages are one."""
+    """Return the structure of a single tensor; cached, because most messages are one."""
     return Structure(LEAF, (_meta(shape, strides, dtype, requires_grad, on_device),))
 
 
@@ -316,11 +318,11 @@ def _meta(
 
 
 class Catalogue:
-    """The structures that one end of a channel knows, by number.
+    """The structures known at one end of a channel, by number.
 
-    Both ends number new structures in the order of the messages that bring them, and forget the
-    oldest in the same order: values that change with every message must not fill the memory,
-    neither by their number nor by their size. The newest stays, however large.
+    Both ends number new structures in the order of their messages and delete the oldest in the same
+    order, so that values that change with every message do not fill the memory. The newest is kept,
+    whatever its size.
     """
 
     def __init__(
@@ -335,7 +337,7 @@ class Catalogue:
         self._next = 1
 
     def identify(self, structure: Structure) -> tuple[int, bytes]:
-        """Return a structure's number, and its header if the other end lacks it."""
+        """Return a structure's number, and its header if the other end does not know it."""
         if structure is EMPTY:
             return 0, b""
         known = self._numbers.get(structure)
@@ -345,11 +347,11 @@ class Catalogue:
         return self._add(structure, len(header)), header
 
     def learn(self, header: bytes) -> int:
-        """Number the structure that a header brings."""
+        """Add the structure of a received header; return its number."""
         return self._add(Structure.from_bytes(header), len(header))
 
     def _add(self, structure: Structure, header_bytes: int) -> int:
-        """Number a new structure and forget the oldest."""
+        """Add a new structure and delete the oldest."""
         number = self._next
         self._next += 1
         self._numbers[structure] = number
@@ -366,15 +368,15 @@ class Catalogue:
         return number
 
     def __getitem__(self, number: int) -> Structure:
-        """Return the structure of a number."""
+        """Return the structure with a number."""
         return self._structures[number]
 
 
 class Expectation:
-    """What both ends of a channel remember of one micro-batch's place in it.
+    """The tensor structure last seen at one position of a channel, kept by sender and receiver.
 
-    Receives are posted for the expected structure. It is expected once it came twice in a row
-    (or came first), so that shapes which change at every step are never posted in vain.
+    Receives are posted for the expected structure. A structure is expected if it was the first one
+    or came twice in a row, so that buffers are not posted for shapes that change at every step.
     """
 
     __slots__ = ("expected", "last", "metas")
@@ -385,7 +387,7 @@ class Expectation:
         self.metas: tuple[TensorMeta, ...] = ()  # of the expected one, also once it is forgotten
 
     def saw(self, number: int, structure: Structure) -> None:
-        """Note the structure of a message that has passed."""
+        """Record the structure of a message."""
         self.expected = number if self.last in (None, number) else None
         self.metas = () if self.expected is None else structure.metas
         self.last = number

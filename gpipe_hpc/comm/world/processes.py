@@ -1,4 +1,4 @@
-"""Ranks as processes under torch.distributed: start, groups, channels, failure, stop."""
+"""Ranks as processes under torch.distributed: groups, channels, failure handling, shutdown."""
 
 import atexit
 import contextlib
@@ -61,21 +61,27 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 _BREAK_TAG = 2**30
 _LATE_TAG = 2**28
-_DEVICE_TAG = 2**30  # over MPI, which has no use for the one that breaks
+_DEVICE_TAG = 2**30  # for MPI, which does not use _BREAK_TAG
 
 
 _Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
 
 
 class ProcessWorld:
-    """This process among all ranks of the default process group.
+    """This process as a rank of the default process group.
 
-    `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
-    ranks take one another for lost. `width`: more ranks than that tell one another what all know by
-    way of levels of groups of so many. `meshed`: in groups of more ranks, which sum gradients, each
-    is connected with few over Gloo. `address`: of this host, on which it listens for other ranks;
-    None for Gloo's own choice. `reach_s`: in which other ranks have to answer where they listen.
-    Its own groups, connections and threads go with it, or with `close`.
+    Its groups, connections and threads are closed by `close` or when it is garbage-collected.
+
+    Args:
+        device: device of this rank.
+        timeout_s: time-out of waits for other ranks.
+        shares_memory: whether ranks of one host pass CPU tensors in shared memory.
+        job_secret: secret shared by all ranks, if there is one.
+        watchfulness: time limits of the watchdog.
+        width: `gathering` with more ranks uses a hierarchy of groups of this size.
+        meshed: largest Gloo group that is a full mesh; larger ones are sparsely connected.
+        address: address of this host on which to listen; None for Gloo's choice.
+        reach_s: time within which other ranks must accept connections.
     """
 
     def __init__(
@@ -102,22 +108,22 @@ class ProcessWorld:
         keys = self._keys
         self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
         timeout_s = checked_timeout(timeout_s, "timeout_s")
-        self._display = Display() if self.size > 1 else None  # else nobody looks
+        self._display = Display() if self.size > 1 else None  # one rank has no watcher
         self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
         uses_own = _is_carried(device)
         self._uses_mpi = isinstance(dist.group.WORLD, MpiGroup)
         self._host_backend = MPI_NAME if self._uses_mpi else "gloo"
-        # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
+        # CPU tensors (objects, flags) use Gloo even if the user's group is NCCL only.
         self._own_backend = f"{device.type}:{device.backend}"
         self._backend = f"cpu:gloo,{self._own_backend}" if uses_own else self._host_backend
         self._shares_memory = shares_memory
-        self._is_divided = False  # from ranks of this machine
+        self._is_divided = False  # whether the warning about missing shared memory was given
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._speaks: bool | None = None
         self._groups: _Groups = []
         self._wide_pairs: list[Pairs] = []
-        # From host to host by two ranks, and over the device's backend by direction.
+        # Groups between hosts by pair of ranks, and of the device's backend by direction.
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._queues: dict[tuple[int, int], TorchLane] = {}
         self._board_of_notices = Noticeboard(keys, self.rank, timeout_s, self._pulse.wait_for)
@@ -125,37 +131,40 @@ class ProcessWorld:
             f"gpipe_hpc_world{number}",
             self._timeout,
             self._backend,
-            partial(_exchanged_among, self._board_of_notices, self.rank),
+            partial(_exchange_texts_among, self._board_of_notices, self.rank),
             self._address,
             reach_s,
             self._board_of_notices.absent,
         )
         self._num_transports = 0
-        # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
+        # First of all, so that from here on the others notice a rank that ends or hangs.
         self._board = self._open_board(keys, watchfulness)
         with together(self, "joining the other ranks"):
             self.everybody = self.gathering([range(self.size)])
-        # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
+        # NCCL groups must be destroyed on all ranks together, not by garbage collection.
         unasked = [] if uses_own else self._groups
         self._release = weakref.finalize(self, _release, self._board, unasked, self._wide_pairs)
         self._release.atexit = False
-        # Runs before the default group is left, which was there first.
+        # Runs before the default group is destroyed, which was registered first.
         atexit.register(_await_end, weakref.ref(self._board))
         atexit.register(self._release)
-        # What Python's multiprocessing starts ends without atexit.
+        # Processes started by multiprocessing end without atexit.
         multiprocessing.util.Finalize(self, self._release, exitpriority=1)
-        # Else what a fork copies would keep connections of a dead rank open.
+        # Otherwise a forked child would keep the connections of a dead rank open.
         os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
         self._introduce()
         self.activity = Idle("joining the other ranks")
 
     def claim(self, name: str) -> None:
-        """Take the device for this rank; `name`: what was asked for. See `claim_device`."""
+        """Reserve the device for this rank; `name` is the device in the settings.
+
+        See `claim_device`.
+        """
         claim_device(self._keys, self.device, self.rank, name, self._backend)
 
     @property
     def activity(self) -> object:
-        """Return what this rank is doing: an action, a phase, or a text."""
+        """Return the current activity of this rank: an action, a phase or a text."""
         return self._pulse.activity
 
     @activity.setter
@@ -164,14 +173,14 @@ class ProcessWorld:
 
     @property
     def doing(self) -> str:
-        """Return what this rank is doing, and for whom it waits."""
+        """Return the current activity and the ranks waited for as text."""
         return str(self._pulse)
 
     def _open_board(self, keys: Store, watchfulness: Watchfulness) -> Board:
         if self.size == 1:
             return SoloBoard(self.rank)
-        assert self._display is not None, "several ranks watch one another"
-        # Not by way of `self`: the watching thread must not keep the world alive.
+        assert self._display is not None, "a world of several ranks has a display"
+        # A weak reference: the board's thread must not keep the world alive.
         this = weakref.ref(self)
         return FailureBoard(
             keys,
@@ -189,9 +198,9 @@ class ProcessWorld:
         return Former(*given)
 
     def _introduce(self) -> None:
-        """Let ranks prove the secret over their groups and say which source lines they run.
+        """Check that all ranks share the secret and run the same source code.
 
-        Raises LaunchError on all ranks if one cannot, or runs others.
+        Raises LaunchError on all ranks if not.
         """
         everybody = self.everybody
         groups, below = (
@@ -205,11 +214,11 @@ class ProcessWorld:
             raise LaunchError(refusal)
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
-        """Form the one group of `members` that this rank is in; the others form theirs."""
+        """Form the group of `members` that contains this rank; all other ranks form theirs."""
         return self._group_of(self._own(members))
 
     def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
-        """Form what tells all of the ranks something: of many, levels of small groups."""
+        """Form a group for small sums and objects: a hierarchy of groups if it has many ranks."""
         ranks = self._own(members)
         if len(ranks) <= self._width:
             return self._group_of(ranks)
@@ -229,7 +238,7 @@ class ProcessWorld:
             return SoloGroup(self.rank)
         if self._uses_mpi or len(ranks) <= self._meshed:
             return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
-        # Too many for Gloo to connect each with each.
+        # Too many for a full mesh over Gloo.
         host = self._wide_group(ranks)
         if self._backend == "gloo":
             return host
@@ -238,8 +247,8 @@ class ProcessWorld:
         return TwoSidedGroup(own, host, self.device)
 
     def _wide_group(self, ranks: tuple[int, ...]) -> WideGroup:
-        """Form a group whose ranks are connected with few."""
-        # Not by way of `self`: what is closed with this world must not keep it alive.
+        """Form a sparsely connected group."""
+        # Without `self`: objects that are closed with this world must not keep it alive.
         former, position = self._former, ranks.index(self.rank)
         device = former.open_device()
         pairs = Pairs(ranks, position, lambda pair: former.connect(pair, device))
@@ -251,28 +260,28 @@ class ProcessWorld:
             pairs.connect,
             self._pulse.wait_for,
             ordering=in_gloo_order,
-            show=partial(_shown, former, self._groups, ranks),
+            show=partial(_register_shown, former, self._groups, ranks),
         )
 
     def transport(
         self, channels: Sequence[PlacedChannel], device: Device | None = None
     ) -> Transport:
-        """Open the channels: in shared memory where both ends see it, else over torch.
+        """Open channels: in shared memory between ranks that can share it, else over torch.
 
-        This rank asks the ranks at the other ends of its channels where they are, and no others.
+        This rank exchanges host identities only with the ranks at the other ends of its channels.
         """
         device = device or self.device
         self._num_transports += 1
         what = f"channels {self._num_transports}"
         own = [c for c in channels if self.rank in _ends(c)]
-        hosts = self._exchanged(f"hosts of {what}", self._host(device), _peers(own, self.rank))
+        hosts = self._exchange_texts(f"hosts of {what}", self._host(device), _peers(own, self.rank))
         here = [c for c in own if _one_host(hosts, c)]
         apart = [c for c in own if c not in here]
-        self._say_divided(hosts, apart)
+        self._warn_divided(hosts, apart)
         routes: dict[PlacedChannel, Transport] = {}
         if here:
             seconds = self._timeout.total_seconds()
-            tell = partial(self._exchanged, f"sockets of {what}")
+            tell = partial(self._exchange_texts, f"sockets of {what}")
             shared = open_shared_transport(here, self.rank, tell, seconds)
             self._shared.add(shared)
             routes |= dict.fromkeys(here, shared)
@@ -280,54 +289,52 @@ class ProcessWorld:
             routes |= dict.fromkeys(apart, self._torch_transport(apart, device))
         return RoutedTransport(routes, self._pulse)
 
-    def _exchanged(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
-        """Tell the peers a text; return theirs, and this rank's own."""
-        return _exchanged_among(self._board_of_notices, self.rank, what, text, peers)
+    def _exchange_texts(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
+        """Publish a text for the peers; return theirs and this rank's own."""
+        return _exchange_texts_among(self._board_of_notices, self.rank, what, text, peers)
 
     def _host(self, device: Device) -> str:
-        """Return with whom this rank can share memory; empty: with nobody."""
+        """Return an identity of the ranks that can share memory with this one; empty for none."""
         if not self._shares_memory or device.is_accelerator:
             return ""
         refusal = why_not_shared()
         if refusal:
-            # Both ends of a channel learn of it by the empty text, so both turn to torch.
+            # The empty text makes both ends of a channel use torch.
             log.warning(
-                "rank %d: no memory is shared with other processes (%s); boundaries go over "
-                "torch.distributed, which copies more; set comm.shared_memory=false if that is "
+                "rank %d: cannot share memory with other processes (%s); boundaries are sent by "
+                "torch.distributed, which copies more; set comm.shared_memory=false if this is "
                 "intended",
                 *(self.rank, refusal),
             )
-        # The path of a socket has to mean the same to both.
+        # Both processes must see the same folder at the path of the socket.
         return "" if refusal else folder_identity(meeting_place())
 
-    def _say_divided(self, hosts: Mapping[int, str], channels: Sequence[PlacedChannel]) -> None:
-        """Say once that ranks of this machine share no memory, as they meet in no folder."""
+    def _warn_divided(self, hosts: Mapping[int, str], channels: Sequence[PlacedChannel]) -> None:
+        """Warn once that ranks of this machine cannot share memory, for lack of a common folder."""
         kernel = kernel_identity()
         near = [r for r in _peers(channels, self.rank) if hosts[r].startswith(kernel)]
         if self._is_divided or not near or not hosts[self.rank]:
             return
         self._is_divided = True
         log.warning(
-            "rank %d: no memory is shared with %s of this machine, in another container; "
-            "boundaries go over torch.distributed, which copies more. To share it, give all "
-            "containers one folder of the machine as %s, or say by "
-            "comm.shared_memory=false that it was meant",
+            "rank %d: cannot share memory with %s of this machine, in another container; "
+            "boundaries are sent by torch.distributed, which copies more. Mount one folder of the "
+            "machine as %s in all containers, or set comm.shared_memory=false if this is intended",
             *(self.rank, rank_names(sorted(near)), meeting_place()),
         )
 
     def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:
         """Open channels over torch.
 
-        Gloo and MPI keep tags apart, so two ranks need one group. A backend of the device knows no
-        tags: all that goes between two ranks in a group is one queue. So each direction has a group
-        of its own, in which a receive that is posted early does not keep back what is sent; and as
-        the table posts in the order of the sends, all channels share it. Assumed is that the queues
-        of a rank, two for each rank that it talks to, move side by side: that the kernels of so
-        many communicators can run at the same time.
+        Gloo and MPI support tags, so two ranks need only one group. Device backends do not: all
+        messages between two ranks of a group are one queue. So each direction has its own group, in
+        which a receive posted early does not delay a send. All channels of a direction share it,
+        because the schedule posts receives in the order of the sends. This assumes that the queues
+        of a rank, two for each peer, progress concurrently, that is, that the kernels of as many
+        communicators can run at the same time.
         """
-        # Groups are formed in one order everywhere, so no ranks wait for one another in a ring;
-        # every second pair of a pipeline, or of ranks some places apart, comes first, so that they
-        # are formed side by side.
+        # All ranks form groups in the same order, which prevents circular waits. Every second pair
+        # of a pipeline comes first, so that groups are formed concurrently.
         for pair in sorted({_pair(c) for c in channels} - self._pairs.keys(), key=_order):
             self._pairs[pair] = self._form(pair, self._host_backend)
         ways = {_ends(c) for c in channels} if _is_carried(device) else set()
@@ -338,7 +345,7 @@ class ProcessWorld:
         return ProcessTransport(links, payload, Outbox(payload))
 
     def _link(self, channel: PlacedChannel) -> Link:
-        """Return this rank's end of a channel, with the lanes that it takes."""
+        """Return this rank's end of a channel, with its lanes."""
         pair = _pair(channel)
         (peer,) = _peers([channel], self.rank)
         host = partial(TorchLane, self._pairs[pair], pair.index(peer))
@@ -348,22 +355,22 @@ class ProcessWorld:
         return Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
 
     def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
-        """Form the group of one direction, and build its communicator: not in the first step."""
+        """Form the group of one direction and create its communicator before the first step."""
         group = self._form(ends, self._own_backend)
         sends = self.rank == ends[0]
         lane = TorchLane(group, peer=int(sends))
         token = device.empty((1,), torch.uint8)
-        # Not waited for, its memory would be given to others while it is read or written.
+        # Without waiting, its memory could be reused while it is read or written.
         (lane.send(token) if sends else lane.receive(token)).wait()
         return lane
 
     @property
     def has_news(self) -> bool:
-        """Say whether another rank has failed and this one has not been told."""
+        """Return whether another rank has failed and this rank has not reported it yet."""
         return self._board.has_news
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
-        """Publish the report, with this host, let it spread, and unblock whoever waits for us."""
+        """Publish the report with this host's name and unblock ranks that wait for this one."""
         own = Report(with_host(report, self.rank), is_mistake, is_stop)
         tell_torchrun(own.words, is_cause=True)
         self._speaks = self._board.publish(own) == own
@@ -374,22 +381,22 @@ class ProcessWorld:
 
     @property
     def speaks(self) -> bool | None:
-        """Say whether this rank's failure is the run's; None while it has told none."""
+        """Return whether this rank's failure is the run's; None if it has reported none."""
         return self._speaks
 
     def explain(self, symptom: str) -> Report:
-        """Return the reason why a wait failed."""
+        """Return the reason for a failed wait."""
         return self._board.explain(symptom)
 
     def close(self) -> None:
-        """Give back groups, connections and threads, the same call on every rank."""
+        """Close groups, connections and threads; a collective call."""
         self._release()
         _release(self._board, self._groups, self._wide_pairs)
         for shared in list(self._shared):
             shared.close()
 
     def forget(self) -> None:
-        """Close in a forked process what belongs to its parent, which notices nothing."""
+        """In a forked child process, close what belongs to the parent, without affecting it."""
         self._release.detach()
         atexit.unregister(self._release)
         self._board.forget()
@@ -402,10 +409,10 @@ class ProcessWorld:
         return formed
 
     def break_groups(self) -> None:
-        """Close every connection, so that a rank blocked in a wait is told at once.
+        """Close every connection, so that a rank blocked in a wait fails at once.
 
-        Gloo has no abort for point-to-point, but a wait that times out closes all pairs of its
-        group; NCCL communicators are aborted.
+        Gloo cannot abort point-to-point messages, but a wait that times out closes all connections
+        of its group. NCCL communicators are aborted.
         """
         self._board_of_notices.close()
         for shared in list(self._shared):
@@ -414,12 +421,12 @@ class ProcessWorld:
             pairs.break_off(_BREAK_TAG)
         for group, ranks in self._groups:
             peer = next((rank for rank in ranks if rank != self.rank), None)
-            if peer is None:  # nobody waits in a group of one
+            if peer is None:  # a group of one has no waits
                 continue
             if isinstance(group, MpiGroup):
                 group.abort()
                 continue
-            if isinstance(group, TorchFace):  # its connections are those of a wide group
+            if isinstance(group, TorchFace):  # its connections belong to a sparse group
                 continue
             with contextlib.suppress(RuntimeError, ValueError):
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)
@@ -431,19 +438,19 @@ class ProcessWorld:
                     backend.abort()
 
 
-def _shown(
+def _register_shown(
     former: Former, groups: _Groups, ranks: tuple[int, ...], start_broadcast: StartBroadcast
 ) -> dist.ProcessGroup:
-    """Return what torch sees of a wide group; it is left with the others."""
+    """Register a sparse group with torch; it is destroyed together with the others."""
     shown = former.show(ranks, start_broadcast)
     groups.append((shown, ranks))
     return shown
 
 
 def _private_keys(rank: int) -> tuple[Store, int]:
-    """Return the part of the default store for this world, and its number: one may have failed.
+    """Return the part of the default store for this world, and the world's number.
 
-    Each rank counts its own worlds; as all make them together, they agree without a word.
+    Each rank counts its own worlds; all create them together, so the numbers agree.
     """
     store = PrefixStore("gpipe_hpc", default_store())
     number = store.add(f"worlds/{rank}", 1)
@@ -457,16 +464,16 @@ def _number_of_world(keys: Store, rank: int) -> bytes:
     return keys.get("number")
 
 
-def _exchanged_among(
+def _exchange_texts_among(
     notices: Noticeboard, rank: int, what: str, text: str, ranks: Collection[int]
 ) -> Mapping[int, str]:
-    """Tell ranks a text; return theirs, and this rank's own, once all have come here."""
+    """Publish a text; return the texts of `ranks` and this rank's own once all are published."""
     notices.tell(what, text)
     return {rank: text, **notices.ask(what, set(ranks) - {rank})}
 
 
 def _await_end(board: weakref.ref[Board]) -> None:
-    """At exit, after the board was told to stop: its thread holds it until it has ended."""
+    """Wait for the board at exit, after it was stopped."""
     stopped = board()
     if stopped is not None:
         stopped.await_end()
@@ -489,13 +496,13 @@ def _release(board: Board, groups: _Groups, wide: list[Pairs]) -> None:
         wide.pop().close()
     while groups:
         group, _ = groups.pop()
-        # ValueError or AssertionError: the user has left the default group, which ends all.
+        # ValueError or AssertionError: the user has destroyed the default group, and all with it.
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group(group)
 
 
 def leave_default_group(store: Store) -> None:
-    """Leave the process group that we started over a store; called at exit."""
+    """Destroy the default process group at exit; the argument keeps `store` alive until then."""
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
@@ -507,9 +514,9 @@ def _one_host(hosts: Mapping[int, str], channel: PlacedChannel) -> bool:
 
 
 def _is_carried(device: Device) -> bool:
-    """Say whether the default group was made with the device's own backend."""
+    """Return whether the default group was created with the device's own backend."""
     world = dist.group.WORLD
-    assert world is not None, "joined before"
+    assert world is not None, "the default process group must exist"
     return carries(world, device)
 
 
@@ -518,7 +525,7 @@ def _ends(channel: PlacedChannel) -> tuple[int, int]:
 
 
 def _pair(channel: PlacedChannel) -> tuple[int, int]:
-    """Return the two ranks of a channel, the lower one first: channels both ways share a pair."""
+    """Return both ranks of a channel, the lower one first; both directions share a pair."""
     low, high = sorted(_ends(channel))
     return low, high
 

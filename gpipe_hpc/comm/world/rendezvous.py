@@ -1,4 +1,4 @@
-"""Bring the ranks of a launch together: one store they all reach, and nobody missing."""
+"""Rendezvous of the ranks of a launch: a common store, and a check that all ranks are present."""
 
 import contextlib
 import errno
@@ -39,32 +39,32 @@ from gpipe_hpc.device.host.open_files import allow_files
 from gpipe_hpc.errors import LaunchError
 from gpipe_hpc.torch_compat import HashStore, PrefixStore, Store, TCPStore
 
-# How long a store may take to answer that may be none.
+# Time for a possible store to answer.
 _LOOK_S: Final = 3.0
-# After which a rank says for whom it waits.
+# Time after which a rank logs what it waits for.
 _SAY_S: Final = 15.0
-# In which one call to the store's host is answered, or made anew.
+# Time-out of one connection attempt to the store's host.
 _KNOCK_S: Final = 5.0
-# A call that would go on for longer than this past its time is not made.
+# No attempt is started if less than this is left.
 _CLOSE_S: Final = 1.0
 _PAUSE_S: Final = 0.1
-# In which a rank that a signal ends looks for the store, and in which others hear what it left.
+# Time for a rank ended by a signal to find the store, and for others to read its notice.
 _STOPPED_S: Final = 3.0
 _HEARD_S: Final = 3.5
-# In which a call whose connections are ended returns: it may pause for some seconds before.
+# Time for TCPStore to return after its connections were shut down; it may pause for seconds.
 _LEAVE_S: Final = 10.0
-_NUM_LOOKED_FOR: Final = 65  # ranks, of which one has to come
-_SEEN_AT: Final = "seen_at"  # the address at which other hosts reach that of the store
-# That rank 0 opens beside connections to the store.
+_NUM_LOOKED_FOR: Final = 65  # number of ranks of which one must arrive
+_SEEN_AT: Final = "seen_at"  # address at which other hosts reach the store's host
+# Files that rank 0 opens besides connections to the store.
 _OTHER_FILES: Final = 512
 
 log = logging.getLogger("gpipe_hpc.comm")
 
 
 class Met(NamedTuple):
-    """What ranks that have met have: a store, and where this one listens for the others.
+    """Result of a rendezvous: the store, and the address on which this rank listens for others.
 
-    `address`: None where all are on this machine.
+    `address` is None if all ranks are on this machine.
     """
 
     store: Store
@@ -87,28 +87,33 @@ def meet(
     interface: str | None = None,
     reach_s: float = DEFAULT_REACH_S,
 ) -> Met:
-    """Return a store that all ranks of the launch share, once all of them have come.
+    """Return a store shared by all ranks of the launch, once all of them have arrived.
 
-    Rank 0 serves it, unless torchrun's agent already does. Its keys are separate for every
-    attempt of a job and every meeting, so nobody reads what a killed attempt left (stale addresses
-    hang Gloo).
-    ``loopback``: listen on 127.0.0.1 only; None means when all ranks are on this machine. Then
-    Gloo, NCCL and their kind are kept on the loopback interface too, on all ranks alike, unless
-    their variables say otherwise; on several machines they listen on ``interface``, a name or a
-    subnet; None for GLOO_SOCKET_IFNAME, else for the one that leads to MASTER_ADDR. ``reach_s``: in
-    which the host of MASTER_ADDR has to answer, be it that nobody listens there yet. ``secret``:
-    what the ranks prove to each other; None lets everybody in. A world of one rank opens nothing.
+    Rank 0 serves it, unless torchrun's agent already does. Its keys are separate for every attempt
+    of a job, so no rank reads data of a killed attempt (stale addresses make Gloo hang). A world of
+    one rank opens no connection.
 
-    Raises `LaunchError` on every rank when some have not come within ``timeout_s`` seconds,
-    naming them, when two processes are one rank, when the ranks have unequal secrets, and when
-    they run unequal versions of torch or of this package; and `ConfigError` for an interface that
-    is not there.
+    Args:
+        launch: rank and rendezvous address of this process.
+        timeout_s: time to wait for all ranks.
+        loopback: whether to listen on 127.0.0.1 only; None for yes if all ranks are on this
+            machine. Gloo, NCCL and other libraries then use the loopback interface on all ranks,
+            too, unless their variables are set.
+        secret: with which ranks authenticate each other; None to accept every process.
+        interface: name or subnet of the interface if there are several machines; None for
+            GLOO_SOCKET_IFNAME, else the route to MASTER_ADDR.
+        reach_s: time within which the host of MASTER_ADDR must respond, even if only to refuse the
+            connection.
+
+    Raises `LaunchError` on every rank if some have not arrived in time, naming them, if two
+    processes have the same rank, or if secrets or versions of torch or of this package differ;
+    `ConfigError` for an interface that does not exist.
     """
     local = _is_local(launch, loopback)
     if loopback and launch.local_known and not launch.one_machine:
         raise LaunchError(
-            f"launch: loopback does not reach other machines, but only {launch.local_size} of "
-            f"{launch.world_size} ranks are on this one; remove comm.loopback"
+            f"launch: comm.loopback=true does not reach other machines, but only "
+            f"{launch.local_size} of {launch.world_size} ranks are on this one; remove it"
         )
     if launch.world_size == 1:
         if local:
@@ -139,10 +144,10 @@ def meet(
 def say_stopped(
     launch: Launch, told: str, loopback: bool | None = None, secret: Secret | None = None
 ) -> None:
-    """Leave a notice for ranks that wait in `meet`: a signal has ended this rank.
+    """Publish a notice for ranks that wait in `meet`: a signal has ended this rank.
 
-    They end by it within some seconds. Returns without one if nobody serves a store yet. Under
-    torchrun its agent ends the others.
+    They end within some seconds. Does nothing if no store is served yet, or under torchrun, whose
+    agent ends the other ranks.
     """
     if launch.world_size == 1 or launch.agent_store:
         return
@@ -156,19 +161,19 @@ def _is_local(launch: Launch, loopback: bool | None) -> bool:
 
 
 def _check_address(launch: Launch, local: bool) -> None:
-    """Refuse a MASTER_ADDR that is none of this machine's where rank 0 must be on it."""
+    """Refuse a MASTER_ADDR of another machine if rank 0 must be on this one."""
     if is_own_address(launch.master_addr):
         return
     if local:
         raise LaunchError(
             f"launch: rank {launch.rank}: wrong MASTER_ADDR, expected an address of this machine, "
-            f"as all {launch.world_size} ranks are said to be on it, got {launch.master_addr}; "
+            f"because all {launch.world_size} ranks are on it, got {launch.master_addr}; "
             f"correct MASTER_ADDR, or the number of ranks here (LOCAL_WORLD_SIZE)"
         )
 
 
 def is_own_address(name: str) -> bool:
-    """Say whether a host's name or address is one of this machine's."""
+    """Return whether a host name or address belongs to this machine."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except OSError:
@@ -186,7 +191,7 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 
 
 class _Meeting:
-    """The way of one rank to a store and through the roll call."""
+    """One rank's connection to the store and its roll call."""
 
     def __init__(
         self,
@@ -200,8 +205,8 @@ class _Meeting:
         self._launch, self._secret, self._me = launch, secret, me
         self._timeout_s, self._deadline = timeout_s, deadline
         self._reach_s = min(reach_s, timeout_s)
-        self.address = ""  # on which rank 0 serves the store to other hosts; empty: on all
-        # Of the connection to the store's host: this end's address, and that of the other end.
+        self.address = ""  # address on which rank 0 serves the store; empty for all interfaces
+        # Local and remote address of the connection to the store's host.
         self._own, self._far = "", ""
 
     @classmethod
@@ -213,7 +218,7 @@ class _Meeting:
         timeout_s: float,
         reach_s: float,
     ) -> "_Meeting":
-        """Return the way of this process, which begins now."""
+        """Return the meeting of this process; its time-out starts now."""
         key = Secret(b"", "nowhere", guards=False) if secret is None else secret
         return cls(
             launch,
@@ -225,11 +230,11 @@ class _Meeting:
         )
 
     def say_stopped(self, local: bool, told: str) -> None:
-        """Leave a notice in the store that rank 0 serves; LaunchError or DistError if none does."""
+        """Publish a notice in rank 0's store; LaunchError or DistError if there is none."""
         launch = self._launch
         addr = "127.0.0.1" if local else launch.master_addr
         self._await_server(addr)
-        store = _client(addr, launch.master_port, launch, _LOOK_S, _LOOK_S)
+        store = _connect_to_store(addr, launch.master_port, launch, _LOOK_S, _LOOK_S)
         self._call(PrefixStore(f"gen{launch.restart_count}", store)).say_stopped(told)
         if launch.rank == 0:  # the store ends with this process
             time.sleep(_HEARD_S)
@@ -250,13 +255,13 @@ class _Meeting:
         return keys, self._call(keys).hold()
 
     def _hold_at_agent(self, store: Store) -> tuple[Store, bool]:
-        """Hold the meeting of all ranks in a store that has seen others before."""
+        """Hold the roll call in an agent's store, which may contain previous attempts."""
         launch = self._launch
         meetings = Meetings(
             store,
             lambda keys, number: replace(
                 self._call(keys),
-                # Who can write into the store cannot move an entry to another meeting.
+                # So that no entry can be copied from one attempt to another.
                 secret=self._secret.derive(f"meeting {number}"),
                 is_over=lambda: meetings.newest() > number,
             ),
@@ -267,24 +272,24 @@ class _Meeting:
                 raise LaunchError(
                     f"launch: rank {launch.rank} on {socket.gethostname()} waited "
                     f"{self._timeout_s:g} s at torchrun's store for all {launch.world_size} ranks, "
-                    f"expected rank 0 to come first, got no sign of it: missing rank 0; look at "
-                    f"its log, check that the launcher started {launch.world_size} processes, or "
-                    f"raise comm.timeout_s"
+                    f"but rank 0, which must come first, is missing; look at its log, check that "
+                    f"the launcher started {launch.world_size} processes, or raise comm.timeout_s"
                 )
-            # A meeting of another attempt, which rank 0 has left, is over once it opens this one.
+            # A previous attempt is over as soon as rank 0 opens a new one.
             with contextlib.suppress(OverError):
                 return meetings.keys(number), meetings.roll_call(number).hold()
 
     def tell_where_seen(self, store: Store) -> None:
-        """Tell those on the store's host at which address another host sees it."""
+        """Publish, for ranks on the store's host, the address at which another host reaches it."""
         if self._own and not is_loopback(self._own):
             store.compare_set(_SEEN_AT, "", self._far)
 
     def interface_towards_others(self, store: Store) -> Interface | None:
-        """Return the interface that leads to the other hosts; None where that cannot be told.
+        """Return the interface that leads to the other hosts; None if unknown.
 
-        That by which this rank has reached MASTER_ADDR. Where that is on this host, and its name
-        means a loopback address here, those of other hosts say at which address they see it.
+        It is the one by which this rank has reached MASTER_ADDR. If MASTER_ADDR is this host and
+        resolves to a loopback address, the ranks of other hosts publish the address at which they
+        reach it.
         """
         if self._own and not is_loopback(self._own):
             return holder_of(self._own)
@@ -302,7 +307,7 @@ class _Meeting:
         return holder_of(address_outside())
 
     def _await_somebody(self, keys: Store) -> None:
-        """Raise LaunchError unless another rank comes: MASTER_ADDR seems to lead elsewhere."""
+        """Raise LaunchError unless another rank arrives: MASTER_ADDR seems to be another host."""
         launch, deadline = self._launch, time.monotonic() + self._reach_s
         others = range(1, min(launch.world_size, _NUM_LOOKED_FOR))
         while not any(keys.check([RollCall.key(rank)]) for rank in others):
@@ -310,9 +315,9 @@ class _Meeting:
                 raise LaunchError(
                     f"launch: rank 0 on {socket.gethostname()} waited {self._reach_s:g} s, "
                     f"expected another rank at MASTER_ADDR={launch.master_addr}, port "
-                    f"{launch.master_port}, got none; {launch.master_addr} is no address of this "
-                    f"host: set MASTER_ADDR to one by which the others reach it, or raise "
-                    f"comm.reach_s where hosts start at different times"
+                    f"{launch.master_port}, got none; {launch.master_addr} is not an address of "
+                    f"this host: set MASTER_ADDR to one by which the others reach it, or raise "
+                    f"comm.reach_s if hosts start at different times"
                 )
             time.sleep(_PAUSE_S)
 
@@ -320,17 +325,17 @@ class _Meeting:
         return RollCall(self._launch, keys, self._secret, self._me, self._timeout_s, self._deadline)
 
     def _enter_once(self, keys: Store) -> None:
-        """Refuse a second process of one rank, in the store of rank 0: that is for one meeting."""
+        """Refuse a second process with this rank; rank 0's store serves one attempt only."""
         rank = self._launch.rank
         if keys.add(f"visits/{rank}", 1) > 1:
             self._call(keys).refuse_double()
             raise LaunchError(
                 f"launch: rank {rank}: two processes are rank {rank}: {self._me} and another that "
-                "has ended or has another secret; give each its own RANK"
+                "has ended or has another secret; set a different RANK for each"
             )
 
     def _serve(self, local: bool) -> TCPStore:
-        """Serve the store."""
+        """Listen at the master address and serve the store."""
         make_room(2 * self._launch.world_size + _OTHER_FILES)
         try:
             address = "127.0.0.1" if local else self.address
@@ -339,12 +344,12 @@ class _Meeting:
             if error.errno == errno.EADDRINUSE:
                 self._refuse_other_first()
             told = (
-                f"rank 0 on {socket.gethostname()} cannot listen, expected port "
-                f"{self._launch.master_port} to be free, got {error.strerror}; end what holds the "
+                f"rank 0 on {socket.gethostname()} cannot listen on port "
+                f"{self._launch.master_port}: {error.strerror}; end the process that uses the "
                 f"port, or set MASTER_PORT to another on all ranks"
             )
             if error.errno == errno.EADDRINUSE:
-                self._leave_word(told)
+                self._publish_absence(told)
             raise LaunchError(f"launch: {told}") from error
         return TCPStore(
             address or "127.0.0.1",
@@ -357,18 +362,20 @@ class _Meeting:
             master_listen_fd=listening.detach(),
         )
 
-    def _leave_word(self, told: str) -> None:
-        """Let the others, which meet somebody else's store here, hear why rank 0 is not there."""
+    def _publish_absence(self, told: str) -> None:
+        """Publish, in the store of another program at our port, why rank 0 is absent."""
         with contextlib.suppress(dist.DistError):
             port = self._launch.master_port
-            store = _client("127.0.0.1", port, self._launch, _LOOK_S, _LOOK_S)
+            store = _connect_to_store("127.0.0.1", port, self._launch, _LOOK_S, _LOOK_S)
             attempt = PrefixStore(f"gen{self._launch.restart_count}", store)
             self._call(attempt).say_absent(told)
 
     def _refuse_other_first(self) -> None:
-        """Raise LaunchError, here and there, if it is another rank 0 of this job that listens."""
+        """Raise LaunchError on both processes if another rank 0 of this job uses the port."""
         try:
-            store = _client("127.0.0.1", self._launch.master_port, self._launch, _LOOK_S, _LOOK_S)
+            store = _connect_to_store(
+                "127.0.0.1", self._launch.master_port, self._launch, _LOOK_S, _LOOK_S
+            )
             attempt = PrefixStore(f"gen{self._launch.restart_count}", store)
             self._call(attempt).refuse_double(_LOOK_S)
         except dist.DistError:
@@ -380,19 +387,19 @@ class _Meeting:
         launch = self._launch
         try:
             left = min(max(self._deadline - time.monotonic(), _LOOK_S), self._reach_s)
-            return _client(addr, launch.master_port, launch, self._timeout_s, left)
+            return _connect_to_store(addr, launch.master_port, launch, self._timeout_s, left)
         except dist.DistError as error:
             raise LaunchError(
                 f"launch: rank {launch.rank} on {socket.gethostname()} cannot use the store, "
-                f"expected one at {addr}:{launch.master_port}, got {error}; something else listens "
-                f"there: end it, or set MASTER_PORT to another on all ranks"
+                f"expected one at {addr}:{launch.master_port}, got {error}; another program "
+                f"listens there: end it, or set MASTER_PORT to another on all ranks"
             ) from error
 
     def _await_server(self, addr: str) -> None:
-        """Knock until somebody listens: TCPStore itself would fill stderr while it tries.
+        """Connect repeatedly until the store's port is open; TCPStore would flood stderr meanwhile.
 
-        A host that refuses is there, and rank 0 may come yet. One that does not answer, or whose
-        name means nothing, is waited for no longer than `reach_s`.
+        A refused connection shows that the host exists, and rank 0 may still start. A host that
+        does not respond, or whose name does not resolve, is retried for at most `reach_s`.
         """
         launch, began = self._launch, time.monotonic()
         said_at, unreached_from = began + _SAY_S, began
@@ -425,39 +432,41 @@ class _Meeting:
         return "torchrun's agent" if self._launch.agent_store else "rank 0"
 
     def _unreached(self, addr: str, error: OSError) -> LaunchError:
-        """Return what to raise where the host does not answer, or has no address."""
+        """Return the error for a host that does not respond or has no address."""
         launch, where = self._launch, f"{addr}:{self._launch.master_port}"
         if isinstance(error, socket.gaierror):
             expected = "MASTER_ADDR to be the name or address of a host"
-            remedy = "correct MASTER_ADDR, or enter the name where hosts look it up (/etc/hosts)"
+            remedy = "correct MASTER_ADDR, or make the name resolvable (/etc/hosts, DNS)"
         else:
             expected = f"an answer of the host at {where}"
             remedy = (
-                "check MASTER_ADDR and MASTER_PORT, and that no firewall drops that port; on a "
-                "host with several networks set MASTER_ADDR to the address that the others reach"
+                "check MASTER_ADDR and MASTER_PORT, and that no firewall blocks the port; on a "
+                "host with several networks set MASTER_ADDR to an address that the others reach"
             )
         return LaunchError(
             f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} tried "
             f"for {self._reach_s:g} s to reach {self._server()} at {where}, expected {expected}, "
-            f"got {error}; {remedy}; raise comm.reach_s where hosts start at different times"
+            f"got {error}; {remedy}; raise comm.reach_s if hosts start at different times"
         )
 
     def _unanswered(self, addr: str, error: OSError) -> LaunchError:
-        """Return what to raise where the host is there, and the server has not come."""
+        """Return the error for a host that responds while the server has not started."""
         launch = self._launch
         missing = "it" if launch.agent_store else "missing rank 0"
         return LaunchError(
             f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} waited "
             f"{self._timeout_s:g} s, expected {self._server()} at {addr}:{launch.master_port}, got "
             f"no answer ({error}): {missing} has not started, or cannot be reached; look at its "
-            f"log, check MASTER_ADDR, MASTER_PORT and firewalls"
+            f"log, and check MASTER_ADDR, MASTER_PORT and firewalls"
         )
 
 
-def _client(addr: str, port: int, launch: Launch, timeout_s: float, limit_s: float) -> TCPStore:
+def _connect_to_store(
+    addr: str, port: int, launch: Launch, timeout_s: float, limit_s: float
+) -> TCPStore:
     """Connect to a store within ``limit_s`` seconds; DistError if there is none.
 
-    On a thread: if something else listens there, TCPStore waits for its answer without end.
+    Connects on a thread, because TCPStore waits forever if another program listens there.
     """
     answer: Future[TCPStore] = Future()
     before = _sockets()
@@ -469,7 +478,7 @@ def _client(addr: str, port: int, launch: Launch, timeout_s: float, limit_s: flo
                 port,
                 launch.world_size,
                 False,
-                # In which it tries again, whatever the answer.
+                # Time for retries, whatever the answer.
                 timeout=timedelta(seconds=max(limit_s, 1.0)),
                 wait_for_workers=False,
             )
@@ -484,15 +493,15 @@ def _client(addr: str, port: int, launch: Launch, timeout_s: float, limit_s: flo
     try:
         return answer.result(limit_s)
     except TimeoutError:
-        _end_calls(thread, port, before)
+        _shut_down_connections(thread, port, before)
         raise dist.DistError(f"no answer of a store within {limit_s:.3g} s") from None
 
 
-def _end_calls(thread: threading.Thread, port: int, before: Container[int]) -> None:
-    """Let a thread leave TCPStore, by ending the connections to a port that it has opened.
+def _shut_down_connections(thread: threading.Thread, port: int, before: Container[int]) -> None:
+    """Make a thread return from TCPStore by shutting down the connections it has opened to a port.
 
-    A thread that leaves it while Python goes down aborts the process. `before`: the sockets that
-    were open before the thread began.
+    A thread that returns from it during interpreter shutdown aborts the process. `before` are the
+    sockets that were open before the thread started.
     """
     deadline_s = time.monotonic() + _LEAVE_S
     while thread.is_alive() and time.monotonic() < deadline_s:
@@ -506,7 +515,7 @@ def _end_calls(thread: threading.Thread, port: int, before: Container[int]) -> N
 
 
 def _sockets() -> dict[int, int]:
-    """Return the sockets of this process, by inode; none where the system does not list them."""
+    """Return the descriptors of this process's sockets by inode; empty if they cannot be listed."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/fd"):
@@ -518,22 +527,22 @@ def _sockets() -> dict[int, int]:
 
 
 def make_room(num_files: int) -> None:
-    """Let this process open so many files, as far as it may; warn where it may not.
+    """Raise the limit of open files as far as permitted; warn if it is too low.
 
-    Who serves the store has two connections for each rank: its own, and its watcher's.
+    The rank that serves the store has two connections for each rank: from the rank and its watcher.
     """
     allowed = allow_files(num_files)
     if allowed < num_files:
         log.warning(
-            "launch: rank 0 serves all ranks, which needs %d open files, but the limit is %d; "
-            "raise it where rank 0 is started (ulimit -Hn, LimitNOFILE)",
+            "launch: rank 0 serves the store to all ranks, which needs %d open files, but the "
+            "limit is %d; raise it where rank 0 is started (ulimit -Hn, LimitNOFILE)",
             num_files,
             allowed,
         )
 
 
 def _leads_to(name: str, interface: Interface) -> bool:
-    """Say whether a name leads to one interface of this host alone, on this host too."""
+    """Return whether a name resolves to the address of this interface only."""
     try:
         found = {str(address[0]) for *_, address in socket.getaddrinfo(name, 0)}
     except OSError:
@@ -542,7 +551,7 @@ def _leads_to(name: str, interface: Interface) -> bool:
 
 
 def _listening_socket(launch: Launch, address: str) -> socket.socket:
-    """Listen on an address, or with an empty one on all interfaces."""
+    """Listen on an address, or on all interfaces if it is empty."""
     port = launch.master_port
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(

@@ -1,12 +1,11 @@
-"""The roll call: every rank enters its name in the store, and one verdict goes for all.
+"""Roll call: every rank registers in the store, and one verdict applies to all.
 
-Ranks are a tree, with rank 0 at its root. Each rank hears of those below it and says in one line
-whether all of them have come and are alike; so none reads more than a few lines. Only where
-something is wrong does rank 0 read what every rank says of itself, and names who it is.
+Ranks form a tree with rank 0 as root. Each rank receives from its children one line that says
+whether all ranks in their subtrees have arrived and agree, so no rank reads more than a few lines.
+Only if something is wrong does rank 0 read the entries of all ranks, to name those concerned.
 
-A name carries the proof of the job's secret, and whoever is above a rank answers it with a proof
-of its own. So neither a stranger's entry nor a stranger who serves the store in rank 0's place is
-believed.
+An entry is authenticated with the job's secret, and the parent of a rank answers it with a proof of
+its own. So neither a forged entry nor a foreign store in place of rank 0's is accepted.
 """
 
 import hashlib
@@ -33,25 +32,33 @@ from gpipe_hpc.torch_compat import Store
 
 log = logging.getLogger("gpipe_hpc.comm")
 
-# How long past its time a rank stays for others to hear, or to speak.
+# Time beyond the time-out for other ranks to read or give the verdict.
 _GRACE_S: Final = 5.0
 _ANSWER_S: Final = 60.0  # ranks that share few cores are slow
-_LISTEN_S: Final = 3.0  # from one look for notices to the next
+_LISTEN_S: Final = 3.0  # interval between checks for notices
 _ABSENT: Final = "rank 0 is absent"
 _STOPPED: Final = "a rank is stopped"
 _VERDICT: Final = "verdict"
 _WIDTH: Final = 8
-_SAY_S: Final = 15.0  # after which rank 0 says for whom it waits
-# A store answers more; and no rank asks less often than every two seconds.
+_SAY_S: Final = 15.0  # time after which rank 0 logs the missing ranks
+# Below the capacity of a store; each rank still polls at least every two seconds.
 _QUESTIONS_A_SECOND: Final = 5000
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank says of itself; ``number`` is random, so no answer to it can be an old one.
+    """A process's description of itself in the roll call.
 
-    ``machine`` is the same for processes that reach each other on 127.0.0.1. ``started`` tells
-    two processes with one number apart. ``loopback`` is what the user asked for.
+    Args:
+        rank: its rank.
+        host: host name.
+        machine: equal for processes that reach each other on 127.0.0.1.
+        pid: process id.
+        started: start time, which distinguishes processes with the same id.
+        secret_source: where its secret comes from.
+        loopback: the setting comm.loopback.
+        versions: versions and world size, which must be equal on all ranks.
+        number: a random number, so that no old answer is accepted.
     """
 
     rank: int
@@ -66,7 +73,7 @@ class Member:
 
     @classmethod
     def of(cls, launch: Launch, loopback: bool | None, secret_source: str) -> "Member":
-        """Return this process."""
+        """Return the description of this process."""
         return cls(
             rank=launch.rank,
             host=socket.gethostname(),
@@ -83,20 +90,20 @@ class Member:
         )
 
     def __str__(self) -> str:
-        """Return the process, for messages."""
+        """Return process id and host, for messages."""
         return f"process {self.pid} on {self.host}"
 
     def facts(self) -> str:
-        """Return a digest of what must be the same on all ranks."""
+        """Return a digest of the facts that must be equal on all ranks."""
         text = json.dumps([self.versions, self.loopback], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_same_process(self, other: "Member") -> bool:
-        """Say whether both are one process."""
+        """Return whether both describe the same process."""
         return self._process() == other._process()
 
     def runs_here(self) -> bool:
-        """Say whether the process is on this machine and has not ended."""
+        """Return whether the process runs on this machine."""
         return self.machine == _machine() and self.started == _started(self.pid) != ""
 
     def _process(self) -> tuple[str, int, str]:
@@ -104,14 +111,14 @@ class Member:
 
 
 def _machine() -> str:
-    """Return a text that processes share if one's 127.0.0.1 is the other's."""
+    """Return a string equal for processes that share the loopback interface."""
     return shared_identity("net") or socket.gethostname()
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in clock ticks since boot; empty if it has ended."""
+    """Return the start time of a process in clock ticks since boot; empty if it has ended."""
     try:
-        # Behind the name in brackets, which may have anything in it.
+        # The fields after the name in parentheses, which may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -119,13 +126,13 @@ def _started(pid: int) -> str:
 
 
 class OverError(Exception):
-    """This roll call is over: rank 0 holds another one by now."""
+    """This roll call is over, because rank 0 has opened a newer one."""
 
 
 class _Alike(NamedTuple):
-    """What some ranks have in common: a digest of the facts that must be equal, and the machine.
+    """What the ranks of a subtree have in common: the digest of their facts and the machine.
 
-    `machine` is empty where they are on several.
+    `machine` is empty if they are on several machines.
     """
 
     facts: str
@@ -133,7 +140,7 @@ class _Alike(NamedTuple):
 
 
 def _depth(rank: int) -> int:
-    """Return how many ranks are above one."""
+    """Return the depth of a rank in the tree."""
     depth = 0
     while rank:
         rank, depth = (rank - 1) // _WIDTH, depth + 1
@@ -141,7 +148,7 @@ def _depth(rank: int) -> int:
 
 
 def _longest_pause_s(world_size: int) -> float:
-    """Return how long a rank waits at most until it asks the store again, as all others do."""
+    """Return the longest interval between a rank's queries of the store, in seconds."""
     return min(max(0.2, world_size / _QUESTIONS_A_SECOND), 2.0)
 
 
@@ -149,9 +156,9 @@ def _longest_pause_s(world_size: int) -> float:
 class RollCall:
     """One roll call over a store.
 
-    Rank 0 says that all may go on once all have come and fit together; whoever waited too long
-    says who is missing. Only the first verdict counts, so no two ranks ever act on different ones.
-    `is_over`: whether rank 0 holds another one by now.
+    Rank 0 lets all ranks continue once all have arrived and agree; a rank that has waited too long
+    reports which ones are missing. Only the first verdict counts, so all ranks act on the same one.
+    `is_over` returns whether rank 0 has opened a newer roll call.
     """
 
     launch: Launch
@@ -163,9 +170,10 @@ class RollCall:
     is_over: Callable[[], bool] = lambda: False
 
     def hold(self) -> bool:
-        """Return when all ranks have come and fit together: whether all are on one machine.
+        """Wait until all ranks have arrived and agree; return whether all are on one machine.
 
-        Raises LaunchError otherwise, and OverError where it waits and the roll call is over.
+        Raises LaunchError if they do not, and OverError if the roll call ends while this rank
+        waits.
         """
         rank = self.launch.rank
         entry = self._entry()
@@ -174,28 +182,28 @@ class RollCall:
             text = self._verdict()
             verdict = json.loads(text)
             if verdict["refusal"]:
-                self._farewell()
+                self._await_readers()
             else:
                 self._check_answer(entry, text)
                 self._answer(text)
         except dist.DistError as error:
             raise LaunchError(
-                f"launch: rank {rank} lost the store, expected it to be served until all ranks "
-                f"have come, got {error}; rank 0 has ended: look at its log"
+                f"launch: rank {rank} lost the store of rank 0 before all ranks had arrived "
+                f"({error}); rank 0 has ended: look at its log"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise LaunchError(
-                f"launch: rank {rank} expected the verdict of a rank of this job, got something "
-                f"else ({error}); {self._stranger()}"
+                f"launch: rank {rank} received an invalid verdict from the store ({error}); "
+                f"{self._stranger()}"
             ) from error
         if verdict["refusal"]:
             raise LaunchError(f"launch: rank {rank}: {verdict['refusal']}")
         return bool(verdict["local"])
 
     def refuse_double(self, limit_s: float = _GRACE_S) -> bool:
-        """Raise LaunchError, here and on all that still wait, if another process is this rank.
+        """Raise LaunchError, on all waiting ranks, if another process has this rank.
 
-        Returns False if none has entered its name in this roll call within ``limit_s`` seconds.
+        Returns False if none has registered as this rank within ``limit_s`` seconds.
         """
         key = self.key(self.launch.rank)
         self._await(time.monotonic() + limit_s, [key])
@@ -205,17 +213,17 @@ class RollCall:
         if first is None:
             return False
         told = (
-            f"two processes are rank {self.launch.rank}: {first} and {self.me}; give each its own "
-            "RANK"
+            f"two processes are rank {self.launch.rank}: {first} and {self.me}; set a different "
+            "RANK for each"
         )
         verdict = json.loads(self._propose(told, local=False))
         others = "" if verdict["refusal"] else "; the first one continues"
         raise LaunchError(f"launch: rank {self.launch.rank}: {told}{others}")
 
     def refuse_living_double(self) -> None:
-        """Raise LaunchError as `refuse_double` if who is this rank here is at work on this host.
+        """Raise LaunchError as `refuse_double` if another live process of this host has this rank.
 
-        One process after another may use the environment of one rank; not two at once.
+        Processes may use the environment of one rank one after the other, but not at the same time.
         """
         other = self.member()
         if other is not None and not other.is_same_process(self.me) and other.runs_here():
@@ -223,28 +231,28 @@ class RollCall:
 
     @property
     def has_entered(self) -> bool:
-        """Say whether some process has entered as this rank."""
-        return self._are_there([self.key(self.launch.rank)])
+        """Return whether a process has registered as this rank."""
+        return self._exist([self.key(self.launch.rank)])
 
     @property
     def has_verdict(self) -> bool:
-        """Say whether the verdict is given."""
-        return self._are_there([_VERDICT])
+        """Return whether a verdict was given."""
+        return self._exist([_VERDICT])
 
     def say_absent(self, told: str) -> None:
-        """Leave word, for ranks of this job alone, why rank 0 does not come to this roll call."""
+        """Publish an authenticated notice why rank 0 does not take part in this roll call."""
         self._set(self._key_of(_ABSENT), self.secret.seal(_ABSENT, told.encode()))
 
     def say_stopped(self, told: str) -> None:
-        """Leave a notice, for ranks of this job alone, that a signal has ended this rank."""
+        """Publish an authenticated notice that a signal has ended this rank."""
         self._set(self._key_of(_STOPPED), self.secret.seal(_STOPPED, told.encode()))
 
     def _key_of(self, notice: str) -> str:
         place = f"{self.launch.master_addr} {self.launch.master_port} {self.launch.world_size}"
         return f"notice/{self.secret.prove(notice, place.encode()).hex()}"
 
-    def _hear_notices(self) -> None:
-        """Raise what a rank that does not come has left for the others.
+    def _raise_notices(self) -> None:
+        """Raise the errors of notices published by absent ranks.
 
         LaunchError if rank 0 cannot serve, PeerError if a signal has ended a rank.
         """
@@ -258,7 +266,7 @@ class RollCall:
             raise LaunchError(f"launch: rank {self.launch.rank}: {told}")
 
     def member(self) -> Member | None:
-        """Return who has entered as this rank; None if nobody of this job has."""
+        """Return the process registered as this rank; None if there is none of this job."""
         key = self.key(self.launch.rank)
         return self._member(self.launch.rank) if self.store.check([key]) else None
 
@@ -268,19 +276,19 @@ class RollCall:
         )
 
     def _set(self, key: str, value: bytes) -> None:
-        write: Any = self.store.set  # takes bytes as well as texts
+        write: Any = self.store.set  # also accepts bytes, unlike its type stub
         write(key, value)
 
     def _member(self, rank: int) -> Member | None:
-        """Return who came as a rank; None for one that does not prove the secret."""
+        """Return the process registered as a rank; None if its entry is not authentic."""
         entry = self.store.get(self.key(rank))
         try:
             return Member(**json.loads(self.secret.unseal(f"rank {rank} comes", entry)))
         except (ConnectionError, ValueError, TypeError):
             return None
 
-    def _says_of_itself(self, rank: int) -> str:
-        """Return what a rank that is not believed says, as a hint."""
+    def _claims_of(self, rank: int) -> str:
+        """Return the unverified claims of an entry that is not authentic, as a hint."""
         try:
             claims = json.loads(self.store.get(self.key(rank))[PROOF_BYTES:])
             return (
@@ -291,57 +299,58 @@ class RollCall:
             return f"rank {rank}"
 
     def _verdict(self) -> str:
-        """Wait for the verdict, and give it where that is this rank's turn."""
+        """Wait for the verdict, or give it if that is this rank's turn."""
         rank = self.launch.rank
         below = [f"below/{child}" for child in self._children()]
         if rank == 0:
             self._await(min(self.deadline, time.monotonic() + _SAY_S), [_VERDICT], below)
-            if not self._are_there([_VERDICT]) and not self._are_there(below):
+            if not self._exist([_VERDICT]) and not self._exist(below):
                 self._say_missing()
         self._await(self.deadline, [_VERDICT], below)
-        if not self._are_there([_VERDICT]) and self._are_there(below):
-            told = self._told_by(self._children())
+        if not self._exist([_VERDICT]) and self._exist(below):
+            told = self._subtree_facts(self._children())
             if rank == 0 and told is not None:
-                self._hear_notices()  # who has come may have been stopped since
+                self._raise_notices()  # a rank may have been stopped since it arrived
                 return self._decide(told)
             if rank > 0:
                 self._set(f"below/{rank}", self._sealed(told))
-        # Rank 0 has to look at each: somebody below it is not like the others.
+        # Some ranks differ, so rank 0 has to check each entry.
         everyone = [[self.key(each) for each in range(self.launch.world_size)]] if not rank else []
         self._await(self.deadline, [_VERDICT], *everyone)
-        # Whoever is nearer to rank 0 speaks first: else all would ask for all the missing.
+        # Ranks nearer to rank 0 act first; otherwise all would query all missing ranks.
         self._await(time.monotonic() + _GRACE_S * _depth(rank), [_VERDICT])
-        if self._are_there([_VERDICT]):
+        if self._exist([_VERDICT]):
             return self.store.get(_VERDICT).decode()
         missing = self._missing(range(self.launch.world_size))
         if missing:
             return self._propose(self._absence(missing), local=False)
         if rank == 0:
             return self._judge()
-        # The last came just now: rank 0 is about to speak.
+        # The last rank has just arrived, and rank 0 is about to give the verdict.
         self._await(time.monotonic() + _GRACE_S, [_VERDICT])
         return self._propose(
-            f"rank 0 came but gave no verdict within {self.timeout_s:g} s; see its log", local=False
+            f"rank 0 arrived but gave no verdict within {self.timeout_s:g} s; see its log",
+            local=False,
         )
 
     def _say_missing(self) -> None:
-        """Say for whom all wait, if they do."""
+        """Log the missing ranks, if there are any."""
         missing = self._missing(range(self.launch.world_size))
         if missing and time.monotonic() < self.deadline:
             log.warning(
-                "launch: rank 0 on %s still waits at %s:%d for %s of %d; they have not started, or "
+                "launch: rank 0 on %s still waits at %s:%d for %s of %d, which have not started or "
                 "cannot reach it",
                 *(self.me.host, self.launch.master_addr, self.launch.master_port),
                 *(_named(missing), self.launch.world_size),
             )
 
     def _children(self) -> range:
-        """Return the ranks right below this one."""
+        """Return the children of this rank in the tree."""
         first = _WIDTH * self.launch.rank + 1
         return range(first, max(first, min(first + _WIDTH, self.launch.world_size)))
 
-    def _told_by(self, children: Sequence[int]) -> "_Alike | None":
-        """Return what is the same on this rank and all below it; None where something differs."""
+    def _subtree_facts(self, children: Sequence[int]) -> "_Alike | None":
+        """Return what this rank and its subtree have in common; None if they differ."""
         own = _Alike(self.me.facts(), self.me.machine)
         for child in children:
             sealed = self.store.get(f"below/{child}")
@@ -361,28 +370,29 @@ class RollCall:
         return self.secret.seal(f"below rank {self.launch.rank}", json.dumps(told).encode())
 
     def _decide(self, told: "_Alike") -> str:
-        """Let all go on who are alike; rank 0 alone."""
+        """Let all ranks continue; called by rank 0 if all agree."""
         is_local = told.machine != ""
         if self.me.loopback and not is_local:
             return self._judge()
         return self._propose("", local=is_local and self.me.loopback is not False)
 
     def _propose(self, refusal: str, *, local: bool) -> str:
-        """Give a verdict unless there is one; return the one that stands."""
+        """Give a verdict unless there is one; return the one that applies."""
         text = json.dumps({"refusal": refusal, "local": local})
         return self.store.compare_set(_VERDICT, "", text).decode()
 
     def _judge(self) -> str:
-        """Look at who has come; rank 0 alone."""
+        """Read the entries of all ranks and give a verdict; rank 0 only."""
         ranks = range(self.launch.world_size)
         members = [self._member(rank) for rank in ranks]
         strangers = [rank for rank, member in enumerate(members) if member is None]
         if strangers:
-            who = ", ".join(map(self._says_of_itself, strangers[:4]))
+            who = ", ".join(map(self._claims_of, strangers[:4]))
             return self._propose(
                 f"the ranks do not share a secret, expected the one that rank 0 has from "
                 f"{self.me.secret_source}, got another or none on {len(strangers)} of "
-                f"{len(members)} ranks: {who}; give all ranks one {SECRET_VARIABLE}",
+                f"{len(members)} ranks: {who}; set {SECRET_VARIABLE} to the same value on all "
+                f"ranks",
                 local=False,
             )
         present = [member for member in members if member is not None]
@@ -390,18 +400,18 @@ class RollCall:
         if not refusal and self.me.loopback and not local:
             refusal = (
                 "comm.loopback=true does not reach other machines, expected all ranks on one, "
-                f"got {', '.join(sorted({m.host for m in present})[:8])}; leave loopback off"
+                f"got {', '.join(sorted({m.host for m in present})[:8])}; remove comm.loopback"
             )
         return self._propose(refusal, local=local and self.me.loopback is not False)
 
     def _answer(self, verdict: str) -> None:
-        """Prove to those right below that the verdict is one of this job."""
+        """Prove to the children of this rank that the verdict is authentic."""
         for child in self._children():
             entry = self.store.get(self.key(child))
             self._set(f"answer/{child}", self.secret.prove("answer", entry, verdict.encode()))
 
     def _check_answer(self, entry: bytes, verdict: str) -> None:
-        """Raise LaunchError unless who is above has proved the secret over this rank's number."""
+        """Raise LaunchError unless the parent has authenticated the verdict for this rank."""
         if self.launch.rank == 0:
             return
         key = f"answer/{self.launch.rank}"
@@ -409,18 +419,18 @@ class RollCall:
         proof = self.store.get(key) if self.store.check([key]) else b""
         if not self.secret.proves(proof, "answer", entry, verdict.encode()):
             raise LaunchError(
-                f"launch: rank {self.launch.rank} expected rank 0 to prove the job's secret (from "
-                f"{self.me.secret_source}), got another answer; {self._stranger()}"
+                f"launch: rank {self.launch.rank}: rank 0 did not prove the job's secret (from "
+                f"{self.me.secret_source}); {self._stranger()}"
             )
 
     def _stranger(self) -> str:
         return (
-            f"what serves {self.launch.master_addr}:{self.launch.master_port} belongs to another "
-            f"job or somebody else: set MASTER_PORT to another on all ranks"
+            f"the store at {self.launch.master_addr}:{self.launch.master_port} belongs to another "
+            f"job or user: set MASTER_PORT to another port on all ranks"
         )
 
-    def _farewell(self) -> None:
-        """Let the server outlive the news: it stays until those who came have heard the reason."""
+    def _await_readers(self) -> None:
+        """Keep the store running until all ranks that arrived have read the refusal."""
         self.store.set(f"heard/{self.launch.rank}", "")
         if self.launch.rank == 0 and not self.launch.agent_store:
             missing = self._missing(range(self.launch.world_size))
@@ -428,30 +438,30 @@ class RollCall:
             self._await(time.monotonic() + _GRACE_S, [f"heard/{rank}" for rank in came])
 
     def _await(self, deadline: float, *alternatives: Sequence[str]) -> None:
-        """Wait until all keys of one alternative are there, or the deadline has passed.
+        """Wait until all keys of one alternative exist, or until the deadline.
 
-        Asks again and again, slower and slower: a blocking wait would shut out signals, and
-        torch writes warnings to stderr when it ends without success.
+        Polls at increasing intervals: a blocking wait would delay signals, and torch would print
+        warnings to stderr when it times out.
         """
         pause_s, listens_at = 0.001, time.monotonic() + _LISTEN_S
-        while not any(map(self._are_there, alternatives)):
+        while not any(map(self._exist, alternatives)):
             now = time.monotonic()
             left = deadline - now
             if left <= 0:
                 return
             if now > listens_at:
-                self._hear_notices()
+                self._raise_notices()
                 if self.is_over():
                     raise OverError
                 listens_at = now + _LISTEN_S
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, _longest_pause_s(self.launch.world_size))
 
-    def _are_there(self, keys: Sequence[str]) -> bool:
+    def _exist(self, keys: Sequence[str]) -> bool:
         return not keys or self.store.check(list(keys))
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """Return who has not come; asks for all at once, then for halves that are not complete."""
+        """Return the ranks that have not arrived, by bisection of store queries."""
         if self.store.check([self.key(rank) for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -462,34 +472,34 @@ class RollCall:
     def _absence(self, missing: Sequence[int]) -> str:
         size = self.launch.world_size
         return (
-            f"not all ranks came within {self.timeout_s:g} s, expected {size}, got "
-            f"{size - len(missing)}: missing {_named(missing)}; look at the logs of the missing, "
-            f"check that the launcher started {size} processes, or raise comm.timeout_s"
+            f"not all ranks arrived within {self.timeout_s:g} s, expected {size}, got "
+            f"{size - len(missing)}: missing {_named(missing)}; look at the logs of the missing "
+            f"ranks, check that the launcher started {size} processes, or raise comm.timeout_s"
         )
 
     def _unequal(self, members: Sequence[Member]) -> str:
-        """Return how what the ranks run differs from rank 0's; empty when it does not."""
+        """Return how versions or settings differ from those of rank 0; empty if they do not."""
         for what in self.me.versions:
             refusal = self._differ(members, what, [m.versions.get(what) for m in members])
             if refusal:
                 return f"{refusal}; use one environment on all machines"
         refusal = self._differ(members, "comm.loopback", [m.loopback for m in members])
-        return refusal and f"{refusal}; give all ranks one setting"
+        return refusal and f"{refusal}; use the same setting on all ranks"
 
     def _differ(self, members: Sequence[Member], what: str, values: Sequence[object]) -> str:
-        """Return whose value is not rank 0's, the first; empty if all are."""
+        """Return a message about the first value that differs from rank 0's; empty if none does."""
         other = next((value for value in values if value != values[0]), values[0])
         if other == values[0]:
             return ""
         alike = [m.rank for m, value in zip(members, values, strict=True) if value == other]
         return (
-            f"the ranks do not fit together, expected {what} {values[0]} as on rank 0, got "
+            f"the ranks differ, expected {what} {values[0]} as on rank 0, got "
             f"{other} on {_named(alike)}"
         )
 
     @staticmethod
     def key(rank: int) -> str:
-        """Return where a rank enters its name."""
+        """Return the store key under which a rank registers."""
         return f"rank/{rank}"
 
 
@@ -498,7 +508,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """Return ranks in short: ``1, 4-7, 9``."""
+    """Format ranks as ``1, 4-7, 9``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

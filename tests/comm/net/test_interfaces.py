@@ -97,5 +97,7 @@ def test_all_listen_on_the_chosen_one(monkeypatch):
 
 def test_loopback_is_refused_where_others_are_on_other_hosts():
     refuse_loopback(THERE[1], 3, "remedy")
-    with pytest.raises(ConfigError, match=r"rank 3 on .* would listen on lo .*; choose"):
+    with pytest.raises(
+        ConfigError, match=r"rank 3 on .* would listen on the loopback interface lo .*; choose"
+    ):
         refuse_loopback(THERE[0], 3, "choose another")

@@ -305,14 +305,14 @@ def test_the_backend_follows_the_device(monkeypatch, device, name, expected):
 def test_a_backend_of_another_device_is_refused():
     with pytest.raises(ConfigError, match="kind xpu, which is xccl, got 'nccl'"):
         _backend("nccl", Accelerator(torch.device("xpu", 0)))
-    with pytest.raises(ConfigError, match="torch's backend for cpu devices \(gloo\), got 'nccl'"):
+    with pytest.raises(ConfigError, match=r"torch's backend for cpu devices \(gloo\), got 'nccl'"):
         _backend("nccl", HostDevice())
 
 
 def test_a_process_alone_refuses_it_too(monkeypatch):
     """One process trained on, and said nothing of the backend that it has not."""
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="torch's backend for cpu devices \(gloo\), got 'nccl'"):
+    with pytest.raises(ConfigError, match=r"torch's backend for cpu devices \(gloo\), got 'nccl'"):
         start_world(device="cpu", backend="nccl")
 
 

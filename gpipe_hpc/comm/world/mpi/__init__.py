@@ -1,1 +1,1 @@
-"""torch.distributed over MPI, by mpi4py: what `comm.backend=mpi` sends goes this way."""
+"""A torch.distributed backend over MPI by mpi4py, used by `comm.backend=mpi`."""

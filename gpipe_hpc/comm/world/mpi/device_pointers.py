@@ -1,4 +1,4 @@
-"""Whether this MPI sends from a device's own memory: what its makers offer to ask for that."""
+"""Detection of MPI libraries that accept pointers to device memory."""
 
 import ctypes
 import os
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Final
 
 _ASK: Final = ("MPIX_Query_cuda_support", "MPIX_Query_rocm_support", "MPIX_Query_ze_support")
-# Of MPIs that cannot be asked, or only tell what they were built for, not what they were told.
+# Variables of libraries without such a function, or whose function reports only the build.
 _SWITCHES: Final = ("MV2_USE_CUDA", "MV2_USE_ROCM", "MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD")
 
 
 def takes_device_pointers(library: object, environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether this process's MPI takes pointers into a device's memory.
+    """Return whether this process's MPI accepts pointers to device memory.
 
-    Open MPI, MPICH and their kin answer `MPIX_Query_cuda_support` and its like; MVAPICH2, Cray
-    MPICH and Intel MPI are told by a variable, 0 or 1, which counts where it is set. `library`: has
-    the functions of MPI as its attributes, as `loaded_by` finds them.
+    Open MPI, MPICH and derivatives offer functions such as `MPIX_Query_cuda_support`. MVAPICH2,
+    Cray MPICH and Intel MPI use an environment variable, which takes precedence if it is set.
+    `library` has the functions of MPI as attributes; see `loaded_by`.
     """
     env = os.environ if environ is None else environ
     told = [env[name] for name in _SWITCHES if name in env]
@@ -29,5 +29,5 @@ def takes_device_pointers(library: object, environ: Mapping[str, str] | None = N
 
 
 def loaded_by(module_file: str) -> ctypes.CDLL:
-    """Return what an extension module finds in itself and in the libraries it was linked with."""
+    """Return the symbols of a loaded extension module and of the libraries linked with it."""
     return ctypes.CDLL(module_file, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)

@@ -1,7 +1,7 @@
-"""Which rank this process is under MPI, and where the ranks meet besides it.
+"""Rank of this process under MPI, and address of the rendezvous store.
 
-MPI carries tensors. The ranks' roll call, the failure watch and what they look up of one another
-stay on a store that rank 0 serves; MPI tells all where that is, so no variable has to.
+MPI transfers tensors. Roll call, watchdog and small lookups use a store served by rank 0; its
+address is broadcast over MPI, so no environment variable is needed.
 """
 
 import os
@@ -14,25 +14,25 @@ from gpipe_hpc.errors import LaunchError
 from gpipe_hpc.setting_names import setting
 
 _LOOPBACK: Final = "127.0.0.1"
-# Told by no one: the way to it is the way out of this machine, and nothing is sent there.
+# An address reserved for documentation; used to find the default route, nothing is sent.
 _OUTSIDE: Final = ("192.0.2.1", 9)
 
 
 def launch_by(library: Library, environ: Environment | None = None) -> Launch:
-    """Return this process's place, by its launcher and by MPI, which must agree.
+    """Return the launch of this process according to its launcher and to MPI, which must agree.
 
-    Under a launcher that sets no variables that we know, MPI alone says it. Every rank of MPI calls
-    it. Raises LaunchError where MPI has another number of ranks, or counts them otherwise.
+    Under a launcher without known variables, only MPI provides the rank. A collective call. Raises
+    LaunchError if MPI has another number or order of ranks.
     """
     env = os.environ if environ is None else environ
     if library.size == 1:
-        return _checked(detect_launch(env), library)
+        return _validated(detect_launch(env), library)
     place = library.neighbours()
     is_together = place.local_size == library.size
     told = library.told_by_first(_meeting_place(env, is_together) if library.rank == 0 else None)
     launch = detect_launch({**env, **{name: env.get(name, told[name]) for name in told}})
     if launch.launcher != "none":
-        return _checked(launch, library)
+        return _validated(launch, library)
     return Launch(
         rank=library.rank,
         world_size=library.size,
@@ -44,13 +44,13 @@ def launch_by(library: Library, environ: Environment | None = None) -> Launch:
     )
 
 
-def _checked(launch: Launch, library: Library) -> Launch:
+def _validated(launch: Launch, library: Library) -> Launch:
     if (launch.rank, launch.world_size) == (library.rank, library.size):
         return launch
     raise LaunchError(
-        f"launch: comm.backend=mpi: expected MPI to call this process what {launch.launcher} calls "
-        f"it, rank {launch.rank} of {launch.world_size}, got rank {library.rank} of {library.size} "
-        f"by {library.name}; {_remedy(launch)}"
+        f"launch: comm.backend=mpi: this process is rank {launch.rank} of {launch.world_size} "
+        f"according to {launch.launcher}, but rank {library.rank} of {library.size} according to "
+        f"{library.name}; {_remedy(launch)}"
     )
 
 
@@ -66,20 +66,20 @@ def _remedy(launch: Launch) -> str:
             f"or use {setting('comm.backend', 'gloo')}"
         )
     return (
-        "the mpiexec that started it belongs to another MPI library than the one that mpi4py has "
-        "loaded: use that library's own mpiexec, or let mpi4py load the other (MPI4PY_MPIABI, "
-        "LD_LIBRARY_PATH)"
+        "the mpiexec that started it belongs to another MPI library than the one loaded by "
+        "mpi4py: use the mpiexec of mpi4py's library, or make mpi4py load the other library "
+        "(MPI4PY_MPIABI, LD_LIBRARY_PATH)"
     )
 
 
 def _meeting_place(env: Environment, is_together: bool) -> dict[str, str]:
-    """Return where rank 0 serves the store; what is set in its environment counts."""
+    """Return MASTER_ADDR and MASTER_PORT of the store, as set in the environment or chosen here."""
     addr = env.get("MASTER_ADDR") or (_LOOPBACK if is_together else own_address())
     return {"MASTER_ADDR": addr, "MASTER_PORT": env.get("MASTER_PORT") or str(_free_port())}
 
 
 def own_address() -> str:
-    """Return an address of this machine that others may reach."""
+    """Return an address of this machine that other machines may reach."""
     try:
         named = [str(at[4][0]) for at in socket.getaddrinfo(socket.gethostname(), None)]
     except OSError:
@@ -93,9 +93,9 @@ def own_address() -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise LaunchError(
-            f"launch: the ranks are on several machines, expected an address by which others reach "
-            f"{socket.gethostname()}, got {', '.join(named) or 'none'} for its name and no way out "
-            f"({error}); set MASTER_ADDR to one on all ranks"
+            f"launch: the ranks are on several machines, but no address is known by which others "
+            f"reach {socket.gethostname()}: its name resolves to {', '.join(named) or 'none'}, and "
+            f"there is no default route ({error}); set MASTER_ADDR on all ranks"
         ) from error
 
 

@@ -1,8 +1,7 @@
-"""MPI as mpi4py brings it: started once, with threads, by what launched the ranks.
+"""The MPI library as loaded by mpi4py: start, point-to-point messages and shutdown.
 
-What a run sends through it are messages from one rank to another; see `process_group` for what is
-made of them. mpi4py ends MPI as the interpreter ends, which waits for all ranks: here `finish` does
-it, once all have come to their end.
+Collectives are built from messages in `process_group`. mpi4py would finalize MPI at interpreter
+exit, which blocks until all ranks do; `finish` finalizes it instead, once all ranks have arrived.
 """
 
 import contextlib
@@ -24,39 +23,39 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 MOST_BYTES: Final = 2**30
-"""Of one message: MPI counts them by 31 bits, longer ones go in several parts."""
-# How long the ranks of a failed run wait for one another, so that all have said their last words:
-# mpiexec kills the rest once the first has ended.
+"""Largest message: MPI counts bytes with 31 bits, longer tensors are sent in several parts."""
+# Time for the ranks of a failed run to wait for each other, so that all can log their messages:
+# mpiexec kills the others once the first has ended.
 _LAST_WORDS_S: Final = 10.0
 _PAUSE_S: Final = 2e-3
 
 
 LEFT: Final = 0
-"""The tag by which a rank says that it leaves; groups have others."""
+"""Tag of the message that announces a rank's end; groups use other tags."""
 
 
 class Neighbours(NamedTuple):
-    """Which of the ranks of this machine this one is, and how many there are."""
+    """Index of this rank on its machine and number of ranks there."""
 
     local_rank: int
     local_size: int
 
 
 class Library:
-    """MPI of this process, and what is under way in it."""
+    """The MPI library of this process and its messages in progress."""
 
     def __init__(
         self, module: Any, device_pointers: bool | None = None, *, ends_itself: bool
     ) -> None:
         self._mpi, self._ends_itself = module, ends_itself
-        # Of our own, so that no message of a script that uses MPI itself is taken for one of ours.
+        # A duplicate, so that messages of a script that uses MPI itself are not mixed with ours.
         self._comm: MPI.Intracomm = module.COMM_WORLD.Dup()
         self._comm.Set_errhandler(module.ERRORS_RETURN)
         self.rank, self.size = self._comm.rank, self._comm.size
         self.tags = Tags(self._comm.Get_attr(module.TAG_UB) or 32767)
         self.progress = Progress(self._done, self._has_left)
         self.num_groups = 0
-        # Those that this rank has exchanged messages with, and those of them that have left.
+        # Ranks with which messages were exchanged, and those that have announced their end.
         self._peers: set[int] = set()
         self._gone: set[int] = set()
         self.takes_device_pointers = (
@@ -67,22 +66,22 @@ class Library:
 
     @property
     def name(self) -> str:
-        """Return what the library calls itself, in a line."""
+        """Return name and version of the library in one line."""
         return " ".join(self._mpi.Get_library_version().split())[:80]
 
     def neighbours(self) -> Neighbours:
-        """Return this rank's place on its machine; every rank calls it."""
+        """Return this rank's index on its machine; a collective call."""
         here = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         found = Neighbours(here.rank, here.size)
         here.Free()
         return found
 
     def told_by_first(self, value: Any) -> Any:
-        """Return rank 0's value; every rank calls it, before anything else is sent."""
+        """Broadcast a Python object from rank 0; blocks, only before other messages are sent."""
         return self._comm.bcast(value, root=0)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Start sending the memory of a tensor without gaps."""
+        """Start sending a contiguous tensor."""
 
         def begin(part: torch.Tensor) -> "MPI.Request":
             return self._comm.Isend(self._memory(part), dest=rank, tag=tag)
@@ -91,7 +90,7 @@ class Library:
         return self.progress.start(rank, _parts(tensor), begin, is_receive=False)
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Start receiving into the memory of a tensor without gaps."""
+        """Start receiving into a contiguous tensor."""
 
         def begin(part: torch.Tensor) -> "MPI.Request":
             return self._comm.Irecv(self._memory(part), source=rank, tag=tag)
@@ -103,7 +102,7 @@ class Library:
         return [self._mpi.buffer.fromaddress(part.data_ptr(), part.nbytes), self._mpi.BYTE]
 
     def _done(self, requests: "list[MPI.Request]") -> Sequence[tuple[int, int]]:
-        """Return which requests are done, each with the bytes that came."""
+        """Return the positions of completed requests, each with the number of bytes received."""
         statuses = [self._mpi.Status() for _ in requests]
         positions = self._mpi.Request.Testsome(requests, statuses)
         return [
@@ -112,7 +111,7 @@ class Library:
         ]
 
     def _has_left(self, rank: int) -> bool:
-        """Say whether a rank has told that it leaves; the caller has the lock."""
+        """Return whether a rank has announced its end; the caller must hold the lock."""
         status = self._mpi.Status()
         while self._comm.Iprobe(source=self._mpi.ANY_SOURCE, tag=LEFT, status=status):
             self._comm.Recv([None, 0, self._mpi.BYTE], source=status.source, tag=LEFT)
@@ -120,32 +119,33 @@ class Library:
         return rank in self._gone
 
     def finish(self, timeout_s: float) -> None:
-        """End MPI, once all ranks have come here; called at exit.
+        """Finalize MPI once all ranks have called this; registered at exit.
 
-        Who still waits for this rank then hears that it has left. After a failure, also of another
-        rank, all wait for one another a moment. MPI is ended if all have come, as mpiexec kills the
-        others of who does not end it; else it is left as it is.
+        Ranks that still wait for this one are informed that it has left. After a failure, of this
+        or another rank, all ranks wait briefly for each other. If all have arrived, MPI is
+        finalized, because otherwise mpiexec would kill the other ranks; if not, it is not
+        finalized.
         """
         if self._mpi.Is_finalized():
             return
         has_failed = self.progress.broken != "" or not self.num_groups
         is_well = self._meet(has_failed, _LAST_WORDS_S if has_failed else timeout_s)
         if is_well is not None:
-            # After a failure MPI's end may wait for messages that nobody takes.
+            # After a failure MPI_Finalize may wait for messages that are never received.
             late = threading.Timer(_LAST_WORDS_S, _leave_at_once)
             late.daemon = True
             if not is_well:
-                # The thread that tests what is under way may not after the end.
+                # The background thread must not call MPI after MPI_Finalize.
                 self.progress.break_off("the run has failed")
                 late.start()
             self._mpi.Finalize()
             late.cancel()
         elif self._ends_itself:
-            # mpi4py would wait in MPI's end for ranks that never come.
+            # mpi4py would block in MPI_Finalize for ranks that never arrive.
             _leave_at_once()
 
     def _meet(self, has_failed: bool, limit_s: float) -> bool | None:
-        """Say whether none of the ranks has failed; None if not all come here within a time."""
+        """Return whether no rank has failed; None if some do not arrive within the time limit."""
         end_s = time.monotonic() + limit_s
         own, worst = (torch.tensor([fails], dtype=torch.int32) for fails in (has_failed, True))
         try:
@@ -176,9 +176,9 @@ def _leave_at_once() -> None:
 
 
 def open_mpi(device_pointers: bool | None = None) -> Library:
-    """Start MPI, or join the one that this process has started; LaunchError where it cannot be.
+    """Initialize MPI or use the initialized one; LaunchError if neither is possible.
 
-    `device_pointers`: whether it takes pointers into a device's memory; None: ask it.
+    `device_pointers` says whether MPI accepts pointers to device memory; None to ask the library.
     """
     try:
         import mpi4py
@@ -208,17 +208,17 @@ def open_mpi(device_pointers: bool | None = None) -> Library:
     if level < MPI.THREAD_SERIALIZED:
         names = {MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE", MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
         raise LaunchError(
-            f"comm.backend=mpi: expected MPI_THREAD_MULTIPLE, or MPI_THREAD_SERIALIZED at least, "
-            f"as boundaries are sent beside the compute, got {names.get(level, level)} from "
-            f"{' '.join(MPI.Get_library_version().split())[:80]}; let nothing import mpi4py.MPI "
-            f"before with mpi4py.rc.threads=False, or use an MPI that was built for threads"
+            f"comm.backend=mpi: expected MPI_THREAD_MULTIPLE, or at least MPI_THREAD_SERIALIZED, "
+            f"because several threads send, got {names.get(level, level)} from "
+            f"{' '.join(MPI.Get_library_version().split())[:80]}; do not import mpi4py.MPI with "
+            f"mpi4py.rc.threads=False before, or use an MPI library built with thread support"
         )
     return Library(MPI, device_pointers, ends_itself=known)
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Cut the memory of a tensor into what one message of MPI may be."""
-    assert tensor.is_contiguous(), "a tensor that is sent has no gaps"
+    """Split a tensor's memory into parts that fit into one MPI message."""
+    assert tensor.is_contiguous(), "a sent tensor must be contiguous"
     if tensor.nbytes <= MOST_BYTES:
         return (tensor,)
     return torch.split(tensor.view(-1).view(torch.uint8), MOST_BYTES)

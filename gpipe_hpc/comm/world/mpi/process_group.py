@@ -1,11 +1,11 @@
-"""A group of torch.distributed whose messages go by MPI.
+"""A torch process group whose messages are sent by MPI.
 
-It is registered as a backend, so whatever uses torch's groups works over it as it stands:
-boundaries, sums, the words of a checkpoint, fairscale's OSS. Only messages from one rank to another
-are MPI's. The collectives are made of them by plans of ours, because theirs would have to be waited
-for inside MPI, where no failure of another rank ends the wait, and because MPI leaves it to its
-libraries in which order they sum. Ours sum each element in one order, whatever the size of the
-tensor and wherever the element stands in it: by halves, on four ranks (0 + 2) + (1 + 3).
+It is registered as a backend, so code that uses torch groups works unchanged: boundaries,
+all-reduces, objects of a checkpoint, fairscale's OSS. Only point-to-point messages use MPI.
+Collectives are built from them with our plans, because MPI's own collectives would block inside
+MPI, where the failure of another rank does not end the wait, and because their order of summation
+depends on the library. Ours sums each element in the same order for any tensor size and position:
+by halves, on four ranks (0 + 2) + (1 + 3).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,41 +35,41 @@ from gpipe_hpc.comm.world.mpi.works import MessageWork, TurnWork
 from gpipe_hpc.device.device import Accelerator, Device, HostDevice, on_host
 
 NAME: Final = "mpi4py"
-"""What torch calls this backend; `mpi` is the one that torch may have been built with."""
+"""Name of this backend in torch; `mpi` is the one with which torch may have been built."""
 SHORT_BYTES: Final = 16 * 1024
-"""Up to so many bytes each exchange has the whole tensor: fewer messages."""
+"""Tensors up to this size are exchanged as a whole, with fewer messages."""
 
 Parts = Sequence[tuple[int, torch.Tensor]]
 Tensors = list[torch.Tensor]
 
 
 def register(library: Library, device: Device) -> None:
-    """Let torch make its groups of this backend over `library`."""
+    """Register the backend with torch; its groups use `library`."""
 
     def create(options: Any, _: object) -> "MpiGroup":
         return MpiGroup(library, options, device)
 
-    # Whatever tensors it gets it takes; those of a device by way of the host, if MPI wants that.
+    # It accepts tensors of any device, and copies them through the host if MPI requires that.
     kinds = sorted({"cpu", "cuda", "xpu", device.type})
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=kinds)
 
 
 class MpiGroup(dist.ProcessGroup):
-    """Ranks that send and sum by MPI, as torch.distributed asks for it.
+    """A torch process group over MPI.
 
-    Its methods have the names and arguments by which torch calls them.
+    Its methods have the names and arguments with which torch calls them.
     """
 
     def __init__(
         self, library: Library, options: Any, device: Device, block_bytes: int = BLOCK_BYTES
     ) -> None:
         rank, size = options.group_rank, options.group_size
-        # The one way in for a class of Python, which torch's own types do not name.
+        # torch's type stubs do not declare this constructor, the only one usable from Python.
         initialise: Any = super().__init__
         initialise(rank, size)
         self._library = library
         self._limit_s = options.timeout.total_seconds()
-        # Torch names no ranks for the group of all.
+        # torch passes no ranks for the default group.
         self._ranks = tuple(options.global_ranks_in_group or range(size))
         self._place = Place(size, rank)
         self._number = _agreed_number(library, options.store, self._place)
@@ -77,7 +77,7 @@ class MpiGroup(dist.ProcessGroup):
         self._set_group_name(options.group_id)
         self._set_group_desc("undefined")
         self._turns = Turns(f"mpi of {size} ranks")
-        # Of a device's messages, by way, peer and tag: those of one keep their order.
+        # Queues of device messages by direction, peer and tag; each keeps its order.
         self._lines: dict[tuple[str, int, int], Turns] = {}
         self._stager = Stager(device if device.is_accelerator else HostDevice(), block_bytes)
 
@@ -85,14 +85,14 @@ class MpiGroup(dist.ProcessGroup):
         """End all waits of this process in MPI."""
         self._library.progress.break_off("another rank has failed")
 
-    # From one rank to another.
+    # Point-to-point messages.
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> dist.Work:
-        """Start sending a tensor to the rank at a position."""
+        """Start sending a tensor to the rank at a position of the group."""
         return self._message("send", tensors, dstRank, tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> dist.Work:
-        """Start receiving into a tensor from the rank at a position."""
+        """Start receiving into a tensor from the rank at a position of the group."""
         return self._message("receive", tensors, srcRank, tag)
 
     def _message(self, way: str, tensors: Tensors, peer: int, tag: int) -> dist.Work:
@@ -122,16 +122,16 @@ class MpiGroup(dist.ProcessGroup):
         reads: bool,
         writes: bool,
     ) -> Callable[[Note], None]:
-        """Return what does a job with a device's tensor: where it is, or in blocks by the host."""
+        """Return a job for a device tensor, in device memory if MPI supports it, else in blocks."""
         if self._library.takes_device_pointers:
             return lambda note: stager.directly(tensor, stage, job)
         return lambda note: stager.through(tensor, stage, job, reads=reads, writes=writes)
 
     def _exchange(self, sends: Parts, receives: Parts) -> None:
-        """Send and receive tensors, each with the position of a rank; return when all is done."""
+        """Send and receive tensors, each with the position of a rank; block until complete."""
         library, tag = self._library, self._own_tag
         if any(self._is_apart(tensor) for _, tensor in (*sends, *receives)):
-            # MPI knows of no streams: what it sends is there, what it overwrites nobody needs.
+            # MPI does not support streams, so pending work on these tensors must be complete.
             self._stager.device.current_stream().synchronize()
         under_way = [
             start(tensor, self._ranks[position], tag)
@@ -142,20 +142,20 @@ class MpiGroup(dist.ProcessGroup):
         for message in under_way:
             message.wait(self._limit_s)
 
-    # Sums.
+    # Reductions.
 
     def allreduce(self, *given: Any, **named: Any) -> dist.Work:
-        """Sum a tensor in place, or combine it otherwise."""
+        """Reduce a tensor in place over all ranks."""
         (tensor,), options = given[0], _options(given, named)
         if tensor.layout is not torch.strided:
             return self._start(partial(self._sum_sparse, tensor), [tensor])
-        job = partial(self._reduce_host, *_combined(options.reduceOp, self.size()))
+        job = partial(self._reduce_host, *_reduction_functions(options.reduceOp, self.size()))
         return self._in_place(tensor, job, reads=True)
 
     def reduce(self, *given: Any, **named: Any) -> dist.Work:
-        """Sum a tensor as `allreduce` does; the root alone gets the sum."""
+        """Reduce a tensor as `allreduce` does; only the root gets the result."""
         (tensor,), options = given[0], _options(given, named)
-        job = partial(self._reduce_host, *_combined(options.reduceOp, self.size()))
+        job = partial(self._reduce_host, *_reduction_functions(options.reduceOp, self.size()))
 
         def run(read: Tensors, written: Tensors) -> None:
             job(read[0])
@@ -166,7 +166,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host([tensor], into, run, copies=True)
 
     def reduce_scatter(self, *given: Any, **named: Any) -> dist.Work:
-        """Sum tensors of one size, one for each rank, and give each its own."""
+        """Reduce a list of equally sized tensors, one for each rank; each rank gets its own."""
         (own,), (tensors,), options = given[0], given[1], _options(given, named, 2)
         return self._reduce_scatter(own, tensors, options)
 
@@ -177,7 +177,7 @@ class MpiGroup(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
 
     def _reduce_scatter(self, own: torch.Tensor, tensors: Tensors, options: Any) -> dist.Work:
-        combine, finish = _combined(options.reduceOp, self.size())
+        combine, finish = _reduction_functions(options.reduceOp, self.size())
 
         def run(read: Tensors, written: Tensors) -> None:
             counts = tuple(each.numel() for each in read)
@@ -193,13 +193,13 @@ class MpiGroup(dist.ProcessGroup):
     def _reduce_host(
         self, combine: Combine, finish: Callable[[torch.Tensor], object], flat: torch.Tensor
     ) -> None:
-        """Combine a row on the host in place."""
+        """Reduce flat host elements in place."""
         plan = _all_reduce_plan(self._place, flat.numel(), flat.element_size())
         carry_out(plan, flat, self.rank(), self._exchange, combine)
         finish(flat)
 
     def _sum_sparse(self, tensor: torch.Tensor) -> None:
-        """Sum a sparse tensor: its entries go to all, who add them in the order of ranks."""
+        """Sum a sparse tensor: all ranks receive all entries and add them in rank order."""
         own = tensor.coalesce()
         indices, values = own.indices().contiguous(), own.values().contiguous()
         counts = [torch.zeros(1, dtype=torch.int64) for _ in self._ranks]
@@ -219,10 +219,10 @@ class MpiGroup(dist.ProcessGroup):
             total = total + part
         tensor.copy_(total.coalesce())
 
-    # What moves and is not summed.
+    # Data movement.
 
     def broadcast(self, *given: Any, **named: Any) -> dist.Work:
-        """Fill a tensor with the root's."""
+        """Overwrite a tensor with that of the root."""
         (tensor,), options = given[0], _options(given, named)
         root = options.rootRank
 
@@ -252,7 +252,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host([own], outputs, run)
 
     def _give_all(self, tensors: Tensors) -> None:
-        """Send this rank's of the tensors to all others, and fill theirs."""
+        """Send this rank's tensor to all other ranks and receive theirs."""
         mine = tensors[self.rank()]
         others = [position for position in range(self.size()) if position != self.rank()]
         self._exchange([(p, mine) for p in others], [(p, tensors[p]) for p in others])
@@ -272,7 +272,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host([own], given[0][0] if is_root else [], run)
 
     def scatter(self, *given: Any, **named: Any) -> dist.Work:
-        """Give each rank its tensor of those that the root has."""
+        """Send each rank its tensor of the root's list."""
         (own,), options = given[0], _options(given, named, 2)
         root, is_root = options.rootRank, options.rootRank == self.rank()
 
@@ -286,7 +286,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host(given[1][0] if is_root else [], [own], run)
 
     def alltoall(self, *given: Any, **named: Any) -> dist.Work:
-        """Give each rank the tensor of the list that is at its position."""
+        """Send each rank the tensor at its position in the list."""
 
         def run(read: Tensors, written: Tensors) -> None:
             own = self.rank()
@@ -299,7 +299,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host(given[1], given[0], run)
 
     def alltoall_base(self, *given: Any, **named: Any) -> dist.Work:
-        """Do the same with the parts of one tensor, even ones where no sizes are given."""
+        """Do the same with parts of one tensor, of equal size if no sizes are given."""
         into, out = given[0], given[1]
         parts = [
             list(tensor.split(list(sizes) or tensor.shape[0] // self.size()))
@@ -310,11 +310,11 @@ class MpiGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def barrier(self, *given: Any, **named: Any) -> dist.Work:
-        """Start what is done once all ranks have come here."""
+        """Start a barrier."""
         token = torch.zeros(1, dtype=torch.uint8)
         return self._in_place(token, partial(self._reduce_host, plus, _leave), reads=True)
 
-    # How what is asked for is carried out: in turn, on a thread, or by who waits for it.
+    # Execution: in order, on the background thread or by a thread that waits.
 
     def _start(self, job: Callable[[], None], tensors: Tensors) -> dist.Work:
         return TurnWork(self._turns.start(lambda note: job()), tensors)
@@ -322,7 +322,7 @@ class MpiGroup(dist.ProcessGroup):
     def _in_place(
         self, tensor: torch.Tensor, job: Callable[[torch.Tensor], None], *, reads: bool
     ) -> dist.Work:
-        """Do what changes the elements of a tensor one by one: of a device's, block by block."""
+        """Start a job that changes a tensor elementwise; device tensors are processed in blocks."""
         if self._is_apart(tensor) and not tensor.is_contiguous():
 
             def whole(read: Tensors, written: Tensors) -> None:
@@ -354,9 +354,10 @@ class MpiGroup(dist.ProcessGroup):
         *,
         copies: bool = False,
     ) -> dist.Work:
-        """Do what needs whole tensors on the host, where those of a device are copied to.
+        """Start a job that needs whole tensors on the host; device tensors are copied.
 
-        `copies`: what is read is changed meanwhile, so it is a copy in any case.
+        `copies` is true if the job modifies the tensors that it reads, which are then copied in any
+        case.
         """
         apart = [tensor for tensor in (*reads, *writes) if self._is_apart(tensor)]
         stager = self._stager_of(apart[0]) if apart else self._stager
@@ -385,7 +386,7 @@ class MpiGroup(dist.ProcessGroup):
         return TurnWork(self._turns.start(job), writes, device, stage)
 
     def _is_apart(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor lies where MPI's own copies do not reach."""
+        """Return whether a tensor is in memory that MPI's own copies cannot access."""
         device = self._stager.device
         return not on_host(tensor) or (device.is_accelerator and device.holds(tensor))
 
@@ -396,12 +397,12 @@ class MpiGroup(dist.ProcessGroup):
 
 
 def _agreed_number(library: Library, store: Store, place: Place) -> int:
-    """Return the number of a new group: one that none of its members has for another.
+    """Return the number of a new group, unused by all of its members.
 
-    Each says the first that it has free; the highest is taken, and what is below is lost.
+    Each member publishes its lowest unused number; the highest of them is chosen.
     """
     size, position = place
-    if not library.num_groups:  # the group of all, made by all alike
+    if not library.num_groups:  # the default group, created by all ranks
         number = 0
     else:
         store.set(f"free/{position}", str(library.num_groups))
@@ -425,16 +426,21 @@ def _broadcast_plan(place: Place, root: int, num_bytes: int) -> Plan:
 
 
 def _leave(tensor: torch.Tensor) -> None:
-    """Leave the combined values as they are."""
+    """Leave the values unchanged."""
 
 
-def _combined(operation: Any, size: int) -> tuple[Combine, Callable[[torch.Tensor], object]]:
-    """Return what combines two tensors, and what is done with the result in the end."""
+def _reduction_functions(
+    operation: Any, size: int
+) -> tuple[Combine, Callable[[torch.Tensor], object]]:
+    """Return the function that combines two tensors, and the one applied to the final result."""
     kind = getattr(operation, "op", operation)
     if kind == dist.ReduceOp.AVG:
         return plus, lambda total: total.div_(size)
     if kind not in _COMBINES:
-        raise RuntimeError(f"MPI: expected a sum, product, minimum, maximum or bits, got {kind}")
+        raise RuntimeError(
+            f"MPI: expected a sum, average, product, minimum, maximum or bitwise operation, "
+            f"got {kind}"
+        )
     return _COMBINES[kind], _leave
 
 
@@ -452,5 +458,5 @@ _COMBINES: Final[Mapping[Any, Combine]] = MappingProxyType(
 
 
 def _options(given: Sequence[Any], named: Mapping[str, Any], position: int = 1) -> Any:
-    """Return the options of a call, which torch gives by place or by name."""
+    """Return the options of a call, which torch passes by position or by name."""
     return given[position] if len(given) > position else named["opts"]

@@ -1,11 +1,12 @@
-"""What is under way in MPI, and who asks whether it is done.
+"""Progress of MPI messages without blocking calls.
 
-MPI moves messages while somebody calls it, and nothing can end a call that waits. So nobody here
-waits in MPI: messages are started, and tested until they are done, the run has failed, or the time
-is up. Whoever waits for one tests them all, at first without a pause. While nobody does, a thread
-tests now and then: a message too long to be sent at once begins to move when both ends have called.
+MPI advances messages only while one of its functions runs, and a blocking call cannot be
+interrupted. So messages are started and then tested until they are complete, the run has failed or
+the time-out expires. A thread that waits for one message tests all of them, at first without
+pauses. If no thread waits, a background thread tests now and then, because a long message starts to
+move only when both ends call MPI.
 
-All calls are made under one lock, so an MPI that lets one thread in at a time is enough.
+All calls are made under one lock, so MPI_THREAD_SERIALIZED is sufficient.
 """
 
 import os
@@ -20,30 +21,30 @@ import torch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# A wait first tests so often without a pause, which costs a core and saves the time of waking up.
+# Number of tests without a pause at the start of a wait: saves wake-up time, but uses a core.
 _NUM_EAGER: Final = 200
 _FIRST_PAUSE_S: Final = 20e-6
 _LONGEST_PAUSE_S: Final = 1e-3
-# Of the thread, which nobody waits for.
+# Pauses of the background thread.
 _FIRST_LOOK_S: Final = 100e-6
 _LONGEST_LOOK_S: Final = 2e-3
 _LOOK_AT_CLOCK: Final = 64
-# How often a wait looks whether the other end has left.
+# Interval between checks whether the peer has announced its end.
 _LOOK_FOR_S: Final = 0.5
 
 
 class Asked(Protocol):
-    """What tells which of several requests are done."""
+    """Tests which of several requests are complete."""
 
     def __call__(self, requests: "list[MPI.Request]") -> Sequence[tuple[int, int]]:
-        """Return the positions of those that are done, each with the bytes that came.
+        """Return the positions of completed requests, each with the number of bytes received.
 
-        Raises RuntimeError, as MPI's error does, if one has failed.
+        Raises RuntimeError, the base class of MPI's exception, if one has failed.
         """
 
 
 class Message:
-    """A send or a receive under way, maybe in several parts."""
+    """A send or receive in progress, possibly in several parts."""
 
     __slots__ = ("_calls", "_num_left", "_progress", "failure", "is_done", "rank")
 
@@ -55,20 +56,20 @@ class Message:
         self._calls: list[Callable[[], None]] = []
 
     def wait(self, limit_s: float) -> None:
-        """Return once it is done; RuntimeError if it failed, or after so many seconds."""
+        """Block until complete; RuntimeError if it fails or after `limit_s` seconds."""
         if not self.is_done:
             self._progress.wait(self, limit_s)
         if self.failure:
             raise RuntimeError(self.failure)
 
     def test(self) -> bool:
-        """Say whether it is done, also where it failed."""
+        """Return whether it is complete or has failed."""
         if not self.is_done:
             self._progress.test()
         return self.is_done
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this once it is done or has failed, on any thread."""
+        """Run `call` once it is complete or has failed, on any thread."""
         with self._progress.lock:
             if not self.is_done:
                 self._calls.append(call)
@@ -76,12 +77,12 @@ class Message:
         call()
 
     def part_is_done(self) -> bool:
-        """Note that a part is done; say whether it was the last."""
+        """Record that a part is complete; return whether it was the last."""
         self._num_left -= 1
         return self._num_left == 0
 
     def end(self, failure: str = "") -> list[Callable[[], None]]:
-        """Note that it is done, or has failed; return what is to be called then."""
+        """Mark it as complete or failed; return the callbacks to run."""
         self.failure = failure
         calls, self._calls = self._calls, []
         self.is_done = True
@@ -89,7 +90,7 @@ class Message:
 
 
 class _Piece(NamedTuple):
-    """What belongs to a request: `tensor` lives until MPI has done with its memory."""
+    """Data of a request; `tensor` stays alive until MPI no longer uses its memory."""
 
     message: Message
     tensor: torch.Tensor
@@ -97,7 +98,10 @@ class _Piece(NamedTuple):
 
 
 class _State:
-    """What the thread knows: not the `Progress`, which ends it by being dropped."""
+    """State shared with the background thread.
+
+    It does not reference `Progress`, whose garbage collection ends the thread.
+    """
 
     def __init__(self, ask: Asked, has_left: Callable[[int], bool]) -> None:
         self.ask, self.has_left = ask, has_left
@@ -111,9 +115,9 @@ class _State:
 
 
 class Progress:
-    """The messages of one process.
+    """The MPI messages of one process.
 
-    `ask` is MPI's test of several requests. `has_left(rank)`: whether a rank has said that it ends.
+    `ask` tests several requests. `has_left(rank)` returns whether a rank has announced its end.
     """
 
     def __init__(self, ask: Asked, has_left: Callable[[int], bool]) -> None:
@@ -123,7 +127,7 @@ class Progress:
 
     @property
     def broken(self) -> str:
-        """Return why nothing is sent any more; empty while all is well."""
+        """Return why nothing can be sent any more; empty if all is well."""
         return self._state.broken
 
     def start(
@@ -134,9 +138,9 @@ class Progress:
         *,
         is_receive: bool,
     ) -> Message:
-        """Begin the parts of a message, in order; `rank`: the other end.
+        """Start the parts of a message to or from `rank`, in order.
 
-        A part that comes has the bytes that are expected, or the message fails.
+        A received part must have the expected number of bytes; otherwise the message fails.
         """
         state = self._state
         message = Message(self, rank, len(parts))
@@ -158,11 +162,11 @@ class Progress:
         self._thread.start()
 
     def test(self) -> bool:
-        """Test all that is under way; say whether any was done."""
+        """Test all messages in progress; return whether any was completed."""
         return _test(self._state)
 
     def wait(self, message: Message, limit_s: float) -> None:
-        """Return once a message is done; RuntimeError after so many seconds."""
+        """Block until a message is complete; RuntimeError after `limit_s` seconds."""
         state, pause_s, num_tests = self._state, _FIRST_PAUSE_S, 0
         end_s = time.monotonic() + limit_s
         look_s, is_late = end_s - limit_s + _LOOK_FOR_S, False
@@ -192,9 +196,9 @@ class Progress:
                 state.num_waiting -= 1
 
     def _is_late(self, message: Message, is_late: bool) -> bool:
-        """Say whether the other end has left; RuntimeError if it had by the last look.
+        """Return whether the peer has announced its end; RuntimeError if it had at the last check.
 
-        What it sent before may be seen after the word that it leaves.
+        Data that it sent earlier may arrive after the announcement, hence the second check.
         """
         with self.lock:
             has_left = self._state.has_left(message.rank)
@@ -203,7 +207,7 @@ class Progress:
         return has_left
 
     def break_off(self, why: str) -> None:
-        """End all waits with an error; nothing is sent or received any more."""
+        """End all waits with an error; from now on nothing is sent or received."""
         state = self._state
         with state.changed:
             state.broken = state.broken or why
@@ -213,7 +217,7 @@ class Progress:
 
 
 def _test(state: _State) -> bool:
-    """Test what is under way, unless another thread does; say whether anything has changed."""
+    """Test all messages, unless another thread does; return whether anything has changed."""
     if not state.lock.acquire(blocking=False):
         return False
     try:
@@ -222,7 +226,7 @@ def _test(state: _State) -> bool:
         try:
             done = state.ask(state.requests)
         except RuntimeError as error:
-            # Of which request it is, MPI may not tell; and a run that lost a message has failed.
+            # MPI may not report which request failed, and a lost message ends the run anyway.
             state.broken = f"MPI: {error}"
             calls = _fail(state, state.broken)
         else:
@@ -237,7 +241,7 @@ def _test(state: _State) -> bool:
 
 
 def _finish(state: _State, done: Sequence[tuple[int, int]]) -> list[Callable[[], None]]:
-    """Take requests that are done out of those under way; return what is to be called."""
+    """Remove completed requests; return the callbacks to run."""
     calls: list[Callable[[], None]] = []
     for position, came_bytes in done:
         message, _, expected_bytes = state.pieces[position]
@@ -254,7 +258,7 @@ def _finish(state: _State, done: Sequence[tuple[int, int]]) -> list[Callable[[],
 
 
 def _fail(state: _State, why: str) -> list[Callable[[], None]]:
-    """Let all that is under way fail; MPI still has the memory, so what is there is kept."""
+    """Mark all messages as failed; their tensors stay alive, because MPI still uses the memory."""
     calls: list[Callable[[], None]] = []
     for piece in state.pieces:
         if not piece.message.is_done:
@@ -263,7 +267,7 @@ def _fail(state: _State, why: str) -> list[Callable[[], None]]:
 
 
 def _look(state: _State) -> None:
-    """Test while something is under way and nobody waits for it."""
+    """Test messages on the background thread while no other thread waits for them."""
     pause_s = _FIRST_LOOK_S
     while True:
         with state.changed:

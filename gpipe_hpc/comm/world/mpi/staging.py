@@ -1,8 +1,8 @@
-"""A device's tensor in blocks through pinned memory, beside what is done with them on the host.
+"""Transfer of device tensors in blocks through pinned host memory, overlapping copies and work.
 
-Two buffers take turns: while one block is sent, summed or received, the copy of the next one, or
-of the one before, is under way (the pipeline of MVAPICH2-GPU: Wang et al., 2011). So a long message
-takes about as long as the slower of the link and the copies, not both after one another.
+Two buffers alternate: while one block is sent, summed or received, the copy of the next or previous
+one is in progress (the pipeline of MVAPICH2-GPU: Wang et al., 2011). So a long message takes about
+as long as the slower of link and copies, not the sum of both.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ BLOCK_BYTES: Final = 512 * 1024
 _NUM_BUFFERS: Final = 2
 
 Job = Callable[[torch.Tensor], None]
-"""Does on the host what is to be done with a block; returns when the block is free again."""
+"""Processes a block in host memory; returns when the block may be overwritten."""
 
 
 class Stage:
-    """Where a tensor's way through the host stands.
+    """State of a tensor's transfer through the host.
 
-    `behind`: what the device does before, with or to the tensor. `done`: the last copy to the
-    device, if there is any; None until it has been put there.
+    `behind` marks the end of earlier device work on the tensor. `done` marks the last copy to the
+    device; None until that is enqueued or if there is none.
     """
 
     def __init__(self, behind: Event) -> None:
@@ -34,29 +34,34 @@ class Stage:
 
 
 class Stager:
-    """Takes tensors of one device through the host."""
+    """Transfers tensors of one device through the host."""
 
     def __init__(self, device: Device, block_bytes: int = BLOCK_BYTES) -> None:
         self.device, self._block_bytes = device, block_bytes
         self._pool = PinnedPool(device)
 
     def begin(self) -> Stage:
-        """Return a stage behind all that the current stream has to do so far."""
+        """Return a stage that waits for the work now queued on the current stream."""
         return Stage(self.device.current_stream().record_event())
 
     def through(
         self, tensor: torch.Tensor, stage: Stage, job: Job, *, reads: bool, writes: bool
     ) -> None:
-        """Do `job` with each block of a tensor without gaps, in order; on any thread.
+        """Run `job` on each block of a contiguous tensor, in order; on any thread.
 
-        `reads`: the block has the tensor's values then. `writes`: what it has after goes back.
+        Args:
+            tensor: the device tensor.
+            stage: its state.
+            job: work on a block in host memory.
+            reads: whether blocks are copied to the host before.
+            writes: whether blocks are copied to the device afterwards.
         """
         self.device.use()
         flat = tensor.view(-1)
         blocks = torch.split(flat, max(1, self._block_bytes // flat.element_size()))
         longest = blocks[0].numel() * flat.element_size()
         buffers = [self._pool.take(longest) for _ in blocks[:_NUM_BUFFERS]]
-        way = _Way(self.device, self._leaving, self._arriving, blocks, buffers)
+        way = _Transfer(self.device, self._leaving, self._arriving, blocks, buffers)
         try:
             if reads:
                 self._leaving.wait_event(stage.behind)
@@ -75,9 +80,9 @@ class Stager:
                 self.device.lend(tensor, self._leaving)
 
     def directly(self, tensor: torch.Tensor, stage: Stage, job: Job) -> None:
-        """Do `job` with the elements of a tensor where they are, on a stream beside; on any thread.
+        """Run `job` on the tensor in device memory, on a side stream; on any thread.
 
-        MPI knows of no streams, so the host waits until the tensor may be used.
+        MPI does not support streams, so the host waits until the tensor may be used.
         """
         self.device.use()
         stage.behind.synchronize()
@@ -85,7 +90,7 @@ class Stager:
             job(tensor.view(-1))
             stage.done = self._leaving.record_event()
 
-    # Made when first needed: torch has few streams for each device.
+    # Created on first use, because torch has few streams per device.
 
     @cached_property
     def _leaving(self) -> Stream:
@@ -96,8 +101,8 @@ class Stager:
         return self.device.stream()
 
 
-class _Way:
-    """Blocks on their way, each by one of the buffers in turn."""
+class _Transfer:
+    """Blocks of a tensor in transfer, each in one of the alternating buffers."""
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class _Way:
         self._brought: list[Event | None] = [None] * len(buffers)
 
     def fetch(self, number: int) -> None:
-        """Start the copy of a block to the host, behind that from its buffer to the device."""
+        """Start copying a block to the host, once its buffer is free."""
         at = number % len(self._buffers)
         before = self._brought[at]
         if before is not None:
@@ -123,7 +128,7 @@ class _Way:
             self._fetched[at] = self._leaving.record_event()
 
     def host(self, number: int, *, reads: bool) -> torch.Tensor:
-        """Return a block's memory on the host, once it may be read, or written to."""
+        """Return a block's host memory once it may be read or overwritten."""
         at = number % len(self._buffers)
         awaited = self._fetched[at] if reads else self._brought[at]
         if awaited is not None:
@@ -131,7 +136,7 @@ class _Way:
         return self._memory(number)
 
     def bring(self, number: int) -> Event:
-        """Start the copy of a block to the device; return the mark behind it."""
+        """Start copying a block to the device; return the event that marks the end of the copy."""
         with self._device.on(self._arriving):
             self._device.bring_into(self._blocks[number], self._memory(number))
             brought = self._arriving.record_event()
@@ -139,7 +144,7 @@ class _Way:
         return brought
 
     def give_back(self, pool: PinnedPool) -> None:
-        """Give back the buffers, to be used again once no copy uses them."""
+        """Release the buffers, which are reused once no copy uses them."""
         for buffer, fetched, brought in zip(
             self._buffers, self._fetched, self._brought, strict=True
         ):

@@ -1,4 +1,4 @@
-"""What torch.distributed waits for: messages and collectives of ours in its own form."""
+"""`dist.Work` handles for messages and collectives over MPI."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,30 +15,30 @@ from gpipe_hpc.device.device import Device
 
 
 class MessageWork(dist.Work):
-    """A send or a receive of host memory."""
+    """Handle of a send or receive of host memory."""
 
     def __init__(self, message: Message, tensor: torch.Tensor, limit_s: float) -> None:
         super().__init__()
         self._message, self._tensor, self._limit_s = message, tensor, limit_s
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once it is done; RuntimeError if it failed or takes longer than the group's."""
+        """Block until complete; RuntimeError if it fails or exceeds the time-out."""
         self._message.wait(_seconds(timeout, self._limit_s))
         return True
 
     def is_completed(self) -> bool:
-        """Say whether it is done."""
+        """Return whether it is complete."""
         return self._message.test()
 
     def get_future(self) -> Any:
-        """Return what tells C++ that it is done."""
+        """Return a future that completes with the message."""
         return _future(self._message.when_done, self.wait, [self._tensor])
 
 
 class TurnWork(dist.Work):
-    """A collective, or a message of a device's memory, that takes its turn on a thread.
+    """Handle of a collective, or of a message of device memory, that runs on a background thread.
 
-    `stage`: what the device has to do until it is there; None where all is on the host.
+    `stage` is the state of the device's copies; None if all tensors are on the host.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TurnWork(dist.Work):
         self._device, self._stage = device, stage
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once it is done on the host; the current stream then stands behind the rest."""
+        """Block until complete on the host; the current stream waits for copies to the device."""
         if self._device is None or self._stage is None:
             self._turn.wait(unheard)
             return True
@@ -63,13 +63,13 @@ class TurnWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Say whether it is done."""
+        """Return whether it is complete, including copies to the device."""
         if not self._turn.is_done:
             return False
         return self._stage is None or self._stage.done is None or self._stage.done.query()
 
     def get_future(self) -> Any:
-        """Return what tells C++ that it is done, also on the device."""
+        """Return a future that completes after the copies to the device."""
         return _future(self._turn.calls.add, self._finish, self._tensors)
 
     def _finish(self) -> None:
@@ -98,5 +98,5 @@ def _future(
 
 
 def _seconds(timeout: timedelta | None, limit_s: float) -> float:
-    """Return how long to wait: torch gives nothing, or 0, for the group's own limit."""
+    """Return the time-out in seconds; torch passes None or 0 for the group's own."""
     return timeout.total_seconds() if timeout else limit_s

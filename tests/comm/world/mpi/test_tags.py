@@ -20,7 +20,7 @@ def test_no_two_queues_share_a_tag_and_none_is_that_of_leaving(highest):
 
 def test_what_does_not_fit_is_refused():
     tags = Tags(32767)
-    with pytest.raises(LaunchError, match=r"expected tags below 32,.*got 32"):
+    with pytest.raises(LaunchError, match=r"allows 32 channels.*got number 32"):
         tags.of(0, 2**28 + 32)
     num_groups = next(n for n in range(1000) if refuses(tags, n))
     assert num_groups == 63
