@@ -31,7 +31,7 @@ Job = Callable[[torch.Tensor, Swap], None]
 
 
 class Carrier:
-    """Executor of plans over host tensors; `listener` is told the ranks that a caller waits for."""
+    """Executor of plans over host tensors; `listener` receives the ranks a caller waits for."""
 
     def __init__(
         self, ranks: Sequence[int], position: int, exchange: Exchange, listener: Note

@@ -159,7 +159,7 @@ class Levels:
     def _broadcast_path(self, root: int) -> list[tuple[Gathering, int]]:
         """Return the groups and source ranks by which a broadcast from `root` reaches this rank.
 
-        First come the groups above the root, upwards, then all others, downwards.
+        The groups above the root are listed first, upwards, then all others, downwards.
         """
         place = self.ranks.index(root)
         first, then = [], []

@@ -44,7 +44,8 @@ class Pairs:
     def _edge(self, peer: int) -> tuple[int, int, int, int]:
         """Return the sort key of a connection, equal at both ends.
 
-        Short distances come first; within a distance, connections that share no rank come together.
+        Connections over short distances are opened first; those of one distance that share no rank
+        are opened concurrently.
         """
         n, i = len(self._ranks), self._position
         distance, start = min(((peer - i) % n, i), ((i - peer) % n, peer))

@@ -38,7 +38,7 @@ class Turn:
     def wait(self, listener: Note) -> None:
         """Block until the job is complete, executing queued jobs meanwhile; raise its exception.
 
-        `listener` is told the ranks that the job waits for, as long as this call blocks.
+        `listener` receives the ranks that the job waits for, as long as this call blocks.
         """
         self._listener = listener
         listener(self._awaited)

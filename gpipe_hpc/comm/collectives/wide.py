@@ -62,7 +62,7 @@ class WideGroup:
         position: index of this rank.
         start_exchange: starts point-to-point messages.
         connect: opens connections to other positions.
-        listener: is told the ranks that a caller waits for.
+        listener: receives the ranks that a caller waits for.
         ordering: order of summation of `start_all_reduce`.
         show: returns the torch process group for libraries that need one.
     """

@@ -70,7 +70,7 @@ class Payload:
         self.pool = PinnedPool(device)
 
     def receive_word(self, lane: Lane, length: int, dtype: torch.dtype = torch.int64) -> Receiving:
-        """Post a receive of a small tensor that the host will read."""
+        """Post a receive of a small host tensor, such as an announcement or a header."""
         tensor = _HOST.empty((length,), dtype)
         return _Direct(tensor, lane.receive(tensor))
 

@@ -1,15 +1,15 @@
 """Channels between processes over torch.distributed.
 
 A posted receive cannot change its size (with Gloo a larger message aborts the process, a smaller
-one leaves a stale tail). So each message begins with a word of fixed size. The word and the tensors
-of the expected structure are posted ahead and use the `prompt` lane. If the structure is a
-different one, the sender still fills the posted buffers, and header and tensors follow on the
-`late` lane, on which the receiver posts them after reading the word.
+one leaves a stale tail). So each message begins with an announcement of fixed size (`Word`). The
+announcement and the tensors of the expected structure are posted ahead and use the `prompt` lane.
+If the structure is a different one, the sender still fills the posted buffers. Header and tensors
+then follow on the `late` lane, on which the receiver posts them after reading the announcement.
 
 Accelerator tensors that were posted ahead use a single lane of the device's backend per pair and
-direction. All channels share it, because receives are posted in the order of the sends. Words,
-headers, host tensors and late messages are sent between hosts: a late receive on the device lane
-would have to wait for those posted before it.
+direction. All channels share it, because receives are posted in the order of the sends.
+Announcements, headers, host tensors and late messages are sent between hosts: a late receive on the
+device lane would have to wait for those posted before it.
 """
 
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ class ProcessTransport:
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Start sending the word, then what the receiver has posted, then what it has not."""
+        """Start sending the announcement, the tensors that are posted, and then all others."""
         link, payload = self._links[channel], self._payload
         structure, tensors = disassemble(nest, payload.device) if num_samples else (EMPTY, [])
         number, header = link.catalogue.identify(structure)
@@ -111,7 +111,7 @@ class ProcessTransport:
             raise lost(error, f"rank {channel.destination_rank}") from error
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
-        """Post buffers for the word and for the tensors of the expected structure."""
+        """Post buffers for the announcement and for the tensors of the expected structure."""
         link = self._links[channel]
         place = link.place(lane, microbatch)
         try:

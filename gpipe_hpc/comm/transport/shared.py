@@ -1,12 +1,12 @@
 """Channels in shared memory between processes of one host, for tensors in host memory.
 
 The sender copies a boundary once into a slot of shared memory, where the receiver's stage uses it.
-A word of fixed size is sent over a Unix socket: it wakes the receiver and keeps the order of the
-channel, and its end of file shows at once that the other process has died. The receiver releases
-slots through shared memory.
+An announcement of fixed size is sent over a Unix socket: it wakes the receiver and keeps the order
+of the channel, and its end of file shows at once that the other process has died. The receiver
+releases slots through shared memory.
 
-A socket buffers some hundred words. Further messages wait in the sender: a send never blocks, and a
-rank that waits for a message sends its own waiting messages meanwhile.
+A socket buffers some hundred announcements. Further messages wait in the sender: a send never
+blocks, and a rank that waits for a message sends its own waiting messages meanwhile.
 """
 
 import os

@@ -109,7 +109,7 @@ class SharedSender:
         self._impatient.close()
 
     def _write(self, message: _Outgoing) -> tuple[bytes, int | None]:
-        """Copy a message into a slot; return its word, and the slot's descriptor if it is new."""
+        """Copy a message into a slot; return its announcement, and the descriptor of a new slot."""
         number, header = self._catalogue.identify(message.structure)
         structure = self._catalogue[number]  # the one object that all equal ones share
         index, retired, descriptor = _NONE, None, None

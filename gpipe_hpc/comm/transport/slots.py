@@ -3,7 +3,7 @@
 A slot is an anonymous file in memory (`memfd`): it has no name, nothing is left when processes are
 killed, and the size limit of /dev/shm in a container does not apply.
 
-The last byte says whether the reader has released the slot. It is written when the last tensor in
+The last byte stores whether the reader has released the slot. It is written when the last tensor in
 the slot is deleted, and read when the writer needs a slot. This takes no system call, never blocks,
 and is harmless if the writer has ended.
 """

@@ -1,7 +1,8 @@
 """Wire format of a channel: any nest of tensors, described by a structure.
 
-A message is a word of fixed size, a header if its structure is new to the channel, and the tensors.
-The word names the structure, so both ends know which tensors to post.
+A message consists of an announcement of fixed size (`Word`), a header if its structure is new to
+the channel, and the tensors. The announcement names the structure, so both ends know which tensors
+to post.
 """
 
 import pickle

@@ -249,7 +249,7 @@ class FailureBoard:
             return self._report
 
     def _finding(self) -> str:
-        """Return the answers of ranks and neighbours about who blocks this rank."""
+        """Return what other ranks have answered about the rank that blocks this one."""
         with self._changed:
             recent_s = time.monotonic() - FACTS_S - REPORT_GRACE_S
             facts = [text for heard_s, text in self._facts.values() if heard_s > recent_s]

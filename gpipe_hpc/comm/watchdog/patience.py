@@ -60,7 +60,7 @@ def _on_device(device: Device, work: Callable[[], T]) -> T:
 
 
 class _ProgressMonitor:
-    """Monitor of a working thread: logs where it is if it takes long, and raises if it is idle."""
+    """Monitor of a working thread: logs the stack of long work and raises if it is idle."""
 
     def __init__(self, world: World, where: str, thread: threading.Thread, idle_s: float) -> None:
         self._world, self._where, self._idle_s = world, where, idle_s

@@ -158,8 +158,8 @@ class Former:
     def _meet_in_rounds(self, name: str, members: Sequence[int], rank: int) -> None:
         """Wait for all members in log2(n) rounds, each for the member 1, 2, 4, ... places before.
 
-        A rank that has heard of the member d places before it has indirectly heard of 2 d. Raises
-        TimeoutError naming the members that never came, not those that wait for them.
+        After a round of distance d, a rank knows indirectly of the 2 d members before it. Raises
+        TimeoutError naming the members that never arrived, not those that wait for them.
         """
         n, i = len(members), members.index(rank)
         rounds = {d: f"forming group {name}, {d} places on" for d in distances(n)}

@@ -1,8 +1,9 @@
 """Roll call: every rank registers in the store, and one verdict applies to all.
 
-Ranks form a tree with rank 0 as root. Each rank receives from its children one line that says
-whether all ranks in their subtrees have arrived and agree, so no rank reads more than a few lines.
-Only if something is wrong does rank 0 read the entries of all ranks, to name those concerned.
+Ranks form a tree with rank 0 as root. Each rank receives from its children one line with the result
+for their subtrees: whether all ranks have arrived and agree. So no rank reads more than a few
+lines. Only if something is wrong does rank 0 read the entries of all ranks, to name those
+concerned.
 
 An entry is authenticated with the job's secret, and the parent of a rank answers it with a proof of
 its own. So neither a forged entry nor a foreign store in place of rank 0's is accepted.

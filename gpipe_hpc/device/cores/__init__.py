@@ -1,1 +1,1 @@
-"""Which of a machine's cores each of its ranks computes on, and with how many threads."""
+"""Assignment of a machine's CPU cores and numbers of threads to its ranks."""

@@ -178,7 +178,7 @@ def _leave_at_once() -> None:
 def open_mpi(device_pointers: bool | None = None) -> Library:
     """Initialize MPI or use the initialized one; LaunchError if neither is possible.
 
-    `device_pointers` says whether MPI accepts pointers to device memory; None to ask the library.
+    `device_pointers` is whether MPI accepts pointers to device memory; None to query the library.
     """
     try:
         import mpi4py
