@@ -32,9 +32,10 @@ class Agreement:
         self._known: set[str] = set()
 
     def reach(self, what: str, greet: Greet) -> None:
-        """Exchange a description of the collective `what` with both neighbours unless it is known.
+        """Check that the neighbouring ranks start the same collective, described by `what`.
 
-        Raises ConfigError if the previous rank starts a different one.
+        Communicates only the first time for each description. Raises ConfigError if the previous
+        rank starts another collective.
         """
         n, i = self._place
         if n == 1 or what in self._known:

@@ -41,13 +41,13 @@ class Carrier:
         self._turns = Turns(f"collectives of {len(ranks)} ranks")
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "Carried":
-        """Start a plan after those started before; see `Group.start_plan`."""
+        """Queue a plan after those started before; see `Group.start_plan`."""
         return self.start_job(
             lambda flat, swap: carry_out(plan, flat, self._position, swap), tensor, what
         )
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "Carried":
-        """Start a job, the same on all ranks, after those started before."""
+        """Queue a job, which must be the same on all ranks, after those started before."""
         flat = flattened(tensor)
         turn = self._turns.start(partial(self._carry, job, flat, named(what, tensor)))
         return Carried(turn, self._listener, flat, tensor)
@@ -89,7 +89,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def give_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy flat elements back into the tensor from which `flattened` copied them, if it did."""
+    """Copy flat elements back into the tensor they were taken from, unless both share memory."""
     own = tensor.detach()
     if own.device != flat.device or own.data_ptr() != flat.data_ptr():
         own.copy_(flat.view(tensor.shape))

@@ -27,7 +27,7 @@ class Pending(Protocol):
 
 
 class Calls:
-    """Callbacks to run when an operation completes; at once if it is already complete."""
+    """Callbacks that run when an operation completes, or at once if it already has."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,10 +104,7 @@ class Gathering(Protocol):
 
     @property
     def width(self) -> int:
-        """Return the largest number of ranks that one all-reduce sums at once.
-
-        This is the group size, or the size of a subgroup if the group is hierarchical.
-        """
+        """Return the number of ranks summed by a single all-reduce: all, or those of a subgroup."""
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place over all ranks, bitwise equal on all."""
@@ -233,7 +230,7 @@ class Group(Gathering, Protocol):
         """
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Fill flat `whole`, of which each rank has its own shard, with all shards; blocks.
+        """Replace flat `whole`, of which each rank has its own shard, by all shards; blocks.
 
         As with `all_to_all`, no other thread may use the group meanwhile.
         """

@@ -22,23 +22,26 @@ from gpipe_hpc.comm.collectives.plan import (
 
 
 class Fold(NamedTuple):
-    """Reduction of n ranks to p: of the first 2 (n-p), the next one represents each even one."""
+    """Reduction of n ranks to p: in the first n-p pairs of ranks only the second rank takes part.
+
+    The second rank of a pair represents the first one.
+    """
 
     size: int
 
     @property
     def num_kept(self) -> int:
-        """Return p."""
+        """Return p, the number of participating ranks."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
     def num_steps(self) -> int:
-        """Return log2(p)."""
+        """Return log2(p), the number of steps."""
         return self.size.bit_length() - 1
 
     @property
     def num_pairs(self) -> int:
-        """Return n-p."""
+        """Return n-p, the number of pairs."""
         return self.size - self.num_kept
 
     def partner(self, i: int) -> int | None:
@@ -50,15 +53,15 @@ class Fold(NamedTuple):
         return i < 2 * self.num_pairs and i % 2 == 0
 
     def kept(self, i: int) -> int:
-        """Return v of a participating rank."""
+        """Return the position v of participating rank i."""
         return i // 2 if i < 2 * self.num_pairs else i - self.num_pairs
 
     def rank(self, v: int) -> int:
-        """Return the rank that participates as v."""
+        """Return the rank at position v among the participating ranks."""
         return 2 * v + 1 if v < self.num_pairs else v + self.num_pairs
 
     def shards(self, v: int) -> range:
-        """Return the ranks whose shards v reduces: its own and that of the rank it represents."""
+        """Return the ranks whose shards position v reduces: its own rank and the represented one."""
         return range(self.rank(v) - (v < self.num_pairs), self.rank(v) + 1)
 
 
@@ -99,7 +102,7 @@ def halving_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
 
 
 def looked_after(fold: Fold, counts: Sequence[int]) -> tuple[Span, ...]:
-    """Return for each v the span of the shards that it reduces."""
+    """Return, for each position v, the span of the shards that it reduces."""
     shards = [fold.shards(v) for v in range(fold.num_kept)]
     return spans_of([sum(counts[each] for each in some) for some in shards])
 
@@ -111,7 +114,7 @@ def _partner_shard(fold: Fold, i: int, counts: Sequence[int]) -> tuple[Span, ...
 
 
 def _halving(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
-    """Reduce-scatter spans[v] to v; the vector is divided into one span for each v."""
+    """Plan a reduce-scatter of spans[v] to position v, by halving the distance to the partner."""
 
     def steps() -> Iterator[Step]:
         v, first, last = fold.kept(i), 0, fold.num_kept
@@ -130,7 +133,10 @@ def _halving(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
 
 
 def doubling(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
-    """All-gather the spans among participating ranks; v starts with spans[v]."""
+    """Plan an all-gather among participating ranks, by doubling the distance to the partner.
+
+    Position v starts with spans[v].
+    """
 
     def steps() -> Iterator[Step]:
         v, distance = fold.kept(i), 1
@@ -152,7 +158,7 @@ def _joined(spans: Sequence[Span], first: int, last: int) -> Span:
 
 
 def _fold_in(fold: Fold, i: int, whole: Span) -> Plan:
-    """Return the step in which a represented rank sends its vector to its partner."""
+    """Plan the first step of a pair: the represented rank sends its vector to its partner."""
     partner = fold.partner(i)
     if partner is None:
         return ()
@@ -162,7 +168,7 @@ def _fold_in(fold: Fold, i: int, whole: Span) -> Plan:
 
 
 def _fold_out(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
-    """Return the step in which a represented rank receives its part of the result."""
+    """Plan the last step of a pair: the represented rank receives its part of the result."""
     partner = fold.partner(i)
     if partner is None:
         return ()

@@ -172,7 +172,7 @@ class Levels:
         return first + then[::-1]
 
     def _is_above(self, level: int, position: int) -> bool:
-        """Return whether this rank's group of a level contains a position in its subtree."""
+        """Return whether a position is in the subtree of this rank's group of a level."""
         return _subtree_start(position, level, self._width) == _subtree_start(
             self.position, level, self._width
         )

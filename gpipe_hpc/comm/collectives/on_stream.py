@@ -41,7 +41,7 @@ class StreamCarrier:
         )
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "OnStream":
-        """Enqueue a job, the same on all ranks, after those started before."""
+        """Enqueue a job, which must be the same on all ranks, after those started before."""
         # Blocks the host, but only the first time.
         self._agreement.reach(named(what, tensor), self._greet)
         if self._stream is None:

@@ -29,7 +29,7 @@ class Pairs:
         return len(self._by_rank)
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Connect with the positions that are not connected yet; they must call this too.
+        """Connect with the positions that are not connected yet; each of them must call this, too.
 
         All ranks open connections in the same order, so there is no circular wait.
         """
@@ -73,7 +73,7 @@ class Pairs:
         return (group.send if is_sent else group.recv)([piece.tensor], other, tag)
 
     def break_off(self, tag: int) -> None:
-        """Close every connection, by letting a receive time out, which closes it in Gloo."""
+        """Close every connection; Gloo closes one when a receive on it times out."""
         for group, other in list(self._by_rank.values()):
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], other, tag).wait(timedelta(milliseconds=1))

@@ -88,7 +88,7 @@ class SealedStore(Store):
         return clone
 
     def let_go(self, clone: "SealedStore") -> None:
-        """Stop keeping a clone alive; its user does."""
+        """Drop the reference to a clone, which its user keeps alive from now on."""
         self._clones = [each for each in self._clones if each is not clone]
 
     def _sealed(self, key: str, value: str | bytes) -> bytes:

@@ -141,7 +141,7 @@ def _meet_exactly(one: View, other: View) -> bool:
 
 
 def _in_units(view: View, unit: int, marks: Tensor) -> Tensor:
-    """Return the view's elements of a mask with one element per unit of bytes."""
+    """Return the elements of `marks`, one per unit of bytes, that a view covers."""
     ratio = view.dtype.itemsize // unit
     strides = (*(stride * ratio for stride in view.strides), 1)
     return marks.as_strided((*view.shape, ratio), strides, view.offset_bytes // unit)

@@ -20,7 +20,7 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """Return its size in bytes."""
+        """Return the size of the memory in bytes."""
         return self.memory.numel()
 
     def flat(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:

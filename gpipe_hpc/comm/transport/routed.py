@@ -1,4 +1,4 @@
-"""A transport that combines several: each channel has its own."""
+"""A transport that combines several transports, one for each channel."""
 
 from collections.abc import Mapping
 

@@ -181,7 +181,7 @@ def _with_blocks(
 
 
 def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return a tensor with the memory layout of its meta; itself if it already has it."""
+    """Return the tensor in the memory layout of its meta, copying it only if necessary."""
     if meta.strides is None:
         return tensor.contiguous()
     if tensor.stride() == meta.strides:
@@ -190,7 +190,7 @@ def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor itself, a dense one as a flat view in memory order."""
+    """Return a contiguous tensor unchanged, or a dense one as a flat view in memory order."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -288,7 +288,7 @@ def _value_of(leaf: bytes) -> Any:
 
 @lru_cache(maxsize=MAX_STRUCTURES)
 def _atom(leaf: bytes) -> tuple[Any] | None:
-    """Return the value of a leaf, in a tuple, if messages can share it; else None."""
+    """Return the value of a leaf in a tuple if it is immutable and simple; else None."""
     value = loads(leaf, "boundary")
     return (value,) if type(value) in _ATOMS else None
 

@@ -56,7 +56,7 @@ _THREAD_END_S: Final = 5.0  # time to wait for the thread when the process ends
 
 
 class Board(Protocol):
-    """State of a run's failure, as known to one rank."""
+    """State of the failure of a run, as known to one rank."""
 
     @property
     def has_news(self) -> bool:
@@ -232,7 +232,7 @@ class FailureBoard:
         return None if found is None else Report.read(found)
 
     def _record(self, report: Report) -> Report:
-        """Record `report` as the run's failure if it is the first one here; return the first."""
+        """Record `report` as the run's failure if none is recorded; return the recorded one."""
         with self._changed:
             if self._report is None:
                 self._report, self._failed_s = report, time.monotonic()
@@ -438,7 +438,7 @@ def _describe_one(news: Message, *, tells_remedy: bool) -> str:
 
 
 def with_host(report: str, rank: int) -> str:
-    """Return a rank's report with the host name added, where `report` reads it.
+    """Insert the host name after the rank at the start of a report: ``rank 3 on node7: ...``.
 
     A report that does not begin with this rank is returned unchanged.
     """

@@ -169,7 +169,7 @@ class Helper:
 
     @staticmethod
     def _end_of(process: "subprocess.Popen[bytes]") -> str:
-        """Return how a process ended that has closed its connection; kill it if it still runs."""
+        """Wait for a process that has closed its connection, or kill it; return how it ended."""
         try:
             return how_ended(process.wait(_STOPPED_S))
         except subprocess.TimeoutExpired:

@@ -68,7 +68,7 @@ class _ProgressMonitor:
         self._say_s, self._look_s = _SAY_AFTER_S, 0.0
 
     def look(self, spent_s: float) -> None:
-        """Check the thread if it is time to; StalledError if it is idle."""
+        """Check the thread if the next check is due; raise StalledError if the thread is idle."""
         if spent_s > self._say_s:
             log.warning(
                 "rank %d: %s has been running for %.0f s; its stack:\n%s",
@@ -89,11 +89,11 @@ class _ProgressMonitor:
 def patiently_here(
     world: World, where: str, work: Callable[[], T] | None, *, idle_s: float = math.inf
 ) -> T | None:
-    """Do the same as `patiently`, but run `work` on the calling thread.
+    """Run `work` on the calling thread, while a background thread keeps contact with other ranks.
 
-    A background thread synchronizes with the other ranks. For work that must be measured on the
-    thread that will run it. The calling thread notices another rank's failure after its work. If
-    the work is idle for `idle_s` seconds, the other ranks end.
+    Otherwise like `patiently`. For work that must be measured on the thread that will run it. The
+    calling thread notices another rank's failure after its work. If the work is idle for `idle_s`
+    seconds, the other ranks end.
     """
     if work is None:
         return patiently(world, where, None)
@@ -127,7 +127,7 @@ class _KeepAlive:
             raise self._error
 
     def break_off(self) -> None:
-        """Stop synchronizing: this rank has failed, and the others are informed in another way."""
+        """Stop synchronizing: this rank has failed and reports its failure separately."""
         self._is_broken_off = True
         self._over.set()
 

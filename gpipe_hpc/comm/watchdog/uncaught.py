@@ -68,7 +68,7 @@ def watch_uncaught(world: Telling) -> None:
 
 
 def unwatch() -> None:
-    """Restore the previous `sys.excepthook`, because torch wraps the current one in new groups."""
+    """Restore the previous `sys.excepthook`, as torch wraps the current hook in new groups."""
     if isinstance(sys.excepthook, _Uncaught):
         sys.excepthook = sys.excepthook.before
 
@@ -211,7 +211,7 @@ def _print_and_report(line: str, reported: str) -> None:
 
 
 def _is_own_report(error: PeerError, rank: int) -> bool:
-    """Return whether the report is this rank's own: its wait timed out and no rank has failed."""
+    """Return whether this rank itself reported the failure, because its wait timed out."""
     return re.match(rf"rank {rank}\b", str(error)) is not None
 
 

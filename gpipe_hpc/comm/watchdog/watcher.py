@@ -174,7 +174,7 @@ class Watcher:
             self._leave()
 
     def _leave(self) -> None:
-        """Tell the neighbours that the rank has ended without failure, or after a known one."""
+        """Tell the neighbours that the rank has ended, without failure or after a known one."""
         self._told.has_left = True
         # With its last action, which may be newer than the latest heartbeat.
         self._near.tell(self._beat_message() | {"kind": "left"})

@@ -100,7 +100,7 @@ class Member:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_same_process(self, other: "Member") -> bool:
-        """Return whether both describe the same process."""
+        """Return whether two members are the same process."""
         return self._process() == other._process()
 
     def runs_here(self) -> bool:
@@ -127,7 +127,7 @@ def _started(pid: int) -> str:
 
 
 class OverError(Exception):
-    """This roll call is over, because rank 0 has opened a newer one."""
+    """Raised if a roll call is over because rank 0 has opened a newer one."""
 
 
 class _Alike(NamedTuple):
@@ -155,7 +155,7 @@ def _longest_pause_s(world_size: int) -> float:
 
 @dataclass(frozen=True)
 class RollCall:
-    """One roll call over a store.
+    """A roll call of all ranks through a store.
 
     Rank 0 lets all ranks continue once all have arrived and agree; a rank that has waited too long
     reports which ones are missing. Only the first verdict counts, so all ranks act on the same one.

@@ -47,7 +47,7 @@ class World(Protocol):
     """Secret by which ranks authenticate connections; see `gpipe_hpc.comm.net.secret`."""
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
-        """Form disjoint groups and return this rank's; all ranks make the same call.
+        """Form disjoint groups and return the group of this rank; a collective call.
 
         Only the members of a group communicate to form it, so ranks that share several groups must
         form them in the same order.
@@ -121,7 +121,7 @@ class _Telling:
             self._share(error)
 
     def _share(self, error: BaseException) -> None:
-        """Report an error to the other ranks once, or raise the other rank's that caused it."""
+        """Report an error to the other ranks once; raise PeerError if another rank caused it."""
         world, ahead = self._world, self._ahead(error)
         if isinstance(error, ConnectionError | TimeoutError):
             heard = _peer_error(world, f"{ahead}{text_of(error)}")
@@ -170,7 +170,7 @@ def _error_text(error: BaseException, ahead: str) -> str:
 
 
 def _report_failure(world: World, report: Report) -> None:
-    """Report to all ranks; log it if that fails, so that the original error is still raised."""
+    """Report a failure to all ranks; if that fails, only log it, to keep the original error."""
     words = report.words
     named = words if words.startswith("rank ") else f"rank {world.rank}: {words}"
     try:

@@ -9,7 +9,7 @@ from gpipe_hpc.device.cores.machine import Core, Quota, cpus_text
 
 
 class Asked(NamedTuple):
-    """The CPUs available to a rank and its request.
+    """The CPUs available to a rank, and its requests.
 
     Args:
         allowed: CPUs that the launcher allows the rank to use.

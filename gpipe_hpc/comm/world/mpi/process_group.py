@@ -299,7 +299,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host(given[1], given[0], run)
 
     def alltoall_base(self, *given: Any, **named: Any) -> dist.Work:
-        """Do the same with parts of one tensor, of equal size if no sizes are given."""
+        """All-to-all with the parts of one tensor, of equal size if no sizes are given."""
         into, out = given[0], given[1]
         parts = [
             list(tensor.split(list(sizes) or tensor.shape[0] // self.size()))

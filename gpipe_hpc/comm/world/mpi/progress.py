@@ -56,20 +56,20 @@ class Message:
         self._calls: list[Callable[[], None]] = []
 
     def wait(self, limit_s: float) -> None:
-        """Block until complete; RuntimeError if it fails or after `limit_s` seconds."""
+        """Block until the message is complete; RuntimeError on failure or time-out."""
         if not self.is_done:
             self._progress.wait(self, limit_s)
         if self.failure:
             raise RuntimeError(self.failure)
 
     def test(self) -> bool:
-        """Return whether it is complete or has failed."""
+        """Return whether the message is complete or has failed."""
         if not self.is_done:
             self._progress.test()
         return self.is_done
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Run `call` once it is complete or has failed, on any thread."""
+        """Run `call` once the message is complete or has failed, on any thread."""
         with self._progress.lock:
             if not self.is_done:
                 self._calls.append(call)
@@ -82,7 +82,7 @@ class Message:
         return self._num_left == 0
 
     def end(self, failure: str = "") -> list[Callable[[], None]]:
-        """Mark it as complete or failed; return the callbacks to run."""
+        """Mark the message as complete or failed; return the callbacks to run."""
         self.failure = failure
         calls, self._calls = self._calls, []
         self.is_done = True
@@ -217,7 +217,7 @@ class Progress:
 
 
 def _test(state: _State) -> bool:
-    """Test all messages, unless another thread does; return whether anything has changed."""
+    """Test all messages, unless another thread does; return whether any has completed."""
     if not state.lock.acquire(blocking=False):
         return False
     try:

@@ -20,7 +20,10 @@ OWN_KIND: Final = (1 << _KIND_BITS) - 1
 
 
 class Tags:
-    """Encoder for tags up to `highest`, the library's limit; MPI guarantees at least 32767."""
+    """Encoder of group, kind and queue into MPI tags up to `highest`.
+
+    `highest` is the library's limit, which MPI guarantees to be at least 32767.
+    """
 
     def __init__(self, highest: int) -> None:
         bits = (highest + 1).bit_length() - 1

@@ -22,12 +22,12 @@ class MessageWork(dist.Work):
         self._message, self._tensor, self._limit_s = message, tensor, limit_s
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until complete; RuntimeError if it fails or exceeds the time-out."""
+        """Block until the message is complete; RuntimeError on failure or time-out."""
         self._message.wait(_seconds(timeout, self._limit_s))
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is complete."""
+        """Return whether the message is complete."""
         return self._message.test()
 
     def get_future(self) -> Any:
@@ -63,13 +63,13 @@ class TurnWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is complete, including copies to the device."""
+        """Return whether the operation is complete, including copies to the device."""
         if not self._turn.is_done:
             return False
         return self._stage is None or self._stage.done is None or self._stage.done.query()
 
     def get_future(self) -> Any:
-        """Return a future that completes after the copies to the device."""
+        """Return a future that completes after the operation and its copies to the device."""
         return _future(self._turn.calls.add, self._finish, self._tensors)
 
     def _finish(self) -> None:
