@@ -61,7 +61,7 @@ class Fold(NamedTuple):
         return 2 * v + 1 if v < self.num_pairs else v + self.num_pairs
 
     def shards(self, v: int) -> range:
-        """Return the ranks whose shards position v reduces: its own rank and the represented one."""
+        """Return the ranks whose shards position v reduces: its own and the represented rank."""
         return range(self.rank(v) - (v < self.num_pairs), self.rank(v) + 1)
 
 
