@@ -1,4 +1,4 @@
-"""Times and values of a device that are read later, so that a step does not wait for them."""
+"""Device times and values that are read later, so that a step does not wait for them."""
 
 import time
 from typing import NamedTuple
@@ -8,14 +8,14 @@ import torch
 from gpipe_hpc.device.device import Device, Event
 
 Mark = float | Event
-"""A moment: seconds of this host's clock, or an event on an accelerator's stream."""
+"""A point in time: seconds of this host's clock, or an event on an accelerator's stream."""
 
 
 def take_mark(device: Device) -> Mark:
-    """Return the present: on a CPU `time.perf_counter()`, one clock for all processes of a host.
+    """Return the current time: `time.perf_counter()` on a CPU, an event on an accelerator.
 
-    On an accelerator an event on the current stream: taking it does not wait for the device,
-    reading does.
+    The clock is the same for all processes of a host. The event is recorded on the current stream;
+    only reading it waits for the device.
     """
     if not device.is_accelerator:
         return time.perf_counter()
@@ -25,30 +25,32 @@ def take_mark(device: Device) -> Mark:
 
 
 def await_mark(mark: Event) -> None:
-    """Let the host wait for a mark, unless it is done."""
+    """Block the host until an event is complete."""
     if not mark.query():
         mark.synchronize()
 
 
 def wait_for(mark: Mark) -> None:
-    """Let the host wait for a mark, unless it is done."""
+    """Block the host until a point in time is reached, if it is an event."""
     if not isinstance(mark, float):
         await_mark(mark)
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
-    """Return the seconds from a mark to a later one of the same device."""
+    """Return the seconds between two points in time of the same device."""
     if isinstance(first, float) and isinstance(second, float):
         return second - first
-    assert not isinstance(first, float) and not isinstance(second, float), "marks of two kinds"
+    assert not isinstance(first, float) and not isinstance(second, float), (
+        "one time is of the host's clock and the other an event of a device"
+    )
     await_mark(second)
     return first.elapsed_ms(second) / 1e3
 
 
 class AsyncHostCopy(NamedTuple):
-    """Values in the host's memory, which are there once `event` is done; None: they are.
+    """A copy of values in host memory, valid once `event` is complete, or at once if it is None.
 
-    The copy is under way at once, so who reads it later waits for no more than came before it.
+    The copy is started at once, so reading it later does not wait for work queued afterwards.
     """
 
     values: torch.Tensor
@@ -56,7 +58,7 @@ class AsyncHostCopy(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, device: Device) -> "AsyncHostCopy":
-        """Return what a tensor holds at the present end of the current stream."""
+        """Start copying a tensor to the host, after the work now queued on the current stream."""
         if not (device.is_accelerator and device.holds(tensor)):
             return cls(tensor)
         values = device.pinned(tensor.shape, tensor.dtype)
@@ -66,15 +68,15 @@ class AsyncHostCopy(NamedTuple):
         return cls(values, event)
 
     def part(self, where: slice) -> "AsyncHostCopy":
-        """Return some of the values."""
+        """Return the copy of some of the values."""
         return self._replace(values=self.values[where])
 
     def poll(self) -> torch.Tensor | None:
-        """Return the values if they have come, without waiting."""
+        """Return the values if the copy is complete, else None; does not block."""
         return self.values if self.event is None or self.event.query() else None
 
     def read(self) -> torch.Tensor:
-        """Return the values, a tensor of the host."""
+        """Block until the copy is complete and return the values, a host tensor."""
         if self.event is not None and not self.event.query():
             self.event.synchronize()
         return self.values

@@ -1,9 +1,10 @@
-"""Numbers that ranks report of themselves, summarised over all ranks within one reduction.
+"""Sums, minima and maxima of numbers reported by all ranks, computed by a single all-reduce.
 
-Each rank has a row of few numbers. Each rank of a group that adds has a slot for its row; the slots
-of a group are merged to one row, which takes a slot of the next level's group. So thousands of
-ranks send no more than eight do: `width` x 4 x `NUM_REPORTED` float64, 2 kB for groups of 8, in at
-most one group of each level. Each rank needs a slot since least and greatest are no sums.
+Each rank reports a row of few numbers. Each rank of an all-reducing group has a slot for its row.
+In a hierarchical group, the slots are merged to one row, which is written to a slot of the next
+level's group. So thousands of ranks send no more than eight do: `width` x 4 x `NUM_REPORTED`
+float64, 2 kB for groups of 8, in at most one group of each level. Separate slots are needed because
+minimum and maximum are not sums.
 """
 
 from collections.abc import Sequence
@@ -16,17 +17,21 @@ from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.errors import ConfigError
 
 NUM_REPORTED: Final = 8
-"""How many numbers a rank may report; always as many are sent."""
+"""Largest number of values that a rank may report; always this many are sent."""
 
 _NUM_PARTS: Final = 4
 _TOTAL, _LEAST, _GREATEST, _FIRST = range(_NUM_PARTS)
 
 
 class RankSummary(NamedTuple):
-    """What all ranks reported, number by number.
+    """Summary of the numbers reported by all ranks, one entry for each number.
 
-    `first`: the lowest rank that reported the greatest number. `each`: the numbers of each rank, if
-    all ranks add in one group; else empty.
+    Args:
+        totals: sums.
+        least: minima.
+        greatest: maxima.
+        first: lowest rank that reported the maximum.
+        each: the numbers of each rank if all ranks are in one group; else empty.
     """
 
     totals: tuple[float, ...]
@@ -37,7 +42,7 @@ class RankSummary(NamedTuple):
 
 
 class RankSlots:
-    """The slots of one group of ranks, all ranks or those of a level: float64[`size`]."""
+    """The slots of one group, of all ranks or of a level: a float64 tensor of `size` elements."""
 
     def __init__(self, group: Gathering, rank: int) -> None:
         self._width, self._position, self._rank = group.width, group.position, rank
@@ -45,13 +50,13 @@ class RankSlots:
         self.size = self._width * _NUM_PARTS * NUM_REPORTED
 
     def of(self, numbers: Sequence[float]) -> list[float]:
-        """Return slots with this rank's own filled; raise ConfigError for too many numbers."""
+        """Return slots with this rank's row filled in; raise ConfigError for too many numbers."""
         try:
             reported = [float(each) for each in numbers]
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"tell: expected a list of numbers for the other ranks, got {numbers!r}; return "
-                f"one, as [0.5]"
+                f"a list, such as [0.5]"
             ) from error
         if len(reported) > NUM_REPORTED:
             raise ConfigError(
@@ -59,19 +64,19 @@ class RankSlots:
                 f"{len(reported)}; return fewer, or gather the rest after the step"
             )
         own = reported + [0.0] * (NUM_REPORTED - len(reported))
-        row = own * 3 + [self._rank + 1.0] * NUM_REPORTED  # 0 stands for no rank
+        row = own * 3 + [self._rank + 1.0] * NUM_REPORTED  # 0 means no rank
         before = self._position % self._width
         return [0.0] * before * len(row) + row + [0.0] * (self._width - 1 - before) * len(row)
 
     def lift(self, slots: torch.Tensor, position: int) -> None:
-        """Merge the slots into that of a position in the next level's group; empty the others."""
-        row = self._merged(slots)
+        """Merge all slots into slot `position` of the next level's group; clear the others."""
+        row = self._merge_rows(slots)
         slots.zero_()
         slots.view(-1, _NUM_PARTS, NUM_REPORTED)[position] = row
 
     def read(self, slots: torch.Tensor) -> RankSummary:
-        """Return the summary, after all ranks have added."""
-        totals, least, greatest, first = self._merged(slots).tolist()
+        """Return the summary; call it after the all-reduce."""
+        totals, least, greatest, first = self._merge_rows(slots).tolist()
         ranks = tuple(int(number) - 1 for number in first)
         each: tuple[tuple[float, ...], ...] = ()
         if self._is_one_group:
@@ -79,10 +84,10 @@ class RankSlots:
             each = tuple(map(tuple, rows))
         return RankSummary(tuple(totals), tuple(least), tuple(greatest), ranks, each)
 
-    def _merged(self, slots: torch.Tensor) -> torch.Tensor:
+    def _merge_rows(self, slots: torch.Tensor) -> torch.Tensor:
         rows = slots.view(-1, _NUM_PARTS, NUM_REPORTED)
         rows = rows[rows[:, _FIRST, 0] > 0]
-        greatest = rows[:, _GREATEST].argmax(0, keepdim=True)  # the first of equal ones
+        greatest = rows[:, _GREATEST].argmax(0, keepdim=True)  # the first of equal values
         return torch.stack(
             [
                 rows[:, _TOTAL].cumsum(0)[-1],

@@ -1,4 +1,4 @@
-"""The process groups of a rank in the mesh, and what ranks check when they form them."""
+"""The process groups of a rank in the (dp, pp) mesh, and checks made when they are formed."""
 
 import socket
 from collections.abc import Sequence
@@ -15,9 +15,14 @@ from gpipe_hpc.errors import ConfigError
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """Where a rank stands: its world, and the groups of all ranks and of its pipeline.
+    """The position of a rank in the mesh and its groups.
 
-    `of_place`: the ranks at its place in all pipelines.
+    Args:
+        world: all ranks.
+        mesh: the mesh of replicas and stages.
+        everybody: group of all ranks.
+        pipeline: group of the ranks of this rank's pipeline.
+        of_place: group of the ranks with the same position in all pipelines.
     """
 
     world: World
@@ -28,10 +33,10 @@ class MeshGroups:
 
     @classmethod
     def of(cls, world: World, mesh: Mesh) -> "MeshGroups":
-        """Form the groups; the same call on every rank.
+        """Form the groups; a collective call.
 
-        One pipeline of all ranks needs no second set of groups: each is a thread that wakes up 100
-        times a second (Gloo), or buffers of its own (NCCL).
+        If there is a single pipeline, it shares the group of all ranks, because each group costs a
+        thread that wakes up 100 times a second (Gloo) or buffers (NCCL).
         """
         everybody = world.gathering([range(world.size)])
         if mesh.replicas == 1:
@@ -42,21 +47,21 @@ class MeshGroups:
 
     @property
     def replica(self) -> int:
-        """Return which replica the rank belongs to."""
+        """Return the replica of this rank."""
         return self.mesh.replica_of(self.world.rank)
 
     @property
     def stage_rank(self) -> int:
-        """Return the rank's position in its pipeline."""
+        """Return the position of this rank in its pipeline."""
         return self.mesh.stage_rank_of(self.world.rank)
 
 
 def warm_up_groups(groups: Sequence[Gathering | Group], device: Device) -> None:
-    """Let each group sum once on an accelerator; the same call on every rank, in one order.
+    """Run one all-reduce in each group of an accelerator; a collective call.
 
-    The first sum makes what connects its ranks, which takes seconds and memory: not in a forward.
-    It also tells whether the backend sums what steps sum: losses and norms in float64, most
-    gradients in float32.
+    The first all-reduce creates the communicator, which takes seconds and memory and should not
+    happen in a forward. It also checks that the backend sums the dtypes of steps: losses and norms
+    in float64, most gradients in float32.
     """
     if not device.is_accelerator:
         return
@@ -69,21 +74,21 @@ def warm_up_groups(groups: Sequence[Gathering | Group], device: Device) -> None:
 def check_agreement(world: Gathering, facts: dict[str, object]) -> None:
     """Raise ConfigError, on every rank, if ranks were started with different facts.
 
-    A rank that knows nothing of a fact leaves it out.
+    A rank that does not know a fact leaves it out.
     """
     rank, host = world.ranks[world.position], socket.gethostname()
     own = {name: (rank, host, value) for name, value in facts.items()}
-    _, difference = world.merge_object((own, ""), _compared)
+    _, difference = world.merge_object((own, ""), _merge_facts)
     if difference:
         raise ConfigError(f"start: {difference}; start all ranks with one configuration")
 
 
 _Claims = dict[str, tuple[int, str, object]]
-"""What ranks know of each fact, and which of them, on which host, was the first to know it."""
+"""For each fact, the first rank that knows it, that rank's host, and the value."""
 
 
-def _compared(ahead: tuple[_Claims, str], behind: tuple[_Claims, str]) -> tuple[_Claims, str]:
-    """Return what some ranks and those behind them know, and the first difference between them."""
+def _merge_facts(ahead: tuple[_Claims, str], behind: tuple[_Claims, str]) -> tuple[_Claims, str]:
+    """Merge the facts of lower and higher ranks; return them and the first difference."""
     known, difference = dict(ahead[0]), ahead[1]
     for name, (rank, host, value) in behind[0].items():
         known_by, home, first = known.setdefault(name, (rank, host, value))
