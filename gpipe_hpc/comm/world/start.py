@@ -190,7 +190,7 @@ def _start(
     secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
     if secret is None and launch.rank == 0:
         log.warning(
-            "launch: running without a secret, so any program that reaches this job's ports can "
+            "launch: no secret is set, so any program that reaches this job's ports can "
             "join or modify it; on a shared network set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )

@@ -303,7 +303,7 @@ def test_the_backend_follows_the_device(monkeypatch, device, name, expected):
 
 
 def test_a_backend_of_another_device_is_refused():
-    with pytest.raises(ConfigError, match="kind xpu, which is xccl, got 'nccl'"):
+    with pytest.raises(ConfigError, match=r"torch's backend for xpu devices \(xccl\), got 'nccl'"):
         _backend("nccl", Accelerator(torch.device("xpu", 0)))
     with pytest.raises(ConfigError, match=r"torch's backend for cpu devices \(gloo\), got 'nccl'"):
         _backend("nccl", HostDevice())

@@ -152,7 +152,7 @@ def test_a_missing_rank_0_is_named():
 def test_a_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         launch = replace(launches(2)[0], master_port=server.getsockname()[1])
-        with pytest.raises(LaunchError, match=rf"expected port {launch.master_port} to be free"):
+        with pytest.raises(LaunchError, match=rf"cannot listen on port {launch.master_port}"):
             rendezvous(launch, 2.0)
 
 
@@ -592,7 +592,7 @@ def test_who_listens_and_is_no_store_is_named_as_soon():
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = replace(launches(2)[1], master_port=server.getsockname()[1])
         text = run([one], limited(60.0, 1.0))[1]
-    assert "cannot use the store" in text and "something else listens there" in text
+    assert "cannot use the store" in text and "another program listens there" in text
 
 
 def test_in_the_store_of_another_job_ranks_hear_that_rank_0_could_not_serve():
@@ -604,7 +604,7 @@ def test_in_the_store_of_another_job_ranks_hear_that_rank_0_could_not_serve():
     assert time.monotonic() - began_s < 30.0 * patience()
     for rank, text in results.items():
         assert f"rank 0 on {socket.gethostname()} cannot listen" in text, rank
-        assert f"expected port {server.port} to be free" in text
+        assert f"cannot listen on port {server.port}" in text
     del server
 
 
