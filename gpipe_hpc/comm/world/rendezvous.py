@@ -272,7 +272,7 @@ class _Meeting:
                 raise LaunchError(
                     f"launch: rank {launch.rank} on {socket.gethostname()} waited "
                     f"{self._timeout_s:g} s at torchrun's store for all {launch.world_size} ranks: "
-                    f"missing rank 0, which must come first; look at its log, check that the "
+                    f"missing rank 0; look at its log, check that the "
                     f"launcher started {launch.world_size} processes, or raise comm.timeout_s"
                 )
             # A previous attempt is over as soon as rank 0 opens a new one.
