@@ -47,7 +47,7 @@ class Lot(NamedTuple):
         return not self.why_not
 
 
-GIVEN = "as they were given"
+GIVEN = "affinity unchanged"
 """Reason why ranks whose CPUs overlap with no other rank's are not bound again."""
 
 
@@ -93,12 +93,8 @@ def lots_text(lots: Sequence[Lot], num_nodes: int) -> str:
     texts = []
     if alone:
         number = len(alone)
-        one = number == 1
         where = " | ".join(_where(lot, 0, num_nodes) for lot in alone)
-        texts.append(
-            f"{number} rank{'' if one else 's'} on CPUs {where}, "
-            f"{'as it was given' if one else GIVEN}"
-        )
+        texts.append(f"{number} rank{'s' * (number > 1)} on CPUs {where}, {GIVEN}")
     for lot in lots:
         number = len(lot.members)
         where = " | ".join(_where(lot, i, num_nodes) for i in range(number))

@@ -78,7 +78,7 @@ def test_what_was_given_apart_stays_as_it_is():
     assert taken(lots) == ["0,4", "1-2,5-6"]
     assert not any(lot.is_bound for lot in lots)
     assert threads(lots) == [1, 2]
-    assert lots_text(lots, 1) == "2 ranks on CPUs 0,4 | 1-2,5-6, as they were given"
+    assert lots_text(lots, 1) == "2 ranks on CPUs 0,4 | 1-2,5-6, affinity unchanged"
 
 
 def test_ranks_that_share_a_socket_divide_it():
@@ -153,7 +153,7 @@ def test_one_rank_alone_stays_where_it_was_unless_it_has_a_device():
     cores = machine(2, 4)
     (lot,) = share_out(cores, [Asked(all_of(cores))])
     assert not lot.is_bound and threads([lot]) == [8]
-    assert lots_text([lot], 2) == "1 rank on CPUs 0-7 (NUMA nodes 0-1), as it was given"
+    assert lots_text([lot], 2) == "1 rank on CPUs 0-7 (NUMA nodes 0-1), affinity unchanged"
     (near,) = share_out(cores, [Asked(all_of(cores), node=1)])
     assert near.is_bound and taken([near]) == ["4-7"]
     (narrowed,) = share_out(cores, [Asked(all_of(cores) - {0}, node=1)])
