@@ -32,7 +32,7 @@ _SHORT_BYTES = 64
 
 
 class Word(NamedTuple):
-    """Announcement of a message, of fixed size; sent as int64[5]."""
+    """Announcement of a message: five numbers, sent as int64[5] before the tensors."""
 
     serial: int  # position in the channel since its start: catches lost or doubled messages
     microbatch: int

@@ -313,7 +313,7 @@ class FailureBoard:
         return False
 
     def _introduce(self) -> Introduction:
-        """Start connecting the watcher with those of the neighbouring ranks."""
+        """Start connecting this rank's watcher with the watchers of neighbouring ranks."""
         self._helper.send(
             kind="orders",
             rank=self._rank,

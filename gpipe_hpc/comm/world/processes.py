@@ -366,7 +366,7 @@ class ProcessWorld:
 
     @property
     def has_news(self) -> bool:
-        """Return whether another rank has failed and this rank has not reported it yet."""
+        """Return whether another rank has failed and this rank has not handled it yet."""
         return self._board.has_news
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
@@ -441,7 +441,7 @@ class ProcessWorld:
 def _register_shown(
     former: Former, groups: _Groups, ranks: tuple[int, ...], start_broadcast: StartBroadcast
 ) -> dist.ProcessGroup:
-    """Register a sparse group with torch; it is destroyed together with the others."""
+    """Register a sparse group with torch and add it to the groups to be destroyed."""
     shown = former.show(ranks, start_broadcast)
     groups.append((shown, ranks))
     return shown

@@ -173,7 +173,7 @@ class ThreadGroup:
         )
 
     def _contribute(self, left: Left) -> Callable[[], list[Left]]:
-        """Publish a contribution; return a function that collects all ranks' in rank order."""
+        """Publish a contribution; return a function that collects the contributions of all ranks."""
         self._serial += 1
         key = (self.ranks, self._serial)
         self._hub.contribute(key, self._rank, left)
@@ -337,7 +337,7 @@ class ThreadWorld:
 
     @property
     def has_news(self) -> bool:
-        """Return whether another rank has failed and this rank has not reported it yet."""
+        """Return whether another rank has failed and this rank has not handled it yet."""
         return self.hub.report is not None and not self._is_told
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:

@@ -67,7 +67,10 @@ class World(Protocol):
 
     @property
     def has_news(self) -> bool:
-        """Return whether an unreported failure of another rank is known; does not block."""
+        """Return whether another rank has failed and this rank has not handled it yet.
+
+        Does not block.
+        """
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
         """Report to every rank that this one failed, and unblock those that wait for it.
