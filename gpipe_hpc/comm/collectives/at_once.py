@@ -9,7 +9,7 @@ from gpipe_hpc.comm.collectives.shards import shards
 
 
 def all_to_all(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Implement `Group.all_to_all`."""
+    """Exchange shards directly with every other rank; return this rank's shard of each vector."""
     parts = shards(whole, counts, group.size)
     own = parts[group.position]
     came = [own if at == group.position else torch.empty_like(own) for at in range(group.size)]
@@ -18,7 +18,7 @@ def all_to_all(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> list
 
 
 def all_gather(group: Group, whole: torch.Tensor, counts: Sequence[int]) -> None:
-    """Implement `Group.all_gather`."""
+    """Fill `whole` with the shards of all ranks by direct exchange with every other rank."""
     parts = shards(whole, counts, group.size)
     own = dict.fromkeys(range(group.size), parts[group.position])
     _exchange(group, own, dict(enumerate(parts)))

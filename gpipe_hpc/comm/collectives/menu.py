@@ -27,7 +27,7 @@ def start_ring_all_reduce(group: Group, tensor: torch.Tensor) -> Pending:
 
 
 def start_ordered_all_reduce(group: Group, tensor: torch.Tensor) -> Pending:
-    """Start `Group.start_ordered_all_reduce` in a group of directly connected ranks."""
+    """Start summing `tensor` in place in rank order; any two ranks must be connected."""
     plan = _ordered_plan(_place(group), tensor.numel())
     return group.start_plan(plan, tensor, "all-reduce in the order of ranks")
 
@@ -48,7 +48,7 @@ def start_hierarchical_all_reduce(
 
 
 def start_ordered_reduce_scatter(group: Group, whole: torch.Tensor) -> Pending:
-    """Start `Group.start_ordered_reduce_scatter` in a group of directly connected ranks."""
+    """Start a reduce-scatter of equal shards in rank order; any two ranks must be connected."""
     plan = rank_order_reduce_scatter(_place(group), checked_counts(whole, None, group.size))
     return group.start_plan(plan, whole, "reduce-scatter in the order of ranks")
 
@@ -56,7 +56,7 @@ def start_ordered_reduce_scatter(group: Group, whole: torch.Tensor) -> Pending:
 def start_reduce_scatter(
     group: Group, whole: torch.Tensor, counts: Sequence[int] | None = None
 ) -> Pending:
-    """Start `Group.start_reduce_scatter` along a ring."""
+    """Start a reduce-scatter of shards of `counts` elements along a ring."""
     sizes = checked_counts(whole, counts, group.size)
     plan = _reduce_scatter_plan(_place(group), sizes)
     return group.start_plan(plan, whole, f"reduce-scatter by ring, shards {sizes}")
@@ -65,7 +65,7 @@ def start_reduce_scatter(
 def start_all_gather(
     group: Group, whole: torch.Tensor, counts: Sequence[int] | None = None
 ) -> Pending:
-    """Start `Group.start_all_gather` along a ring."""
+    """Start an all-gather of shards of `counts` elements along a ring."""
     sizes = checked_counts(whole, counts, group.size)
     plan = _all_gather_plan(_place(group), sizes)
     return group.start_plan(plan, whole, f"all-gather by ring, shards {sizes}")

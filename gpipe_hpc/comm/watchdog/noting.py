@@ -7,4 +7,4 @@ Note = Callable[[Sequence[int] | None], None]
 
 
 def unheard(ranks: Sequence[int] | None) -> None:
-    """Do nothing."""
+    """A `Note` callback that ignores the ranks that are waited for."""

@@ -173,7 +173,7 @@ class ThreadGroup:
         )
 
     def _contribute(self, left: Left) -> Callable[[], list[Left]]:
-        """Publish a contribution; return a function that collects the contributions of all ranks."""
+        """Publish a contribution; return a function that collects the ones of all ranks."""
         self._serial += 1
         key = (self.ranks, self._serial)
         self._hub.contribute(key, self._rank, left)
