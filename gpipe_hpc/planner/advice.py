@@ -58,7 +58,7 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """A gauge that returns times and counts already known from a run, without measuring."""
+    """Layer costs already known from a run, with the interface of `Gauge`; nothing is measured."""
 
     layers: Sequence[Layer]
     times: tuple[LayerTimes, ...]

@@ -1,4 +1,4 @@
-"""Compute cost, memory and exchanged values of each stage from counted layers and a cut."""
+"""Compute cost, memory and exchanged tensors of each stage from counted layers and a cut."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 class ClockBounds(NamedTuple):
-    """The latest entry of any rank into a barrier, and the earliest exit."""
+    """The latest entry of any rank into a barrier and the earliest exit, by their own clocks."""
 
     came: Reading
     left: Reading

@@ -75,8 +75,8 @@ class Record:
     def is_overtaken(self) -> bool:
         """Return whether a later start has continued since the one that the summary describes.
 
-        Then the metrics are beyond that one's last step, or far before it, at an earlier
-        checkpoint.
+        The metrics then end after that start's last step, or well before it, because the later
+        start resumed from an earlier checkpoint.
         """
         if not self.summary or not self.steps or self.summary["outcome"] == "running":
             return False

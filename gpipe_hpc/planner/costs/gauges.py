@@ -58,7 +58,7 @@ class Example(NamedTuple):
 class Gauge(Protocol):
     """Interface to the costs of a model's layers for one micro-batch, computed on first use.
 
-    `measure` is the unit of its times, seconds (``time``) or ``FLOPs``.
+    `measure` is the unit of its times: ``time`` for seconds, or ``FLOPs``.
     """
 
     @property
@@ -80,7 +80,7 @@ class Gauge(Protocol):
 
 @dataclass(frozen=True)
 class Counted:
-    """A gauge that counts FLOPs and bytes on the meta device, without running or allocating.
+    """Layer costs in FLOPs and bytes, counted on the meta device without running or allocating.
 
     `shares_casts`: whether a weight is cast to a lower `precision` once per step.
     """
@@ -128,7 +128,7 @@ def work_of(count: ModelCount) -> tuple[Passes, ...]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A gauge that runs the layers on this device and measures their seconds.
+    """Layer costs in seconds, measured by running the layers on this device.
 
     `around` is a context manager factory that is entered while they run; `how` describes the mode
     of measurement for messages.
