@@ -155,4 +155,4 @@ def test_a_device_that_tells_little_is_told_of_all_the_same():
         PLANNED,
         Request(),
     )
-    assert "on the host, of the whole process" in told and "offload" not in told
+    assert "on the host, for the whole process" in told and "offload" not in told
