@@ -365,7 +365,9 @@ def test_all_ranks_that_lack_memory_are_named():
     lacking = found.ranking.nearest.lacks
     assert [bool(lack) for lack in lacking] == [True, True, True, False]
     for rank in (0, 1, 2):
-        assert re.search(rf"rank {rank}[ ,]", found.text) and bytes_text(lacking[rank]) in found.text
+        assert (
+            re.search(rf"rank {rank}[ ,]", found.text) and bytes_text(lacking[rank]) in found.text
+        )
 
 
 def test_layouts_whose_stages_cannot_hold_pins_are_left_out_and_said():
