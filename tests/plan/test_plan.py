@@ -443,7 +443,9 @@ def test_a_budget_needs_a_limit():
 
 def test_skips_are_shown():
     text = planned("model=unet", "data=synthetic_masks", "model.base_channels=4").text
-    assert re.search(r"Skips, for one micro-batch: 5, of which \d within a stage, \d to the next", text)
+    assert re.search(
+        r"Skips, for one micro-batch: 5, of which \d within a stage, \d to the next", text
+    )
     assert re.search(r"level0 +\d+ to \d+ +\d to 3 +262 kB", text)
 
 
