@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gpipe_hpc.checkpoint import latest
     from gpipe_hpc.comm.net.pickling import register_boundary_type
     from gpipe_hpc.comm.world.threads import run_on_threads
-    from gpipe_hpc.engine.sums.results import StepResult
+    from gpipe_hpc.engine import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.optim.large_batch.adascale import AdaScale
     from gpipe_hpc.optim.large_batch.lamb import LAMB
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
         "LayerSpec": "gpipe_hpc.models",
         "Metrics": "gpipe_hpc.trainer.figures.metrics",
         "Pipeline": "gpipe_hpc.pipeline",
-        "StepResult": "gpipe_hpc.engine.sums.results",
+        "StepResult": "gpipe_hpc.engine",
         "add_loss": "gpipe_hpc.models",
         "add_metric": "gpipe_hpc.models",
         "latest": "gpipe_hpc.checkpoint",

@@ -1,8 +1,7 @@
 """`Pipeline`: a model divided into stages on several ranks and trained as one model."""
 
 import logging
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,10 @@ import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
-from gpipe_hpc.batches import BatchSplitter, Pieces, share_of, unwrapped, with_tensors
+from gpipe_hpc.batches import share_of, unwrapped, with_tensors
 from gpipe_hpc.comm.collectives.group import Gathering, Group
-from gpipe_hpc.comm.world.groups import MeshGroups, check_agreement, warm_up_groups
+from gpipe_hpc.comm.world.groups import MeshGroups, check_agreement
 from gpipe_hpc.comm.world.mesh import Mesh
-from gpipe_hpc.comm.world.threads import within_step
 from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.config import Keywords, by_keyword
 from gpipe_hpc.data_parallel import (
@@ -24,39 +22,23 @@ from gpipe_hpc.data_parallel import (
     NoParameters,
     OptimizerSharding,
     OwnedParameter,
-    log_inexact,
     make_optimizer,
 )
 from gpipe_hpc.device.cores.bind import bind
-from gpipe_hpc.device.host.clock import clock_identity
-from gpipe_hpc.engine.backward.outsiders import Outsiders
-from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
-from gpipe_hpc.engine.memory_snapshot import MemorySnapshot, OutOfMemoryError
-from gpipe_hpc.engine.precision import scaling
-from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
-from gpipe_hpc.engine.run import Run, random_keys
-from gpipe_hpc.engine.stages.assembly import (
-    build_stages,
-    by_stage,
-    equalise_copies,
-    gather_parameters,
+from gpipe_hpc.device.memory_snapshot import MemorySnapshot, OutOfMemoryError
+from gpipe_hpc.engine import (
+    ActionTimes,
+    Engine,
+    LossScale,
+    Run,
+    StepMarks,
+    StepResult,
+    StepTimes,
 )
-from gpipe_hpc.engine.stages.whole_model import WholeModel
-from gpipe_hpc.engine.stages.wiring import Wiring, wire
-from gpipe_hpc.engine.steps import Steps, Tell
-from gpipe_hpc.engine.sums.loss_scale import LossScale
-from gpipe_hpc.engine.sums.norms import Norms, clip_by_norm, gather_norms
-from gpipe_hpc.engine.sums.results import StepResult
-from gpipe_hpc.engine.sums.squares import parts_of
-from gpipe_hpc.engine.sums.statistics import gather_batchnorm, log_batchnorm
-from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
-from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError
+from gpipe_hpc.errors import ConfigError, DeviceMemoryError, GpipeError
 from gpipe_hpc.models import (
     Layer,
     LossFunction,
-    find_ties,
-    layer_name,
-    layer_stages,
     normalise_layers,
     parameter_sizes,
 )
@@ -73,8 +55,7 @@ from gpipe_hpc.planner.deciding import decide_layout, with_open_choices
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.planner.memory.exhausted import explain_exhausted
 from gpipe_hpc.pytree import Nest
-from gpipe_hpc.schedule import Op, Timeline
-from gpipe_hpc.torch_compat import can_split_backward, warn_of_untested_torch
+from gpipe_hpc.schedule import Timeline
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -163,31 +144,20 @@ class Pipeline:
         with together(self.world, "start"):
             request = request.on(self.world.size)
             assert not isinstance(request.stages, str), "the number of stages is known by now"
-            self._norms: Norms | None = None
             self._planned: RankForecast | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
             assert request.portions, "each replica has micro-batches"
-            self._site = MeshGroups.of(self.world, self.mesh)
+            self._groups = MeshGroups.of(self.world, self.mesh)
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
-        self._splitter = BatchSplitter()
-        self._last_layer = f"layers.{len(model) - 1} ({layer_name(model[-1])})" if model else "loss"
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
-        self.layout = decide_layout(self.request, self._site, gauge, given.timeout_s)
+        self.layout = decide_layout(self.request, self._groups, gauge, given.timeout_s)
         self.partition = self.layout.partition
         self._own = self.layout.of(self.replica)
         self.schedule = self._own.schedule
         with together(self.world, "start"):
             check_agreement(self.everybody, {"layout": self.layout.digest()})
-            self._build(model)
-            self._whole_model = WholeModel(
-                layers,
-                model,
-                {i: m for stage in self.stages.values() for i, m in stage.layers.items()},
-                self.everybody,
-                is_one_process=self.world.is_one_process,
-            )
-            self._compile(request.compile)
+            self._build(layers, model)
 
     def _say(self, lines: Iterable[str]) -> None:
         if self.world.rank == 0:
@@ -209,89 +179,35 @@ class Pipeline:
         counted = Counted(model, given, request.precision, shares_casts=not request.offload)
         return Measured(counted)
 
-    def _compile(self, wish: bool | str) -> None:
-        """Compile the layers with torch.compile if requested."""
-        backend = chosen_backend(wish, self.world.device)
-        if backend is None:
-            return
-        stages = self.stages.values()
-        calls = compile_layers({i: m for s in stages for i, m in s.layers.items()}, backend)
-        for stage in stages:
-            stage.run_by(calls)
-        if self.world.rank == 0 and Op.W in self.schedule.ops:
-            log.warning(
-                "compile: compiled layers compute weight gradients together with input gradients, "
-                "so W of schedule %r does nothing; a schedule with full backwards (B) is as fast",
-                self.schedule.name,
-            )
-
-    def _build(self, model: list[Layer]) -> None:
-        """Build this rank's stages, connect them to other ranks, and create the step runner.
-
-        Every rank calls it.
-        """
-        request, layout, world = self.request, self._own, self.world
-        self._build_stages(model)
-        self._check_local_sgd()
-        wiring, tied = self._connect(model)
-        part_of = self._measure_parts(request.noise_over) if request.noise_over else ()
-        self.num_parts = len(set(part_of))
-        self._steps = Steps(
-            self._site,
-            layout.tables,
-            self.layout.portions,
-            self.stages,
-            wiring,
-            tied,
-            [info.name for info in self.all_parameters],
-            scaling(self.precision),
-            request.buffers,
-            part_of,
-            request.combining,
-            request.seed,
-            Outsiders(model, {i: m for s in self.stages.values() for i, m in s.layers.items()}),
-        )
-        if world.rank == 0:
-            # With a single replica, local SGD has nothing to average.
-            is_combined = bool(layout.tables.buckets) and not request.combining.uses_local_sgd
-            if is_combined or self.uses_local_sgd:
-                log_inexact(request.combining)
-            self._warn_of_torch()
-        self._outer_due, self._versions_stepped = False, 0
-        self.last_outer_step = 0
-        self._has_optimizer = False
-        self.needs_inputs = 0 in self.stages
-        self.needs_targets = self.schedule.num_stages - 1 in self.stages
-
-    def _warn_of_torch(self) -> None:
-        warn_of_untested_torch()
-        if Op.W in self.schedule.ops and not can_split_backward():
-            log.warning(
-                "schedule: torch %s does not support split backwards, so weight gradients are "
-                "computed together with input gradients and W of schedule %r does nothing; a "
-                "schedule with full backwards (B) is as fast",
-                torch.__version__,
-                self.schedule.name,
-            )
-
-    def _build_stages(self, model: list[Layer]) -> None:
-        """Build the stages of this rank and gather the parameters of the whole model."""
-        placement, pipeline = self.schedule.placement, self._site.pipeline
-        self.stages = build_stages(
+    def _build(self, given: nn.Sequential | Sequence[Layer], model: list[Layer]) -> None:
+        """Build this rank's stages and connect them to those of other ranks; a collective call."""
+        request, own, placement = self.request, self._own, self.schedule.placement
+        self._engine = Engine(
+            given,
             model,
+            self._groups,
             self.partition.counts,
-            placement.stages_of(self.stage_rank),
-            self.seed,
-            self.world,
-            self.everybody,
-            self.precision,
-            self._own.recomputed,
-            built_on_device=self.request.build_on == "device",
+            [self.layout.of(replica).schedule for replica in range(self.mesh.replicas)],
+            own.tables,
+            self.layout.portions,
+            recomputed=own.recomputed,
+            seed=self.seed,
+            precision=self.precision,
+            buffers=request.buffers,
+            outer=request.combining,
+            normalise_over_replicas=request.normalise_over_replicas,
+            noise_over=request.noise_over,
+            built_on_device=request.build_on == "device",
+            compiles=request.compile,
         )
-        self.all_parameters = gather_parameters(self.stages, pipeline)
-        is_wide = any(info.is_double for info in self.all_parameters)
-        self._norm_dtype = torch.float64 if is_wide else torch.float32
-        check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
+        self._steps, self.stages = self._engine.steps, self._engine.stages
+        self.all_parameters, self.batchnorm = self._engine.all_parameters, self._engine.batchnorm
+        self.needs_inputs, self.needs_targets = (
+            self._engine.needs_inputs,
+            self._engine.needs_targets,
+        )
+        self.num_parts = self._engine.num_parts
+        check_conservation(parameter_sizes(model), self._engine.parameter_sizes())
         self._cut_table = cut_table(
             model,
             self.partition.counts,
@@ -301,88 +217,29 @@ class Pipeline:
             paces=self.partition.stage_paces,
             pins=self.partition.pins,
         )
-        self.batchnorm = gather_batchnorm(
-            {index: stage.batchnorm for index, stage in self.stages.items()}, pipeline
-        )
-        if self.world.rank == 0:
-            log_batchnorm(self.batchnorm)
-
-    @property
-    def _normalises_together(self) -> bool:
-        return self.request.normalise_over_replicas and bool(self.batchnorm.converted)
-
-    def _check_local_sgd(self) -> None:
-        """Raise ConfigError for settings that synchronise replicas every step."""
-        if not self.uses_local_sgd:
-            return
-        if self._normalises_together:
-            raise ConfigError(
-                "outer.every: with local SGD, expected normalise_over_replicas=False, got True, "
-                "which synchronises replicas in every micro-batch; disable one of them"
-            )
-        if self.request.noise_over:
-            raise ConfigError(
-                f"outer.every: with local SGD, expected no noise_over, which compares gradients of "
-                f"replicas in every step, got {self.request.noise_over}; disable one of them"
-            )
-
-    def _connect(self, model: list[Layer]) -> tuple[Wiring, list[TiedParameter]]:
-        """Open channels, create groups, and make replicas and tied weights equal."""
-        world, mesh, placement = self.world, self.mesh, self.schedule.placement
-        wiring = wire(
-            world,
-            mesh,
-            [self.layout.of(replica).schedule for replica in range(mesh.replicas)],
-            normalises_together=self._normalises_together,
-            is_apart=self.uses_local_sgd,
-        )
-        equalise_copies(self.stages, wiring.copies)
-        ties = find_ties(model)
-        self._tied_names = frozenset(tie.name for tie in ties)
-        tied = join_ties(
-            ties,
-            self.stages,
-            layer_stages(self.partition.counts),
-            placement,
-            mesh,
-            world,
-            self.request.combining,
-            uses_local_sgd=self.uses_local_sgd,
-        )
-        groups = [self.everybody, self._site.pipeline, *wiring.groups(), *(t.group for t in tied)]
-        warm_up_groups(groups, world.device)
-        return wiring, tied
-
-    def _measure_parts(self, parts: str) -> tuple[int, ...]:
-        """Make stages measure parts of gradients; return the part of each micro-batch."""
-        placement = self.schedule.placement
-        tables = [self.layout.of(replica).schedule for replica in range(self.mesh.replicas)]
-        found = parts_of(parts, [table.placement for table in tables])
-        for index, stage in self.stages.items():
-            every = range(placement.num_microbatches)
-            own = [m for m in every if placement.rank_of(index, m) == self.stage_rank]
-            stage.measure_parts(parts, own)
-        return found
+        self._outer_due, self._versions_stepped = False, 0
+        self.last_outer_step = 0
+        self._has_optimizer = False
 
     @property
     def everybody(self) -> Gathering:
         """Return the group of all ranks."""
-        return self._site.everybody
+        return self._groups.everybody
 
     @property
     def of_place(self) -> Gathering:
         """Return the group of the ranks at this position in all replicas."""
-        return self._site.of_place
+        return self._groups.of_place
 
     @property
     def replica(self) -> int:
         """Return the index of this rank's replica; world rank = replica x stages + stage_rank."""
-        return self._site.replica
+        return self._groups.replica
 
     @property
     def stage_rank(self) -> int:
         """Return the position of this rank in its pipeline, from 0."""
-        return self._site.stage_rank
+        return self._groups.stage_rank
 
     @property
     def num_microbatches(self) -> int:
@@ -485,7 +342,10 @@ class Pipeline:
         return share_of(num_samples, self.num_global_microbatches, own.start, len(own))
 
     def step(
-        self, inputs: Nest = None, targets: Nest = None, tell: Tell | None = None
+        self,
+        inputs: Nest = None,
+        targets: Nest = None,
+        tell: Callable[[], Sequence[float]] | None = None,
     ) -> StepResult:
         """Run forward, backward and gradient reduction on this replica's share of a global batch.
 
@@ -508,19 +368,15 @@ class Pipeline:
             gradients overflowed, `is_skipped` is True and all gradients are None; such a step
             counts: its batch is consumed and the learning rate advances.
         """
-        self._norms = None
         # The caller's inference mode must not affect a step.
         self.outer_step()
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             self._refuse_own_optimizer()
             with self._with_plan_of_memory():
                 run = self._run("training", inputs, targets, self.loss_fn)
-                digests = self._steps.same_data.says(self.steps_done, inputs, targets)
-                run = replace(run, digests=digests) if digests else run
-                with within_step():
-                    result = self._steps.train(run, tell)
+                result = self._engine.train(run, tell)
         self.steps_done += 1
-        self._whole_model.watch()
+        self._engine.whole_model.watch()
         local_sgd = self._steps.local_sgd
         if local_sgd is not None:
             self._outer_due = local_sgd.steps.is_due(self.steps_done)
@@ -561,7 +417,7 @@ class Pipeline:
         with together(self.world, "prediction"):
             run = self._run("prediction", inputs, None, None)
             with self._with_plan_of_memory():
-                return self._steps.predict(run, self._last_layer)
+                return self._engine.predict(run)
 
     def expect_memory(self, ranks: Sequence[RankForecast] | None) -> None:
         """Set the memory forecast of a pipeline's ranks, None if there is none.
@@ -599,7 +455,7 @@ class Pipeline:
         try:
             yield
         except OutOfMemoryError as error:
-            told = explain_exhausted(error.standing, self._planned, self.request)
+            told = explain_exhausted(error.snapshot, self._planned, self.request)
             raise DeviceMemoryError(f"{error}\n{told}") from error.__cause__
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -614,9 +470,7 @@ class Pipeline:
         if not max_norm >= 0:
             raise ConfigError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}")
         with together(self.world, "clipping"):
-            norms = self._gather_norms()
-            own = {name: each.parameter for name, each in self._steps.owned_gradients().items()}
-            return clip_by_norm(own, norms, max_norm)
+            return self._engine.clip_grad_norm(max_norm)
 
     def grad_square(self) -> float:
         """Return the squared gradient norm of this step before clipping, without tied parameters.
@@ -625,30 +479,7 @@ class Pipeline:
         After `clip_grad_norm_` it needs no communication.
         """
         with together(self.world, "adding up norms"):
-            known = self._norms or self._gather_norms()
-            return known.square_without(self._tied_names)
-
-    def _gather_norms(self) -> Norms:
-        """Return the norms of all current gradients; the first ones of a step are cached."""
-        owned, sharding = self._steps.owned_gradients(), self._steps.sharding
-        in_parts = sharding is not None and sharding.shards_gradients
-        # Each rank counts its shards; unsharded gradients are counted by their first holder.
-        is_first = not (in_parts and self.replica)
-        norms = gather_norms(
-            {name: each.parameter for name, each in owned.items()},
-            {
-                info.name
-                for info in self.all_parameters
-                if (is_first and self._counts(info.stage))
-                or (info.name in owned and owned[info.name].is_view)
-            },
-            [info.name for info in self.all_parameters],
-            self.everybody if in_parts else self._site.pipeline,
-            self.world.device,
-            self._norm_dtype,
-        )
-        self._norms = self._norms or norms
-        return norms
+            return self._engine.grad_square()
 
     def timeline(self) -> Timeline:
         """Return start and end of each action of the last step on all ranks of this replica.
@@ -656,18 +487,13 @@ class Pipeline:
         Every rank of the replica must call it. Times are in seconds on the clock of the replica's
         first rank; those of other hosts are accurate to the latency of a message.
         """
-        group = self._site.pipeline
         with together(self.world, "gathering a timeline"):
-            group.all_reduce(torch.zeros(1))  # all ranks finish at about the same time
-            met_s = time.perf_counter()
-            events = self.last_step_moments().events(self.stage_rank)
-            own = Recorded(clock_identity(), met_s, events)
-            rows = on_one_clock(group.all_gather_object(own))
+            rows = self._engine.gather_events()
         table = self.schedule
         size = table.num_stages, table.num_microbatches
         return Timeline(rows, *size, table.name, table.skips)
 
-    def last_step_moments(self) -> Moments:
+    def last_step_moments(self) -> ActionTimes:
         """Return start and end of this rank's actions in the last step, in seconds of its clock."""
         return self.last_step_marks().moments
 
@@ -750,7 +576,7 @@ class Pipeline:
         where = source if isinstance(source, Path) else source.path
         with together(self.world, f"loading {where}"):
             extra = checkpoint.load(self, source, optimizer)
-            self._whole_model.watch()
+            self._engine.whole_model.watch()
             return extra
 
     @property
@@ -854,36 +680,9 @@ class Pipeline:
         if loss_scale is not None and self._steps.loss_scale is not None:
             self._steps.loss_scale.restore(loss_scale)
 
-    def _counts(self, stage: int) -> bool:
-        """Return whether this rank counts a stage in totals, as the first that holds it."""
-        return self.schedule.placement.holders(stage)[0] == self.stage_rank
-
     def _run(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Run:
-        """Return the work of a run: this replica's share of the batch, in micro-batches."""
-        held = [index for stage in self.stages.values() for index in stage.layers]
-        keys = random_keys(self.seed, self.steps_done, self.microbatches, [*held, self.num_layers])
-        if self.needs_inputs and inputs is None:
-            raise DataError(
-                f"rank {self.world.rank}: expected inputs, because it holds stage 0, got None; "
-                f"pass this replica's share on ranks with pipe.needs_inputs"
-            )
-        uses_targets = self.needs_targets and targets is not None
-        if lane == "training":
-            for what, batch in (("inputs", inputs), ("targets", targets)):
-                self._splitter.warn_of_gradients(batch, what)
-        return Run(
-            lane,
-            keys,
-            self.num_layers,
-            self._pieces(inputs, "inputs") if self.needs_inputs else None,
-            self._pieces(targets, "targets") if uses_targets else None,
-            loss_fn,
-            step=self.steps_done,
-            is_cut=lane == "training" and self.num_global_microbatches > 1,
-        )
-
-    def _pieces(self, batch: Nest, what: str) -> Pieces:
-        return self._splitter.split(with_tensors(batch, what), self.num_microbatches, what)
+        """Cut this replica's share of a batch into micro-batches for one run."""
+        return self._engine.prepare(lane, self.steps_done, inputs, targets, loss_fn)
 
 
 def _name_of(loss_fn: LossFunction | None) -> dict[str, object]:

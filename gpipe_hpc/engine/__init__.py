@@ -1,16 +1,84 @@
-"""The engine: it runs a rank's list of actions on its stages.
+"""The engine: run one rank's list of actions on its stages.
 
-A micro-batch goes one way, downwards: `pipeline`, `steps` (a whole step of a rank), `executor` (its
-list of actions), `stage_runner` (forward, recomputation and backward of one stage), `layer_runner`
-(consecutive layers), the layer. Each action is handed one frozen `run.Run`.
+A micro-batch takes one path, downwards: `engine` (built once by `Pipeline`), `steps` (a whole step
+of a rank), `executor` (its list of actions), `stage_runner` (forward, recomputation and backward of
+one stage), `layer_runner` (consecutive layers), the layer. Each action gets one frozen `run.Run`.
 
-- `random_state`, `buffers`: what a forward changes besides its output, kept apart by micro-batch.
-- `outputs`: what leaves a stage, in memory of its own.
-- `offload`: activations that wait in the host's memory.
-- `backward/`: a backward in one piece, or split in I and W.
-- `stages/`: what a rank has for good, made once at the start.
-- `buffer_sync`, `parameters`: buffers and parameters that copies of a stage must have in common.
-- `sums/`: what is added up over micro-batches, ranks and replicas.
-- `batch/`: batches cut into micro-batches, and outputs put together again.
+- `stages/`: what a rank keeps between steps: its stages, its channels and groups.
+- `random_state`, `buffers`: what a forward changes besides its output, by micro-batch.
+- `outputs`: outputs of a stage, in memory of their own.
+- `offload`: activations that are moved to host memory.
+- `backward/`: a backward in one piece, or split into I and W.
+- `buffer_sync`, `parameters`: buffers and parameters that copies of a stage share.
+- `sums/`: the all-reduce at the end of a step, and loss, norms and statistics that travel with it.
 - `recorder`: when actions ran.
+
+Other packages import the names of `__all__` only; they are resolved on first use.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+    from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+    from gpipe_hpc.engine.buffers import Home, version_of
+    from gpipe_hpc.engine.engine import Engine
+    from gpipe_hpc.engine.precision import casting, keeping_casts
+    from gpipe_hpc.engine.random_state import own_generators
+    from gpipe_hpc.engine.recorder import ActionTimes, StepMarks, StepTimes
+    from gpipe_hpc.engine.run import Run
+    from gpipe_hpc.engine.stages.tables import Tables
+    from gpipe_hpc.engine.stages.wiring import Wiring
+    from gpipe_hpc.engine.sums.loss_scale import LossScale
+    from gpipe_hpc.engine.sums.norms import norms_of
+    from gpipe_hpc.engine.sums.results import StepResult
+
+__all__ = [
+    "ActionTimes",
+    "DeferWeights",
+    "Deferred",
+    "Engine",
+    "Home",
+    "LossScale",
+    "Run",
+    "StepMarks",
+    "StepResult",
+    "StepTimes",
+    "Tables",
+    "Wiring",
+    "accumulate_gradients",
+    "casting",
+    "edge_of",
+    "keeping_casts",
+    "norms_of",
+    "own_generators",
+    "version_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    homes = {
+        "ActionTimes": "recorder",
+        "DeferWeights": "backward.splitting",
+        "Deferred": "backward.splitting",
+        "Engine": "engine",
+        "Home": "buffers",
+        "LossScale": "sums.loss_scale",
+        "Run": "run",
+        "StepMarks": "recorder",
+        "StepResult": "sums.results",
+        "StepTimes": "recorder",
+        "Tables": "stages.tables",
+        "Wiring": "stages.wiring",
+        "accumulate_gradients": "backward.calls",
+        "casting": "precision",
+        "edge_of": "backward.calls",
+        "keeping_casts": "precision",
+        "norms_of": "sums.norms",
+        "own_generators": "random_state",
+        "version_of": "buffers",
+    }
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{homes[name]}"), name)

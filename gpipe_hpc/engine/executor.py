@@ -22,9 +22,9 @@ from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientReducer
+from gpipe_hpc.device.memory_snapshot import MemorySnapshot, OutOfMemoryError
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.memory_snapshot import MemorySnapshot, OutOfMemoryError
 from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder, Span

@@ -131,7 +131,7 @@ class PinnedBufferPool:
 
 
 @dataclass(eq=False)
-class _Memory:
+class _SavedStorage:
     """One storage that tensors of the micro-batch view: on the device, or on the host."""
 
     device: torch.UntypedStorage | None
@@ -141,7 +141,7 @@ class _Memory:
 class _View(NamedTuple):
     """A tensor as autograd saved it, without its memory."""
 
-    memory: _Memory
+    memory: _SavedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -168,7 +168,7 @@ class HostCopy:
     ) -> None:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
         self._device, self._room = device, room
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, _SavedStorage] = {}
         self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
         self._is_here: Event | None = None
         self._is_back = False
@@ -266,7 +266,7 @@ class HostCopy:
         if pointer == 0 or pointer in self._lasting or tensor.is_conj() or tensor.is_neg():
             return tensor
         # A storage that is held here keeps its address to itself.
-        memory = self._memories.setdefault(pointer, _Memory(storage))
+        memory = self._memories.setdefault(pointer, _SavedStorage(storage))
         offset = int(tensor.storage_offset())
         return _View(memory, tensor.dtype, offset, tensor.shape, tensor.stride())
 

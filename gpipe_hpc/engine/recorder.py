@@ -106,7 +106,7 @@ class StepTimes(NamedTuple):
     end_s: float = -math.inf
 
 
-class Moments(NamedTuple):
+class ActionTimes(NamedTuple):
     """The actions of a step, and start and end of each in turn; 16 bytes an action.
 
     Compute, and what ran beside it: reductions, and parameters that were gathered.
@@ -138,22 +138,20 @@ class Moments(NamedTuple):
         return tuple(map(Event, repeat(rank), self.actions, starts, ends))
 
 
-class Recorded(NamedTuple):
-    """What a rank tells of a step: its clock, that clock's time when all met, and its events."""
+def on_one_clock(
+    ranks: Sequence[tuple[int, float, tuple[Event, ...]]],
+) -> tuple[tuple[Event, ...], ...]:
+    """Return the events of all ranks on the clock of the first; clocks of hosts differ by days.
 
-    clock: int
-    met_s: float
-    events: tuple[Event, ...]
-
-
-def on_one_clock(ranks: Sequence[Recorded]) -> tuple[tuple[Event, ...], ...]:
-    """Return the events of all ranks on the clock of the first; clocks of hosts differ by days."""
-    first = ranks[0]
+    `ranks`: for each the identity of its clock, that clock's time at a moment common to all ranks,
+    and its events.
+    """
+    first_clock, first_s, _ = ranks[0]
     return tuple(
-        each.events
-        if each.clock == first.clock
-        else tuple(_later(event, first.met_s - each.met_s) for event in each.events)
-        for each in ranks
+        events
+        if clock == first_clock
+        else tuple(_later(event, first_s - common_s) for event in events)
+        for clock, common_s, events in ranks
     )
 
 
@@ -184,7 +182,7 @@ class StepMarks:
         self._begin, self._mark = begin, mark
         self.spans: list[Span] = []  # of compute
         self._beside: list[_Beside] = []
-        self._read: Moments | None = None
+        self._read: ActionTimes | None = None
 
     def add(self, action: Action, start: Mark) -> None:
         """Note that an action ran from `start` until now."""
@@ -197,7 +195,7 @@ class StepMarks:
         pending.when_done(partial(beside.end, self._mark))
 
     @property
-    def moments(self) -> Moments:
+    def moments(self) -> ActionTimes:
         """Return the step's actions in seconds of the host's monotonic clock; marks are read once.
 
         What is returned does not change any more. What ran beside compute is over.
@@ -213,9 +211,11 @@ class StepMarks:
         """Return when this rank computed; what ran beside it may be under way still."""
         return self._moments(self.spans).times
 
-    def _moments(self, spans: Sequence[Span]) -> Moments:
+    def _moments(self, spans: Sequence[Span]) -> ActionTimes:
         marks = (mark for span in spans for mark in (span.start, span.end))
-        return Moments(tuple(span.action for span in spans), array("d", map(self._seconds, marks)))
+        return ActionTimes(
+            tuple(span.action for span in spans), array("d", map(self._seconds, marks))
+        )
 
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):

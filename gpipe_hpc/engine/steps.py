@@ -52,10 +52,6 @@ from gpipe_hpc.settings import Outer
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 
-Tell = Callable[[], Sequence[float]]
-"""Returns what a rank tells all others when its part of a pipeline has run: a few numbers."""
-
-
 class Steps:
     """Train, evaluate and predict with the stages of one rank.
 
@@ -217,7 +213,7 @@ class Steps:
         """Return what was recorded of the last training step."""
         return self._trainer.recorder
 
-    def train(self, run: Run, tell: Tell | None = None) -> StepResult:
+    def train(self, run: Run, tell: Callable[[], Sequence[float]] | None = None) -> StepResult:
         """Run forward, backward and reduction; replace the gradients of all parameters.
 
         `tell` says what all others are told when this rank's part of the pipeline has run.
@@ -558,7 +554,7 @@ class Steps:
         self,
         outcome: Outcome,
         flags: Callable[[], Collection[int]] = frozenset,
-        tell: Tell | None = None,
+        tell: Callable[[], Sequence[float]] | None = None,
         overflows: Callable[[], torch.Tensor | None] = lambda: None,
         squares: Mapping[int, torch.Tensor] | None = None,
         digests: Sequence[torch.Tensor | float] = (),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_hpc.data_parallel import MicrobatchSplit
-from gpipe_hpc.engine.stages.tables import Tables
+from gpipe_hpc.engine import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import (
     find_skips,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpipe_hpc.data_parallel import Buckets
-from gpipe_hpc.engine.stages.tables import Tables
+from gpipe_hpc.engine import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.schedule import (
     Op,

@@ -10,7 +10,7 @@ from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world.groups import MeshGroups, warm_up_groups
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World, together
-from gpipe_hpc.engine.stages.wiring import Wiring, wire
+from gpipe_hpc.engine import Wiring
 from gpipe_hpc.errors import DeviceError
 from gpipe_hpc.planner import Layout, hand_out
 from gpipe_hpc.preflight.lines import ChannelConnection, GroupConnection
@@ -42,7 +42,7 @@ def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -
         site = MeshGroups.of(world, mesh)
         layout = hand_out(decided, world.rank, mesh, site.everybody, site.pipeline, site.of_place)
         schedules = [layout.of(replica).schedule for replica in range(mesh.replicas)]
-        wiring = wire(world, mesh, schedules)
+        wiring = Wiring.connect(world, mesh, schedules)
         groups = _different(wiring)
         warm_up_groups([site.everybody, site.pipeline, *groups], world.device)
     ways = _time_channels(world, mesh, layout, wiring, most_bytes)

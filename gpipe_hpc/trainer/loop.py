@@ -17,8 +17,7 @@ from gpipe_hpc.comm.world.world import World, telling, together
 from gpipe_hpc.config import on_ranks, written
 from gpipe_hpc.device.cores.bind import bound
 from gpipe_hpc.device.deferred import Mark
-from gpipe_hpc.engine.recorder import StepTimes
-from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.engine import StepResult, StepTimes
 from gpipe_hpc.errors import ConfigError, NonFiniteError
 from gpipe_hpc.planner.foresight import Foresight
 from gpipe_hpc.planner.memory.by_rank import memory_limits

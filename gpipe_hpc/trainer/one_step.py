@@ -1,15 +1,14 @@
 """One training step, shared by `train`, `verify` and `bench`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from gpipe_hpc.comm.world.world import telling
 from gpipe_hpc.data.batches import Batch
 from gpipe_hpc.device.deferred import AsyncHostCopy, Mark, seconds_between, take_mark
-from gpipe_hpc.engine.steps import Tell
-from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.engine import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.optim.lr import lr_at, set_lr
 from gpipe_hpc.trainer.session import Session
@@ -99,7 +98,9 @@ class Trained(NamedTuple):
 
 
 def train_one_step(
-    session: Session, look: Callable[[], None] | None = None, tell: Tell | None = None
+    session: Session,
+    look: Callable[[], None] | None = None,
+    tell: Callable[[], Sequence[float]] | None = None,
 ) -> Trained:
     """Train on the next batch: forward, backward, clipping, optimizer step, outer step.
 

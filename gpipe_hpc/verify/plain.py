@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.random_state import own_generators
+from gpipe_hpc.engine import own_generators
 from gpipe_hpc.models import (
     GENERATOR_LOCK,
     Layer,

@@ -1,4 +1,4 @@
-"""Moments of a device's marks on the host's clock."""
+"""ActionTimes of a device's marks on the host's clock."""
 
 import struct
 

@@ -1,6 +1,6 @@
 """Events of several hosts, whose clocks began at different times."""
 
-from gpipe_hpc.engine.recorder import Recorded, on_one_clock
+from gpipe_hpc.engine.recorder import on_one_clock
 from gpipe_hpc.schedule import Action, Event, Op
 
 
@@ -11,9 +11,9 @@ def events(rank, start_s):
 def test_all_events_are_on_the_clock_of_the_first_rank():
     """A picture of two hosts showed the difference of their uptimes."""
     told = [
-        Recorded(1, 100.0, events(0, 90.0)),
-        Recorded(1, 100.5, events(1, 91.0)),  # the same clock: the moment says nothing
-        Recorded(2, 7000.0, events(2, 6992.0)),
+        (1, 100.0, events(0, 90.0)),
+        (1, 100.5, events(1, 91.0)),  # the same clock: the moment says nothing
+        (2, 7000.0, events(2, 6992.0)),
     ]
     starts = [row[0].start_s for row in on_one_clock(told)]
     assert starts == [90.0, 91.0, 92.0]

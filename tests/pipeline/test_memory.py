@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.memory_snapshot import MemorySnapshot
+from gpipe_hpc.device.memory_snapshot import MemorySnapshot
 from gpipe_hpc.errors import DeviceMemoryError, PeerError
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.planner.memory.exhausted import explain_exhausted
@@ -124,7 +124,7 @@ def test_what_is_set_already_is_not_advised():
         assert setting not in last
 
 
-def advice(standing=None, **settings):
+def advice(snapshot=None, **settings):
     given = {
         "device": "cuda:0 (H100)",
         "is_accelerator": True,
@@ -137,7 +137,7 @@ def advice(standing=None, **settings):
         "gradients": GB,
         "num_kept": 3,
     }
-    found = MemorySnapshot(**{**given, **(standing or {})})
+    found = MemorySnapshot(**{**given, **(snapshot or {})})
     return explain_exhausted(found, None, Request(**settings)).splitlines()[-1]
 
 

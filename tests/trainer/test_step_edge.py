@@ -75,7 +75,7 @@ def test_the_bubble_is_that_of_all_replicas_in_one_span():
 
 
 def test_hosts_whose_clocks_differ_by_days_agree_on_the_bubble():
-    """Moments of two hosts were taken for those of one clock."""
+    """ActionTimes of two hosts were taken for those of one clock."""
     timeline = simulate(build("gpipe", ranks=2, microbatches=4), Costs(forward=1, backward=2))
     agreed = meet([timeline], clock=lambda rank: rank, offsets=[7.0, 3e5])
     assert agreed.bubble == pytest.approx(timeline.bubble, abs=1e-9)

@@ -22,7 +22,7 @@ refuses it. In a hook torch refuses it, or returns None with `allow_unused=True`
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -57,23 +57,7 @@ with torch.inference_mode(False):
 _NODE: Final = get_gradient_edge(_LEAF).node
 
 
-class Call(Protocol):
-    """A function call whose parameters are no part of the graph around it."""
-
-    output: torch.Tensor | None  # until it is joined to that graph
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Return those that have a gradient."""
-
-    def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of each input that has one; in grad mode with a graph."""
-
-    def leave(self, gradient: torch.Tensor) -> None:
-        """Leave the parameters' gradients to somebody; `gradient` is that of the output."""
-
-
-def join(call: Call, inputs: Iterable[torch.Tensor]) -> Any:
+def join(call: "DeferredCall", inputs: Iterable[torch.Tensor]) -> Any:
     """Return a call's output as part of the graph of `inputs`, those that have a gradient."""
     return _APPLY(call, *inputs, _LEAF)
 
@@ -82,7 +66,7 @@ class _Joint(torch.autograd.Function):
     """The node that stands for a call in the outer graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *anchors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: "DeferredCall", *anchors: torch.Tensor) -> torch.Tensor:
         ctx.joined_call, ctx.num_anchors = call, len(anchors)
         ctx.set_materialize_grads(False)
         assert call.output is not None, "a call is joined once"
@@ -91,7 +75,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        call: Call = ctx.joined_call
+        call: DeferredCall = ctx.joined_call
         gradient = gradients[0]
         if gradient is None:  # nothing behind it has a gradient: nor have its parameters
             return (None,) * (1 + ctx.num_anchors)
@@ -125,7 +109,7 @@ def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) ->
             continue
         seen.add(node)
         nodes.extend(following for following, _ in node.next_functions)
-        call: Call | None = getattr(node, "joined_call", None)
+        call: DeferredCall | None = getattr(node, "joined_call", None)
         for parameter in () if call is None else call.parameters:
             if id(parameter) in asked:
                 raise ModelError(
@@ -333,7 +317,7 @@ def _split_call(
     )
     if deferred.hold is not None:
         deferred.hold(leaves)
-    return join(_Call(output, leaves, parameters, None, None, deferred), inputs)
+    return join(DeferredCall(output, leaves, parameters, None, None, deferred), inputs)
 
 
 def _split_linear(
@@ -349,7 +333,9 @@ def _split_linear(
     parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
     if deferred.hold is not None:
         deferred.hold([leaf])
-    return join(_Call(output, [leaf], parameters, weight, weight.detach(), deferred), [input])
+    return join(
+        DeferredCall(output, [leaf], parameters, weight, weight.detach(), deferred), [input]
+    )
 
 
 def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
@@ -390,7 +376,7 @@ def _is_input(value: Any) -> bool:
     return value.grad_fn is not None or not isinstance(value, nn.Parameter)
 
 
-class _Call:
+class DeferredCall:
     """A function call with a graph of its own; for a linear layer with what the forward held."""
 
     __slots__ = ("deferred", "edge", "held", "leaves", "output", "parameters", "weight")

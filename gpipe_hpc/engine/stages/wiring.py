@@ -25,40 +25,45 @@ class Wiring:
     copies: Mapping[int, Group]
     peers: Group | None = None
 
+    @classmethod
+    def connect(
+        cls,
+        world: World,
+        mesh: Mesh,
+        schedules: Sequence[Schedule],
+        *,
+        normalises_together: bool = False,
+        uses_local_sgd: bool = False,
+    ) -> "Wiring":
+        """Open this rank's channels and form its groups; the same call on every rank.
+
+        Args:
+            world: All ranks.
+            mesh: Their places in replicas and pipelines.
+            schedules: The table of each replica.
+            normalises_together: BatchNorm normalises each micro-batch over all replicas.
+            uses_local_sgd: Replicas train separately between outer steps.
+        """
+        replica = mesh.replica_of(world.rank)
+        placed = _placed_channels(mesh, schedules[replica], replica)
+        transport = world.transport(list(placed.values()))
+        different = {id(schedule): schedule for schedule in schedules}
+        has_one_table = len({digest(schedule) for schedule in different.values()}) == 1
+        placement = schedules[0].placement
+        copies = _copies(world, mesh, placement, shares_groups=has_one_table)
+        reductions = _within(world, mesh, placement) if uses_local_sgd else copies
+        peers = None
+        if normalises_together and mesh.replicas > 1:
+            # A separate group: the sums of a backward must not wait for gradients under way. All
+            # replicas run one table, so a rank's peers are the ranks at its position.
+            peers = world.group([mesh.replica_ranks(mesh.stage_rank_of(world.rank))])
+        return cls(transport, placed, reductions, copies, peers)
+
     def groups(self) -> list[Group]:
         """Return all groups, in an order that is the same on all ranks that share some."""
         each = [self.copies[i] for i in sorted(self.copies)]
         each += [self.reductions[i] for i in sorted(self.reductions)]
         return each if self.peers is None else [*each, self.peers]
-
-
-def wire(
-    world: World,
-    mesh: Mesh,
-    schedules: Sequence[Schedule],
-    *,
-    normalises_together: bool = False,
-    is_apart: bool = False,
-) -> Wiring:
-    """Open this rank's channels and reduction groups; the same call on every rank.
-
-    `schedules`: the table of each replica. `normalises_together`: BatchNorm layers normalise a
-    micro-batch over all replicas. `is_apart`: replicas train by themselves.
-    """
-    replica = mesh.replica_of(world.rank)
-    placed = _placed_channels(mesh, schedules[replica], replica)
-    transport = world.transport(list(placed.values()))
-    different = {id(schedule): schedule for schedule in schedules}
-    has_one_table = len({digest(schedule) for schedule in different.values()}) == 1
-    placement = schedules[0].placement
-    copies = _copies(world, mesh, placement, shares_groups=has_one_table)
-    reductions = _within(world, mesh, placement) if is_apart else copies
-    peers = None
-    if normalises_together and mesh.replicas > 1:
-        # Its own: what a backward sums must not wait for gradients under way. All replicas run
-        # one table, so a rank's peers are those at its position.
-        peers = world.group([mesh.replica_ranks(mesh.stage_rank_of(world.rank))])
-    return Wiring(transport, placed, reductions, copies, peers)
 
 
 def _copies(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Final
 
-from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.engine import StepResult
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.pipeline import Pipeline
 

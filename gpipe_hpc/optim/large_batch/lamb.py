@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_hpc.engine.sums.norms import norms_of
+from gpipe_hpc.engine import norms_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.optim.group_steps import GroupSteps
 from gpipe_hpc.optim.large_batch.trust import dense_gradients, in_packs, ratio_or_one

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine import Deferred, DeferWeights
 from gpipe_hpc.errors import ModelError, words_of
 from gpipe_hpc.models import (
     Layer,

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine import casting
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import Layer, LossFunction
 from gpipe_hpc.planner.costs.counted import ModelCount, count_model

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine import casting
 from gpipe_hpc.planner.costs.clock import Clock
 from gpipe_hpc.planner.costs.work import Work, WorkCounter
 from gpipe_hpc.units import bytes_text, flops_text

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine import casting
 from gpipe_hpc.planner.costs.clock import Clock
 from gpipe_hpc.units import ranges_text
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.buffers import Home, version_of
-from gpipe_hpc.engine.precision import casting, keeping_casts
+from gpipe_hpc.engine import Home, casting, keeping_casts, version_of
 from gpipe_hpc.errors import GpipeError, ModelError
 from gpipe_hpc.models import SkipNames, run_layer
 from gpipe_hpc.models.remedies import remedy_of

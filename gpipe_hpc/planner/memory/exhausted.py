@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gpipe_hpc.engine.memory_snapshot import MemorySnapshot
+from gpipe_hpc.device.memory_snapshot import MemorySnapshot
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.planner.request import Request
 from gpipe_hpc.planner.telling.columns import aligned
@@ -12,20 +12,20 @@ _UNKNOWN = "-"
 
 
 def explain_exhausted(
-    standing: MemorySnapshot, planned: RankForecast | None, request: Request
+    snapshot: MemorySnapshot, planned: RankForecast | None, request: Request
 ) -> str:
     """Return a table of a rank's planned and allocated memory, followed by remedies.
 
     `planned` is None if the run was not planned, as in library use without `python -m
     gpipe_hpc.plan`.
     """
-    lines = [_table(standing, planned), _where(standing)]
+    lines = [_table(snapshot, planned), _where(snapshot)]
     return "\n".join(
-        [*lines, f"out of memory; remedies: {'; '.join(_remedies(standing, request))}"]
+        [*lines, f"out of memory; remedies: {'; '.join(_remedies(snapshot, request))}"]
     )
 
 
-def _table(standing: MemorySnapshot, planned: RankForecast | None) -> str:
+def _table(snapshot: MemorySnapshot, planned: RankForecast | None) -> str:
     names = ["weights", "casts", "gradients", "optimizer", "activations", "workspace", "sum"]
     expected = [_UNKNOWN] * len(names)
     if planned is not None:
@@ -42,9 +42,9 @@ def _table(standing: MemorySnapshot, planned: RankForecast | None) -> str:
             )
         ]
     found = [_UNKNOWN] * len(names)
-    found[0], found[2] = bytes_text(standing.weights), bytes_text(standing.gradients)
-    found[4] = f"of {standing.num_kept} micro-batches"
-    found[6] = bytes_text(standing.allocated)
+    found[0], found[2] = bytes_text(snapshot.weights), bytes_text(snapshot.gradients)
+    found[4] = f"of {snapshot.num_kept} micro-batches"
+    found[6] = bytes_text(snapshot.allocated)
     more = [] if planned is None else [("update", planned.update_bytes)]
     if planned is not None and not planned.lies_apart:
         more.append(("saving", planned.saving_bytes))
@@ -58,35 +58,35 @@ def _table(standing: MemorySnapshot, planned: RankForecast | None) -> str:
     return aligned(rows, left={0})
 
 
-def _where(standing: MemorySnapshot) -> str:
-    if not standing.is_accelerator:
-        free = "" if standing.free is None else f"; {bytes_text(standing.free)} are free"
-        return f"on {standing.device}, for the whole process{free}"
+def _where(snapshot: MemorySnapshot) -> str:
+    if not snapshot.is_accelerator:
+        free = "" if snapshot.free is None else f"; {bytes_text(snapshot.free)} are free"
+        return f"on {snapshot.device}, for the whole process{free}"
     text = (
-        f"on {standing.device}: {bytes_text(standing.peak)} at peak, torch has reserved "
-        f"{bytes_text(standing.reserved)}"
+        f"on {snapshot.device}: {bytes_text(snapshot.peak)} at peak, torch has reserved "
+        f"{bytes_text(snapshot.reserved)}"
     )
-    if standing.total is None:
+    if snapshot.total is None:
         return text
-    return f"{text} of {bytes_text(standing.total)}"
+    return f"{text} of {bytes_text(snapshot.total)}"
 
 
-def _remedies(standing: MemorySnapshot, request: Request) -> Iterator[str]:
+def _remedies(snapshot: MemorySnapshot, request: Request) -> Iterator[str]:
     """Yield remedies, the cheapest first, without those already in use."""
-    unused = standing.reserved - standing.allocated
-    if standing.is_accelerator and unused > 0.2 * standing.reserved:
+    unused = snapshot.reserved - snapshot.allocated
+    if snapshot.is_accelerator and unused > 0.2 * snapshot.reserved:
         yield (
             f"{bytes_text(unused)} of torch's reserved memory are fragmented: set "
             f"PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
-    if standing.total is not None and standing.free is not None:
-        others = standing.total - standing.allocated - standing.free
-        if others > 0.1 * standing.total:
+    if snapshot.total is not None and snapshot.free is not None:
+        others = snapshot.total - snapshot.allocated - snapshot.free
+        if others > 0.1 * snapshot.total:
             yield f"other processes use {bytes_text(others)} of the device: end them"
     yield f"use more micro-batches (pipeline.microbatches above {request.microbatches})"
     if request.recompute not in ("always", "budget"):
         yield "pipeline.recompute=always, or budget with pipeline.memory_bytes"
-    if not request.offload and standing.is_accelerator:
+    if not request.offload and snapshot.is_accelerator:
         yield "pipeline.offload=true, which moves activations to host memory"
     if request.schedule == "gpipe":
         yield "pipeline.schedule=1f1b, which keeps fewer micro-batches alive"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+from gpipe_hpc.engine import accumulate_gradients, edge_of
 from gpipe_hpc.pytree import tensors_of
 from gpipe_hpc.torch_compat import TorchDispatchMode, pytree
 

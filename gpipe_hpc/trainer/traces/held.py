@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gpipe_hpc.comm.collectives.group import Gathering
-from gpipe_hpc.engine.recorder import Moments
+from gpipe_hpc.engine import ActionTimes
 from gpipe_hpc.schedule import Event, Schedule, Timeline, parse_action
 from gpipe_hpc.trainer.traces.around import Around
 
@@ -20,7 +20,7 @@ class RecordedStep(NamedTuple):
 
     step: int
     pipeline_s: float
-    moments: Moments
+    moments: ActionTimes
     origin_s: float = 0.0
     around: tuple[Around, ...] = ()
 
@@ -112,7 +112,7 @@ def gather_steps(
 
 
 def _events(rank: int, actions: Sequence[str], seconds: Sequence[float]) -> tuple[Event, ...]:
-    return Moments(tuple(map(parse_action, actions)), array("d", seconds)).events(rank)
+    return ActionTimes(tuple(map(parse_action, actions)), array("d", seconds)).events(rank)
 
 
 def timelines_of(traced: TracedStep, tables: Sequence[Schedule]) -> list[Timeline]:

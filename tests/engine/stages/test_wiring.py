@@ -9,7 +9,7 @@ from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.threads import ThreadGroup
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.stages.wiring import wire
+from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.schedule import build
 from gpipe_hpc.schedule.table.placements import copies_in_rows
 from tests.played.world import run_played
@@ -46,7 +46,7 @@ def test_a_rank_has_few_queues_whatever_the_schedule_and_the_number_of_replicas(
         table = build(name, ranks=16, microbatches=32, **options)
         for rank in SOME:
             world = OneRank(rank)
-            wire(world, MESH, [table] * MESH.replicas)
+            Wiring.connect(world, MESH, [table] * MESH.replicas)
             ends = {(c.source_rank, c.destination_rank) for c in world.channels}
             assert {MESH.replica_of(end) for pair in ends for end in pair} == {rank // 16}
             own = [pair for pair in ends if rank in pair]

@@ -3,7 +3,7 @@
 from array import array
 
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.engine.recorder import Moments
+from gpipe_hpc.engine.recorder import ActionTimes
 from gpipe_hpc.schedule import Costs, build, simulate
 from gpipe_hpc.trainer.traces.held import RecordedStep, RecordedSteps, gather_steps, timelines_of
 
@@ -16,7 +16,7 @@ def timeline(pace):
 
 def moments_of(events, later_s):
     seconds = (m + later_s for e in events for m in (e.start_s, e.end_s))
-    return Moments(tuple(e.action for e in events), array("d", seconds))
+    return ActionTimes(tuple(e.action for e in events), array("d", seconds))
 
 
 def hold(held, step, pace, rank=0, origin_s=0.0):

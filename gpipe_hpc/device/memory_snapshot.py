@@ -1,4 +1,4 @@
-"""How the memory of a rank stands: taken where an action found none left."""
+"""The memory of a rank at the moment when an action ran out of it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from gpipe_hpc.errors import DeviceMemoryError
 
 
 class MemorySnapshot(NamedTuple):
-    """What lies in a rank's memory, in bytes; None where the system does not tell.
+    """Memory use of a rank in bytes; None if the system does not report a number.
 
-    `allocated`, `peak`: as `Device.memory_allocated` and `memory_peak` count. `reserved`: what
-    torch holds for more. `total`, `free`: of the device. `weights`: parameters and buffers.
-    `num_kept`: micro-batches of which something is kept.
+    `allocated`, `peak`: see `Device.memory_allocated` and `memory_peak`. `reserved`: memory that
+    torch's allocator has reserved. `total`, `free`: memory of the device. `weights`: parameters and
+    buffers. `num_kept`: micro-batches whose activations are stored.
     """
 
     device: str
@@ -30,7 +30,7 @@ class MemorySnapshot(NamedTuple):
 
     @classmethod
     def of(cls, device: Device, layers: Iterable[nn.Module], num_kept: int) -> "MemorySnapshot":
-        """Return how it stands now, on a device that computes these layers."""
+        """Measure the memory of a device that holds these layers."""
         modules = list(layers)
         parameters = {id(p): p for layer in modules for p in layer.parameters()}.values()
         buffers = {id(b): b for layer in modules for b in layer.buffers()}.values()
@@ -49,8 +49,8 @@ class MemorySnapshot(NamedTuple):
 
 
 class OutOfMemoryError(DeviceMemoryError):
-    """An action found no memory; `standing`: how it was there and then."""
+    """An action ran out of memory; `snapshot` is the memory use at that moment."""
 
-    def __init__(self, text: str, standing: MemorySnapshot) -> None:
+    def __init__(self, text: str, snapshot: MemorySnapshot) -> None:
         super().__init__(text)
-        self.standing = standing
+        self.snapshot = snapshot
