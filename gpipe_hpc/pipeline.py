@@ -13,7 +13,7 @@ from torch import nn
 from gpipe_hpc import checkpoint
 from gpipe_hpc.batches import share_of, unwrapped, with_tensors
 from gpipe_hpc.comm.collectives.group import Gathering, Group
-from gpipe_hpc.comm.world.groups import MeshGroups, check_agreement
+from gpipe_hpc.comm.world.groups import RankContext, check_agreement
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import together
 from gpipe_hpc.config import Keywords, by_keyword
@@ -147,7 +147,7 @@ class Pipeline:
             self._planned: RankForecast | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
             assert request.portions, "each replica has micro-batches"
-            self._groups = MeshGroups.of(self.world, self.mesh)
+            self._groups = RankContext.of(self.world, self.mesh)
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0

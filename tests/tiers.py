@@ -119,7 +119,7 @@ CASES: Final = {
     "tests/data_parallel/test_pairs.py": 4,
     "tests/data_parallel/test_sharding.py": 4,
     "tests/data_parallel/test_wide_copies.py": 2,
-    "tests/engine/sums/test_tied.py": 2,
+    "tests/engine/test_tied.py": 2,
     "tests/engine/test_batchnorm.py": 4,
     "tests/engine/test_catalogue.py": 20,
     "tests/engine/test_holes.py": 4,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from experiments.gpu.devices import the_device
 from experiments.gpu.running import Findings, enter, options, timed
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.sums.loss import power_near_inverse
+from gpipe_hpc.engine.loss import power_near_inverse
 from gpipe_hpc.planner.costs.device_peaks import peak_flops_per_s
 
 PACKAGES: Final = (

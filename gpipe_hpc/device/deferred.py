@@ -47,7 +47,7 @@ def seconds_between(first: Mark, second: Mark) -> float:
     return first.elapsed_ms(second) / 1e3
 
 
-class AsyncHostCopy(NamedTuple):
+class AsyncHostTensor(NamedTuple):
     """A copy of values in host memory, valid once `event` is complete, or at once if it is None.
 
     The copy is started at once, so reading it later does not wait for work queued afterwards.
@@ -57,7 +57,7 @@ class AsyncHostCopy(NamedTuple):
     event: Event | None = None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, device: Device) -> "AsyncHostCopy":
+    def of(cls, tensor: torch.Tensor, device: Device) -> "AsyncHostTensor":
         """Start copying a tensor to the host, after the work now queued on the current stream."""
         if not (device.is_accelerator and device.holds(tensor)):
             return cls(tensor)
@@ -67,7 +67,7 @@ class AsyncHostCopy(NamedTuple):
         event.record()
         return cls(values, event)
 
-    def part(self, where: slice) -> "AsyncHostCopy":
+    def part(self, where: slice) -> "AsyncHostTensor":
         """Return the copy of some of the values."""
         return self._replace(values=self.values[where])
 

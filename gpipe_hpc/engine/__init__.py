@@ -10,7 +10,10 @@ one stage), `layer_runner` (consecutive layers), the layer. Each action gets one
 - `offload`: activations that are moved to host memory.
 - `backward/`: a backward in one piece, or split into I and W.
 - `buffer_sync`, `parameters`: buffers and parameters that copies of a stage share.
-- `sums/`: the all-reduce at the end of a step, and loss, norms and statistics that travel with it.
+- `loss`, `step_reduction`, `step_result`: the all-reduce at the end of a step, and its totals.
+- `gradient_norms`, `batchnorm_statistics`, `trainable`, `same_data`: what travels with it.
+- `precision`: autocast and the loss scale.
+- `local_sgd`: replicas that train separately between outer steps.
 - `recorder`: when actions ran.
 
 Other packages import the names of `__all__` only; they are resolved on first use.
@@ -24,15 +27,14 @@ if TYPE_CHECKING:
     from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
     from gpipe_hpc.engine.buffers import Home, version_of
     from gpipe_hpc.engine.engine import Engine
-    from gpipe_hpc.engine.precision import casting, keeping_casts
+    from gpipe_hpc.engine.gradient_norms import norms_of
+    from gpipe_hpc.engine.precision import LossScale, casting, keeping_casts
     from gpipe_hpc.engine.random_state import own_generators
     from gpipe_hpc.engine.recorder import ActionTimes, StepMarks, StepTimes
     from gpipe_hpc.engine.run import Run
     from gpipe_hpc.engine.stages.tables import Tables
     from gpipe_hpc.engine.stages.wiring import Wiring
-    from gpipe_hpc.engine.sums.loss_scale import LossScale
-    from gpipe_hpc.engine.sums.norms import norms_of
-    from gpipe_hpc.engine.sums.results import StepResult
+    from gpipe_hpc.engine.step_result import StepResult
 
 __all__ = [
     "ActionTimes",
@@ -64,10 +66,10 @@ def __getattr__(name: str) -> Any:
         "Deferred": "backward.splitting",
         "Engine": "engine",
         "Home": "buffers",
-        "LossScale": "sums.loss_scale",
+        "LossScale": "precision",
         "Run": "run",
         "StepMarks": "recorder",
-        "StepResult": "sums.results",
+        "StepResult": "step_result",
         "StepTimes": "recorder",
         "Tables": "stages.tables",
         "Wiring": "stages.wiring",
@@ -75,7 +77,7 @@ def __getattr__(name: str) -> Any:
         "casting": "precision",
         "edge_of": "backward.calls",
         "keeping_casts": "precision",
-        "norms_of": "sums.norms",
+        "norms_of": "gradient_norms",
         "own_generators": "random_state",
         "version_of": "buffers",
     }

@@ -21,9 +21,9 @@ from torch import nn
 
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.collectives.packed import bytes_of
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.sums.step_reduction import unite_flags
+from gpipe_hpc.engine.step_reduction import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
 from gpipe_hpc.torch_compat import has_internal_overlap
 
@@ -40,7 +40,7 @@ class _Compared(NamedTuple):
     """How many holders had buffers otherwise than the first of them, on its way to the host."""
 
     names: Sequence[str]
-    counts: AsyncHostCopy
+    counts: AsyncHostTensor
     first: int
 
 
@@ -66,19 +66,19 @@ class DivergenceReporter:
         with suppress(RuntimeError):  # of a device that is gone
             self.say_known()
 
-    def compare(self, names: Sequence[str], counts: AsyncHostCopy, first: int) -> None:
+    def compare(self, names: Sequence[str], counts: AsyncHostTensor, first: int) -> None:
         """Take note of how many holders had each buffer otherwise than the one at `first`."""
         self._compared.append(_Compared(names, counts, first))
 
     def say_known(self) -> None:
         """Say which buffers differed, of which that is known by now: on a CPU, at once."""
-        self._say_compared(AsyncHostCopy.poll)
+        self._say_compared(AsyncHostTensor.poll)
 
     def say_all(self) -> None:
         """Say which buffers differed; waits for the device that has compared them."""
-        self._say_compared(AsyncHostCopy.read)
+        self._say_compared(AsyncHostTensor.read)
 
-    def _say_compared(self, values: Callable[[AsyncHostCopy], torch.Tensor | None]) -> None:
+    def _say_compared(self, values: Callable[[AsyncHostTensor], torch.Tensor | None]) -> None:
         while self._compared:
             names, fetched, first = self._compared[0]
             counts = values(fetched)
@@ -319,12 +319,12 @@ class BufferSynchronizer:
 
     def _compared(
         self, buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-    ) -> AsyncHostCopy:
+    ) -> AsyncHostTensor:
         """Learn how many holders had each buffer otherwise than the first; no device is awaited."""
         pairs = zip(buffers, values, strict=True)
         counts = torch.stack([_num_apart(*pair) for pair in pairs])
         self._group.all_reduce(counts)
-        return AsyncHostCopy.of(counts, self._device)
+        return AsyncHostTensor.of(counts, self._device)
 
     def _settle_unusual(self, first: int) -> None:
         """Make buffers equal that are new, gone, or of other shapes on some holder."""

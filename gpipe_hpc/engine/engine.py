@@ -8,30 +8,30 @@ import torch
 from torch import nn
 
 from gpipe_hpc.batches import BatchSplitter, Pieces, with_tensors
-from gpipe_hpc.comm.world.groups import MeshGroups, warm_up_groups
+from gpipe_hpc.comm.world.groups import RankContext, warm_up_groups
 from gpipe_hpc.comm.world.threads import within_step
 from gpipe_hpc.data_parallel import MicrobatchSplit, log_inexact
 from gpipe_hpc.device.host.clock import clock_identity
 from gpipe_hpc.engine.backward.outsiders import Outsiders
+from gpipe_hpc.engine.batchnorm_statistics import gather_batchnorm, log_batchnorm
 from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
+from gpipe_hpc.engine.gradient_norms import Norms, clip_by_norm, gather_norms, parts_of
 from gpipe_hpc.engine.precision import scaling
 from gpipe_hpc.engine.recorder import on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.stages.assembly import (
+    TiedParameter,
     build_stages,
     by_stage,
     equalise_copies,
     gather_parameters,
+    join_ties,
 )
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.whole_model import WholeModel
 from gpipe_hpc.engine.stages.wiring import Wiring
+from gpipe_hpc.engine.step_result import StepResult
 from gpipe_hpc.engine.steps import Steps
-from gpipe_hpc.engine.sums.norms import Norms, clip_by_norm, gather_norms
-from gpipe_hpc.engine.sums.results import StepResult
-from gpipe_hpc.engine.sums.squares import parts_of
-from gpipe_hpc.engine.sums.statistics import gather_batchnorm, log_batchnorm
-from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import Layer, LossFunction, find_ties, layer_name, layer_stages
 from gpipe_hpc.pytree import Nest
@@ -67,7 +67,7 @@ class Engine:
         self,
         given: object,
         model: Sequence[Layer],
-        groups: MeshGroups,
+        groups: RankContext,
         counts: Sequence[int],
         schedules: Sequence[Schedule],
         tables: Tables,
@@ -236,8 +236,8 @@ class Engine:
         keys = random_keys(self._seed, step, microbatches, [*held, self._num_layers])
         if self.needs_inputs and inputs is None:
             raise DataError(
-                f"rank {self._groups.world.rank}: expected inputs, because it holds stage 0, got None; "
-                f"pass this replica's share on ranks with pipe.needs_inputs"
+                f"rank {self._groups.world.rank}: expected inputs, because it holds stage 0, got "
+                f"None; pass this replica's share on ranks with pipe.needs_inputs"
             )
         uses_targets = self.needs_targets and targets is not None
         trains = lane == "training"

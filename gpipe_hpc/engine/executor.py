@@ -25,6 +25,7 @@ from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.device.memory_snapshot import MemorySnapshot, OutOfMemoryError
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.layer_runner import RunMode
+from gpipe_hpc.engine.loss import LayerReports, LossTerm
 from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder, Span
@@ -33,7 +34,6 @@ from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import BATCH
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.wiring import Wiring
-from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models.remedies import remedy_of
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
@@ -55,7 +55,7 @@ class Outcome:
 
     losses: dict[int, LossTerm] = field(default_factory=dict)
     outputs: dict[int, Output] = field(default_factory=dict)
-    noted: dict[int, list[Noted]] = field(default_factory=lambda: defaultdict(list))
+    noted: dict[int, list[LayerReports]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -350,7 +350,7 @@ class Executor:
         for index, stage in self._stages.items():
             shards = stage.gradients.shards
             for number, pending in shards.gathering if shards is not None else ():
-                self.recorder.add_beside(Action(Op.UNSHARD, index, number), begin, pending)
+                self.recorder.add_overlapped(Action(Op.UNSHARD, index, number), begin, pending)
 
     def _start_reduction(self, stage: int, number: int) -> None:
         """Start summing a bucket over the copies, and record when it runs."""
@@ -361,7 +361,7 @@ class Executor:
             own.squares.before_reduction(own.gradients.parameters_of(number))
         start = self.recorder.mark()
         for pending in own.gradients.start_reduction(number):
-            self.recorder.add_beside(Action(Op.REDUCE_GRAD, stage, number), start, pending)
+            self.recorder.add_overlapped(Action(Op.REDUCE_GRAD, stage, number), start, pending)
 
 
 def _number(action: Action) -> int:

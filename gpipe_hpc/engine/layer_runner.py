@@ -31,11 +31,11 @@ from gpipe_hpc.engine.buffers import (
     ReturnedBuffer,
 )
 from gpipe_hpc.engine.inputs import InputGuard, refuse_astray
+from gpipe_hpc.engine.loss import LayerReports, LossTerm
 from gpipe_hpc.engine.offload import HostCopy
 from gpipe_hpc.engine.random_state import Drawn, DrawsFrom, RandomState, own_generators
 from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.engine.stages.routes import State
-from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import CURRENT_REPORTS, Reports, SkipNames, run_layer
 from gpipe_hpc.pytree import Nest
@@ -192,7 +192,7 @@ class LayerOutput:
 
     def __init__(self) -> None:
         self.state: State
-        self.noted: list[Noted] = []
+        self.noted: list[LayerReports] = []
         self.term: LossTerm | None = None
         self.losses: list[torch.Tensor] = []
         self.changes: list[tuple[Layer, BuffersBefore]] = []
@@ -505,4 +505,4 @@ def _other_numbers(layer: Layer, whose: str, remedy: str) -> ModelError:
 
 def _take_reports(layer: Layer, reports: Reports, output: LayerOutput) -> None:
     output.losses += reports.losses.values()
-    output.noted.append(Noted(layer.index, reports.take()))
+    output.noted.append(LayerReports(layer.index, reports.take()))

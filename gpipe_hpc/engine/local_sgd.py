@@ -21,11 +21,11 @@ from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.data_parallel import BucketItem, Compression, ReduceStrategy, choose_strategy
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
+from gpipe_hpc.engine.stages.assembly import TiedParameter
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
-from gpipe_hpc.engine.sums.step_reduction import unite_flags
-from gpipe_hpc.engine.sums.tied import TiedParameter
+from gpipe_hpc.engine.step_reduction import unite_flags
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op
 from gpipe_hpc.settings import Outer

@@ -1,4 +1,4 @@
-"""When the actions of a step began and ended."""
+"""Times at which the actions of a step began and ended."""
 
 import math
 import time
@@ -19,27 +19,31 @@ from gpipe_hpc.schedule.table.actions import COMPUTE
 Now = Callable[[], float]
 
 
-class Beginning:
-    """The first mark of a step, and the host's moment of it.
+class StepStart:
+    """The first mark of a step, and the host time at which the device reached it.
 
-    `put_s`: when the host put it there. `before`: that of the step before, from which the moment is
-    reckoned; None where the device had no work and came there at once.
+    Args:
+        mark: The event on the device's stream.
+        put_s: Host time at which the event was recorded.
+        before: The start of the step before, from which the time is computed; None if the device
+            was idle and reached the event at once.
+        now: The host's clock.
     """
 
     def __init__(
-        self, mark: DeviceEvent, put_s: float, before: "Beginning | None", now: Now
+        self, mark: DeviceEvent, put_s: float, before: "StepStart | None", now: Now
     ) -> None:
         self.mark = mark
         self._put_s, self._seen_s, self._before, self._now = put_s, float("inf"), before, now
 
     def look(self) -> bool:
-        """Say whether the device has come to the mark; if so it was no later than now."""
+        """Return whether the device has reached the mark, and note the time when it first has."""
         if self._seen_s == float("inf") and self.mark.query():
             self._seen_s = self._now()
         return self._seen_s < float("inf")
 
     def seconds(self) -> float:
-        """Return the moment in seconds; the mark is done."""
+        """Return the host time in seconds; the device must have reached the mark."""
         if self._before is not None:
             earlier = self._before
             self.look()
@@ -50,33 +54,33 @@ class Beginning:
 
 
 class DeviceClock:
-    """Puts marks into the current stream, and knows the host's moments of those that begin a step.
+    """Records events on the current stream and converts the start of each step to host time.
 
-    Waits for the device once, at the start.
+    The constructor waits for the device once.
     """
 
     def __init__(self, device: Device, now: Now = time.perf_counter) -> None:
         self._device, self._now = device, now
         device.synchronize()
         put_s = now()
-        # Those that nobody may have read, the newest last.
-        self._steps = deque([Beginning(self._marked(), put_s, None, now)])
+        # Starts that may still be read, the newest last.
+        self._steps = deque([StepStart(self._marked(), put_s, None, now)])
         self._is_new = False
 
     def mark(self) -> DeviceEvent:
-        """Put a mark at the end of the current stream."""
+        """Record an event on the current stream and return it."""
         if self._is_new:
             self._is_new = False
             self._steps[-1].look()
         return self._marked()
 
-    def begin(self) -> Beginning:
+    def begin(self) -> StepStart:
         """Begin a step."""
         while len(self._steps) > 1 and self._steps[1].look():
             self._steps.popleft()
             self._steps[0].seconds()  # lets go of the step before it
         put_s = self._now()
-        self._steps.append(Beginning(self._marked(), put_s, self._steps[-1], self._now))
+        self._steps.append(StepStart(self._marked(), put_s, self._steps[-1], self._now))
         self._is_new = True
         return self._steps[-1]
 
@@ -109,7 +113,7 @@ class StepTimes(NamedTuple):
 class ActionTimes(NamedTuple):
     """The actions of a step, and start and end of each in turn; 16 bytes an action.
 
-    Compute, and what ran beside it: reductions, and parameters that were gathered.
+    Compute, and actions that overlap with it: reductions and gathered parameters.
     """
 
     actions: tuple[Action, ...]
@@ -159,8 +163,8 @@ def _later(event: Event, by_s: float) -> Event:
     return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
 
 
-class _Beside:
-    """Something that runs beside the compute; another thread may say when it is done."""
+class _OverlappedSpan:
+    """An action that overlaps with compute; another thread may set its end."""
 
     def __init__(self, action: Action, start: Mark) -> None:
         self._action, self._start = action, start
@@ -170,45 +174,45 @@ class _Beside:
         self._end = mark()
 
     def span(self, mark: Callable[[], Mark]) -> Span:
-        """Return from when to when it ran; until now if nobody has said it yet."""
+        """Return its span, until now if it has not ended."""
         return Span(self._action, self._start, mark() if self._end is None else self._end)
 
 
 class StepMarks:
-    """When the actions of one step ran: marks that are read when somebody asks."""
+    """Start and end of each action of one step, as marks that are read on demand."""
 
-    def __init__(self, mark: Callable[[], Mark], begin: Beginning | None = None) -> None:
-        """Begin; `mark` returns the present, `begin` is that of a device's marks."""
+    def __init__(self, mark: Callable[[], Mark], begin: StepStart | None = None) -> None:
+        """`mark` returns the current mark; `begin` is the start of the step on an accelerator."""
         self._begin, self._mark = begin, mark
         self.spans: list[Span] = []  # of compute
-        self._beside: list[_Beside] = []
+        self._overlapped: list[_OverlappedSpan] = []
         self._read: ActionTimes | None = None
 
     def add(self, action: Action, start: Mark) -> None:
-        """Note that an action ran from `start` until now."""
+        """Record that an action ran from `start` until now."""
         self.spans.append(Span(action, start, self._mark()))
 
-    def add_beside(self, action: Action, start: Mark, pending: Pending) -> None:
-        """Note that something runs beside the compute, from `start` until it is done."""
-        beside = _Beside(action, start)
-        self._beside.append(beside)
-        pending.when_done(partial(beside.end, self._mark))
+    def add_overlapped(self, action: Action, start: Mark, pending: Pending) -> None:
+        """Record an action that overlaps with compute, from `start` until `pending` is done."""
+        overlapped = _OverlappedSpan(action, start)
+        self._overlapped.append(overlapped)
+        pending.when_done(partial(overlapped.end, self._mark))
 
     @property
     def moments(self) -> ActionTimes:
         """Return the step's actions in seconds of the host's monotonic clock; marks are read once.
 
-        What is returned does not change any more. What ran beside compute is over.
+        Overlapping actions that have not ended are taken to end now.
         """
-        num_marked = len(self.spans) + len(self._beside)
+        num_marked = len(self.spans) + len(self._overlapped)
         if self._read is None or len(self._read.actions) != num_marked:
-            beside = [each.span(self._mark) for each in self._beside]
-            self._read = self._moments([*self.spans, *beside])
+            overlapped = [each.span(self._mark) for each in self._overlapped]
+            self._read = self._moments([*self.spans, *overlapped])
         return self._read
 
     @property
     def times(self) -> StepTimes:
-        """Return when this rank computed; what ran beside it may be under way still."""
+        """Return when this rank computed; overlapping actions may still be running."""
         return self._moments(self.spans).times
 
     def _moments(self, spans: Sequence[Span]) -> ActionTimes:
@@ -226,7 +230,7 @@ class StepMarks:
 
 
 class Recorder:
-    """Take marks around the actions of a step."""
+    """Records start and end of the actions of a step."""
 
     def __init__(self, device: Device) -> None:
         self._clock = DeviceClock(device) if device.is_accelerator else None
@@ -234,9 +238,9 @@ class Recorder:
         self.step = StepMarks(self.mark)
 
     def start_step(self) -> None:
-        """Begin a new step; whoever holds the last one's marks may read them still."""
+        """Begin a new step; marks of earlier steps stay readable."""
         self.step = StepMarks(self.mark, self._clock.begin() if self._clock else None)
 
-    def add_beside(self, action: Action, start: Mark, pending: Pending) -> None:
-        """Note that something runs beside the compute, from `start` until it is done."""
-        self.step.add_beside(action, start, pending)
+    def add_overlapped(self, action: Action, start: Mark, pending: Pending) -> None:
+        """Record an action that overlaps with compute, from `start` until `pending` is done."""
+        self.step.add_overlapped(action, start, pending)

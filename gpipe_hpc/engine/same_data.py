@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import on_host
 from gpipe_hpc.pytree import Nest, flatten
 from gpipe_hpc.schedule import Placement
@@ -47,7 +47,7 @@ class SameData:
         self._needs_targets = stage_rank in placement.holders(placement.num_stages - 1)
         self._num_steps = 0
         self._is_due = self._is_said = False
-        self._unread: deque[tuple[int, AsyncHostCopy]] = deque(maxlen=_FIRST_STEPS)
+        self._unread: deque[tuple[int, AsyncHostTensor]] = deque(maxlen=_FIRST_STEPS)
 
     def says(self, step: int, inputs: Nest, targets: Nest) -> Sequence[Tensor | float]:
         """Return what this rank adds to the sums in a step; nothing in most steps.
@@ -63,7 +63,7 @@ class SameData:
         lacks_pair = inputs is None or (self._needs_targets and targets is None)
         return (*self._digested(targets, targets is None), *self._digested(inputs, lacks_pair))
 
-    def note(self, step: int, sums: AsyncHostCopy) -> None:
+    def note(self, step: int, sums: AsyncHostTensor) -> None:
         """Keep the sums of a step over all ranks, to be judged when a loss is read."""
         if self._is_due and not self._is_said:
             self._unread.append((step, sums))

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.transport.aliases import is_buffer, mark_buffer, storages_of
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
 from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
@@ -43,6 +43,14 @@ from gpipe_hpc.engine.layer_runner import (
     Record,
     RunMode,
 )
+from gpipe_hpc.engine.loss import (
+    LayerReports,
+    LossTerm,
+    LossWatch,
+    has_graph,
+    loss_term,
+    refuse_constant,
+)
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.outputs import (
     REQUIRES_GRAD,
@@ -54,14 +62,6 @@ from gpipe_hpc.engine.precision import StageCasts, casts_keep_their_graph
 from gpipe_hpc.engine.run import Intake, Run
 from gpipe_hpc.engine.stages.routes import BATCH, State
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.sums.loss import (
-    LossTerm,
-    LossWatch,
-    Noted,
-    has_graph,
-    loss_term,
-    refuse_constant,
-)
 from gpipe_hpc.errors import GpipeError, ModelError
 from gpipe_hpc.models import (
     LossFunction,
@@ -103,7 +103,7 @@ class ForwardResult(NamedTuple):
     parts: list[Nest]
     term: LossTerm | None = None
     outputs: tuple[Nest, ...] = ()
-    noted: Sequence[Noted] = ()
+    noted: Sequence[LayerReports] = ()
 
 
 class SavedRun(NamedTuple):
@@ -188,7 +188,7 @@ class StageRunner:
         self._lasting_of_loss = PersistentBuffers()
         self._num_begun = 0
         self._num_looked = self._looked_in = 0  # in how many runs, and in which last
-        self._constants: list[AsyncHostCopy] = []  # losses without a graph, in the step before
+        self._constants: list[AsyncHostTensor] = []  # losses without a graph, in the step before
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
@@ -240,7 +240,7 @@ class StageRunner:
         saved = Saved(num_samples, shares_casts=plan.shares_casts)
         if self._is_joined or plan.splits or plan.offloads:
             self._prepare(saved, parts, plan)
-        noted: list[Noted] = []
+        noted: list[LayerReports] = []
         term: LossTerm | None = None
         # Usually one run of all layers. If only some are recomputed, each stretch is a run.
         stretches = self.stage.runners[plan.mode is RunMode.RECORD]
@@ -275,7 +275,7 @@ class StageRunner:
         runner: LayerRunner,
         given: State,
         saved: Saved,
-        noted: list[Noted],
+        noted: list[LayerReports],
         *,
         is_end: bool,
     ) -> tuple[State, LossTerm | None]:
@@ -316,7 +316,7 @@ class StageRunner:
         runner: LayerRunner,
         given: State,
         saved: Saved,
-        noted: list[Noted],
+        noted: list[LayerReports],
         *,
         is_end: bool,
     ) -> tuple[State, LossTerm | None]:
@@ -518,7 +518,7 @@ class StageRunner:
         The host would wait for it.
         """
         if self.stage.device.is_accelerator and self.stage.device.holds(loss):
-            self._constants.append(AsyncHostCopy.of(loss, self.stage.device))
+            self._constants.append(AsyncHostTensor.of(loss, self.stage.device))
         else:
             refuse_constant(float(loss))
 

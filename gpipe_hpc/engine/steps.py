@@ -9,7 +9,7 @@ import torch
 from gpipe_hpc.batches import Output, join, square_output
 from gpipe_hpc.comm.collectives.group import Gathering, Group, Pending
 from gpipe_hpc.comm.transport.wire import Structure, as_bytes, assemble, disassemble, packed
-from gpipe_hpc.comm.world.groups import MeshGroups
+from gpipe_hpc.comm.world.groups import RankContext
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import (
     BucketItem,
@@ -21,25 +21,25 @@ from gpipe_hpc.data_parallel import (
     choose_sharding,
     choose_strategy,
 )
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.gradient_norms import GradientParts
 from gpipe_hpc.engine.local_sgd import LocalSgd
+from gpipe_hpc.engine.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
 from gpipe_hpc.engine.parameters import refuse_different
+from gpipe_hpc.engine.precision import LossScale, count_overflows
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.same_data import SameData
+from gpipe_hpc.engine.stages.assembly import TiedParameter
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
-from gpipe_hpc.engine.sums.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
-from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
-from gpipe_hpc.engine.sums.results import StepLoss, StepResult, share_places
-from gpipe_hpc.engine.sums.squares import GradientParts
-from gpipe_hpc.engine.sums.step_reduction import StepFlags, StepReduction, StepTotals
-from gpipe_hpc.engine.sums.tied import TiedParameter
-from gpipe_hpc.engine.sums.trainable import (
+from gpipe_hpc.engine.step_reduction import StepFlags, StepReduction, StepTotals
+from gpipe_hpc.engine.step_result import StepLoss, StepResult, share_places
+from gpipe_hpc.engine.trainable import (
     TrainableParameters,
     refuse_nothing_trained,
     warn_cut_off,
@@ -61,7 +61,7 @@ class Steps:
 
     def __init__(
         self,
-        site: MeshGroups,
+        site: RankContext,
         tables: Tables,
         portions: MicrobatchSplit,
         stages: dict[int, Stage],
@@ -369,7 +369,7 @@ class Steps:
         for tie in self._tied:
             tie.gradients.collect_late()
 
-    def _sum_late(self, overflows: AsyncHostCopy) -> AsyncHostCopy:
+    def _sum_late(self, overflows: AsyncHostTensor) -> AsyncHostTensor:
         """Agree on what is trained and start the sums that waited for it, on all ranks.
 
         Returns the overflows of all gradients, of which `overflows` is what is known.
@@ -381,7 +381,7 @@ class Steps:
         if found is None:
             return overflows
         self._site.everybody.all_reduce(found)
-        return AsyncHostCopy.of(found, self._site.world.device)
+        return AsyncHostTensor.of(found, self._site.world.device)
 
     def _overflows(self) -> torch.Tensor | None:
         """Return how many summed gradients of this rank are not finite, where the loss is scaled.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from gpipe_hpc.comm.watchdog.patience import patiently, patiently_here
-from gpipe_hpc.comm.world.groups import MeshGroups
+from gpipe_hpc.comm.world.groups import RankContext
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.planner.costs.gauges import Gauge
@@ -36,7 +36,7 @@ def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: f
     return request
 
 
-def decide_layout(request: Request, site: MeshGroups, gauge: Gauge, timeout_s: float) -> Layout:
+def decide_layout(request: Request, site: RankContext, gauge: Gauge, timeout_s: float) -> Layout:
     """Return the layout that rank 0 computes; only rank 0 measures and needs an example.
 
     Collective. Rank 0 has the tables of all ranks, the others only their own rows.

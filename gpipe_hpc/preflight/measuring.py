@@ -7,7 +7,7 @@ import torch
 
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.transport.base import PlacedChannel
-from gpipe_hpc.comm.world.groups import MeshGroups, warm_up_groups
+from gpipe_hpc.comm.world.groups import RankContext, warm_up_groups
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World, together
 from gpipe_hpc.engine import Wiring
@@ -39,7 +39,7 @@ def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -
     Each pair is timed by its lower rank.
     """
     with together(world, "connecting the ranks of the layout"):
-        site = MeshGroups.of(world, mesh)
+        site = RankContext.of(world, mesh)
         layout = hand_out(decided, world.rank, mesh, site.everybody, site.pipeline, site.of_place)
         schedules = [layout.of(replica).schedule for replica in range(mesh.replicas)]
         wiring = Wiring.connect(world, mesh, schedules)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gpipe_hpc.comm.world.world import telling
 from gpipe_hpc.data.batches import Batch
-from gpipe_hpc.device.deferred import AsyncHostCopy, Mark, seconds_between, take_mark
+from gpipe_hpc.device.deferred import AsyncHostTensor, Mark, seconds_between, take_mark
 from gpipe_hpc.engine import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.optim.lr import lr_at, set_lr
@@ -88,7 +88,7 @@ class Trained(NamedTuple):
     batch: Batch
     result: StepResult
     lr: float
-    norm: AsyncHostCopy | None
+    norm: AsyncHostTensor | None
     laps: Laps
 
     @property
@@ -120,7 +120,7 @@ def train_one_step(
         look()
     looked, norm = mark(), None
     if config.train.clip_norm is not None:
-        norm = AsyncHostCopy.of(pipe.clip_grad_norm_(config.train.clip_norm), pipe.world.device)
+        norm = AsyncHostTensor.of(pipe.clip_grad_norm_(config.train.clip_norm), pipe.world.device)
     clipped = mark()
     lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)

@@ -8,8 +8,8 @@ from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.data_parallel import Divisor, GradientBuckets, choose_strategy
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
-from gpipe_hpc.engine.sums.step_reduction import unite_flags
+from gpipe_hpc.engine.gradient_norms import clip_by_norm, gather_norms
+from gpipe_hpc.engine.step_reduction import unite_flags
 from gpipe_hpc.settings import Outer
 
 SOLO, CPU = SoloGroup(0), HostDevice()

@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.world.threads import ThreadGroup
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.engine.buffer_sync import DivergenceReporter
 from gpipe_hpc.errors import ConfigError
 from tests import support
@@ -263,7 +263,7 @@ def test_the_end_waits_for_no_device(caplog, is_done):
     owner, event = Averaging(), Event()
     sayings = DivergenceReporter(SoloGroup(0), 0)
     sayings.ends_with(owner)
-    sayings.compare(["layers.0.count"], AsyncHostCopy(torch.ones(1), event), 0)
+    sayings.compare(["layers.0.count"], AsyncHostTensor(torch.ones(1), event), 0)
     sayings.say_known()
     assert not said_of(caplog)
     event.is_done = is_done

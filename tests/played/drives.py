@@ -32,7 +32,7 @@ from gpipe_hpc.comm.world.processes import ProcessWorld
 from gpipe_hpc.comm.world.threads import ThreadGroup
 from gpipe_hpc.data_parallel import ShardSpan
 from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
-from gpipe_hpc.device.deferred import AsyncHostCopy, seconds_between, take_mark
+from gpipe_hpc.device.deferred import AsyncHostTensor, seconds_between, take_mark
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.recorder import DeviceClock
@@ -99,11 +99,11 @@ def intake(device: PlayedDevice) -> None:
 
 
 def fetched(device: PlayedDevice) -> None:
-    assert AsyncHostCopy.of(made(device), device).read().tolist() == [2.0] * 6
-    values = AsyncHostCopy.of(made(device), device)
+    assert AsyncHostTensor.of(made(device), device).read().tolist() == [2.0] * 6
+    values = AsyncHostTensor.of(made(device), device)
     assert not values.event or not values.event.query()
     assert values.part(slice(2)).read().tolist() == [2.0] * 2
-    polled = AsyncHostCopy.of(made(device), device)
+    polled = AsyncHostTensor.of(made(device), device)
     for _ in range(2):  # at first they may not have come
         values_there = polled.poll()
         assert values_there is None or values_there.tolist() == [2.0] * 6

@@ -43,7 +43,6 @@ NEAR = {
     "device/deferred.py": ["one rank", "uneven", "gpipe", "float16 with an overflow"],
     "engine/recorder.py": ["one rank", "uneven", "gpipe"],
     "engine/run.py": ["one rank", "uneven"],
-    "engine/sums/": ["one rank", "uneven", "float16 with an overflow"],
 }
 CALLS = list(calls())
 NAMED = {scenario.name: scenario for scenario in ALL}

@@ -60,10 +60,10 @@ NEAR = {
     "data_parallel/": ["shards that are read", "flat shards"],
     "engine/local_sgd.py": ["apart"],
     "engine/steps.py": ["tied in float16", "float16 of replicas"],
-    "engine/sums/step_reduction.py": ["apart"],
-    "engine/sums/norms.py": ["sums"],
-    "engine/sums/statistics.py": ["normed over replicas"],
-    "engine/sums/tied.py": ["tied in float16"],
+    "engine/step_reduction.py": ["apart"],
+    "engine/gradient_norms.py": ["sums"],
+    "engine/batchnorm_statistics.py": ["normed over replicas"],
+    "engine/stages/assembly.py": ["tied in float16"],
     "pipeline.py": ["shards that are read"],
 }
 

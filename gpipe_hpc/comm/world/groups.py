@@ -14,7 +14,7 @@ from gpipe_hpc.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class MeshGroups:
+class RankContext:
     """The position of a rank in the mesh and its groups.
 
     Args:
@@ -32,7 +32,7 @@ class MeshGroups:
     of_place: Gathering
 
     @classmethod
-    def of(cls, world: World, mesh: Mesh) -> "MeshGroups":
+    def of(cls, world: World, mesh: Mesh) -> "RankContext":
         """Form the groups; a collective call.
 
         If there is a single pipeline, it shares the group of all ranks, because each group costs a

@@ -9,15 +9,15 @@ from torch import nn
 
 from gpipe_hpc.data_parallel import GradientBuckets, OwnedParameter
 from gpipe_hpc.device.device import Device
+from gpipe_hpc.engine.batchnorm_statistics import StageStatistics
 from gpipe_hpc.engine.buffers import Home, PersistentBuffers, homes_of
 from gpipe_hpc.engine.compiling import Call
+from gpipe_hpc.engine.gradient_norms import SquaredNorms, squares_of
 from gpipe_hpc.engine.layer_runner import Layer, LayerRunner
+from gpipe_hpc.engine.loss import LossWatch
 from gpipe_hpc.engine.parameters import StageParameters
 from gpipe_hpc.engine.random_state import RandomState
 from gpipe_hpc.engine.stages.routes import StageRoutes
-from gpipe_hpc.engine.sums.loss import LossWatch
-from gpipe_hpc.engine.sums.squares import Squares, squares_of
-from gpipe_hpc.engine.sums.statistics import StageStatistics
 from gpipe_hpc.models import (
     Conversion,
     PooledBatchNorm,
@@ -67,7 +67,7 @@ class Stage:
         own = {name: p for name, p in named.items() if name not in self.tied}
         self.gradients = GradientBuckets(own, device, self._layers_of_parameters())
         self.parameters = StageParameters(self.layers, named, device)
-        self.squares: Squares | None = None
+        self.squares: SquaredNorms | None = None
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
         self.batchnorm = Conversion.of(converted)
         self.within = Within()

@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_hpc import AdaScale, LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.data_parallel.buckets import Bucket
-from gpipe_hpc.engine.sums.squares import MicrobatchSquares
+from gpipe_hpc.engine.gradient_norms import MicrobatchSquaredNorms
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from tests.support import batches, mean_square, metrics, square_sum, train_here
 
@@ -157,14 +157,14 @@ def test_sums_that_are_there_at_once_are_not_taken_for_a_microbatchs(monkeypatch
         pending.wait()
         self._pending = None
 
-    look = MicrobatchSquares.before_reduction
+    look = MicrobatchSquaredNorms.before_reduction
 
     def count(self, parameters):
         early.append(sum(map(self._is_new, parameters)))
         look(self, parameters)
 
     monkeypatch.setattr(Bucket, "start_reduction", start_and_wait)
-    monkeypatch.setattr(MicrobatchSquares, "before_reduction", count)
+    monkeypatch.setattr(MicrobatchSquaredNorms, "before_reduction", count)
     found = ours(ranks, **options)
     assert sum(early) > 0, "nothing left within a backward"
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.collectives.group import SoloGroup
-from gpipe_hpc.engine.sums.statistics import StageStatistics
+from gpipe_hpc.engine.batchnorm_statistics import StageStatistics
 from gpipe_hpc.models import Reports, convert_batchnorm, reporting
 
 NEAR = {"rtol": 1e-13, "atol": 1e-13}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
+from gpipe_hpc.engine.precision import LossScale, count_overflows
 from gpipe_hpc.errors import NonFiniteError
 
 CPU = HostDevice()

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_hpc.comm.collectives.rank_summary import RankSummary
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.sums.loss import Noted, refuse_negative_weight
-from gpipe_hpc.engine.sums.squares import GradientParts
+from gpipe_hpc.engine.gradient_norms import GradientParts
+from gpipe_hpc.engine.loss import LayerReports, refuse_negative_weight
 from gpipe_hpc.models import MAIN_LOSS
 
 
@@ -99,7 +99,7 @@ class StepLoss:
     """
 
     terms: Tensor
-    fetched: AsyncHostCopy
+    fetched: AsyncHostTensor
     add: OrderedSum
     rows: tuple[LossRow, ...] = ()
     squares: Tensor | None = None
@@ -251,7 +251,7 @@ class StepResult:
         return self._loss.microbatch_losses
 
 
-def terms_by_row(noted: Mapping[int, Sequence[Noted]]) -> TermsByRow:
+def terms_by_row(noted: Mapping[int, Sequence[LayerReports]]) -> TermsByRow:
     """Sort what layers reported by row."""
     found: dict[LossRow, dict[int, tuple[Tensor | float, ...]]] = {}
     for index, layers in noted.items():

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LossFunction, Reductions, Reports, TorchLoss, add_metric
@@ -42,7 +42,7 @@ class SumTerm(LossTerm):
     """What one adds to a loss that is the sum over the batch itself; `weight`: its samples."""
 
 
-class Noted(NamedTuple):
+class LayerReports(NamedTuple):
     """What one layer, by its global index, reported of one micro-batch.
 
     The loss function counts as the layer behind the last.
@@ -51,11 +51,11 @@ class Noted(NamedTuple):
     layer: int
     reports: Reports
 
-    def without_graph(self) -> "Noted":
+    def without_graph(self) -> "LayerReports":
         """Return the same numbers, held by no graph."""
         losses = {name: alone(total) for name, total in self.reports.losses.items()}
         metrics = {name: (_alone(s), _alone(w)) for name, (s, w) in self.reports.metrics.items()}
-        return Noted(self.layer, replace(self.reports, losses=losses, metrics=metrics))
+        return LayerReports(self.layer, replace(self.reports, losses=losses, metrics=metrics))
 
 
 def alone(number: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class LossWatch:
         self._device, self._where = device, where
         self._shares: list[tuple[float, ...]] = []
         # Of a device, in the step before: what to do, and with which numbers.
-        self._waiting: list[tuple[Callable[[AsyncHostCopy], None], AsyncHostCopy]] = []
+        self._waiting: list[tuple[Callable[[AsyncHostTensor], None], AsyncHostTensor]] = []
         self._has_warned = False
 
     def begin(self) -> None:
@@ -156,14 +156,14 @@ class LossWatch:
         elif is_cut and found.counted and weight == num_samples:
             self._take(self._take_in_shares, torch.stack(found.counted) / num_samples)
 
-    def _take(self, take_in: Callable[[AsyncHostCopy], None], numbers: torch.Tensor) -> None:
-        fetched = AsyncHostCopy.of(numbers, self._device)
+    def _take(self, take_in: Callable[[AsyncHostTensor], None], numbers: torch.Tensor) -> None:
+        fetched = AsyncHostTensor.of(numbers, self._device)
         if fetched.event is None:
             take_in(fetched)
         else:
             self._waiting.append((take_in, fetched))
 
-    def _take_in_weight(self, num_means: int, fetched: AsyncHostCopy) -> None:
+    def _take_in_weight(self, num_means: int, fetched: AsyncHostTensor) -> None:
         weight = float(fetched.read())
         # As many means as the weight counts: of one sample each, so this is their sum.
         is_sum_over_samples = weight > 1 and num_means % weight == 0
@@ -175,7 +175,7 @@ class LossWatch:
                 f"(sum, weight, {{'accuracy': (num_right, num_samples)}})"
             )
 
-    def _take_in_shares(self, fetched: AsyncHostCopy) -> None:
+    def _take_in_shares(self, fetched: AsyncHostTensor) -> None:
         shares = tuple(fetched.read().tolist())
         self._shares.append(shares)
         first = self._shares[0]

@@ -6,7 +6,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.sums.squares import CopySquares, GradientParts, MicrobatchSquares
+from gpipe_hpc.engine.gradient_norms import CopySquaredNorms, GradientParts, MicrobatchSquaredNorms
 from tests.support import batch, square_sum
 
 WIDTH, NUM = 4, 5
@@ -99,7 +99,7 @@ def test_a_frozen_parameter_adds_nothing():
 
 def test_a_parameter_that_some_microbatches_do_not_use():
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
-    squares = MicrobatchSquares(parameters)
+    squares = MicrobatchSquaredNorms(parameters)
     squares.begin()
     parameters[0].grad = torch.tensor([1.0, 2.0, 2.0])
     squares.note(0, is_last=True)
@@ -121,7 +121,7 @@ def leave(measured, parameters):
 
 def test_what_leaves_within_the_last_backward_is_that_microbatchs():
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    squares = MicrobatchSquares(parameters)
+    squares = MicrobatchSquaredNorms(parameters)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.zeros(2)
@@ -142,7 +142,7 @@ def test_what_leaves_within_the_last_backward_is_that_microbatchs():
 
 def test_what_leaves_in_w_after_a_part_came_in_i():
     parameter = nn.Parameter(torch.zeros(1))
-    squares = MicrobatchSquares([parameter])
+    squares = MicrobatchSquaredNorms([parameter])
     parameter.grad = torch.zeros(1)
     squares.begin()
     parameter.grad.add_(1.0)
@@ -157,7 +157,7 @@ def test_what_leaves_in_w_after_a_part_came_in_i():
 
 def test_buckets_of_a_copy_add_up():
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    squares = CopySquares(parameters, 4)
+    squares = CopySquaredNorms(parameters, 4)
     for _ in range(2):
         for number, parameter in enumerate(parameters):
             parameter.grad = torch.full((2,), float(number))

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.data_parallel import Divisor, GradientBuckets
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.sums import results
-from gpipe_hpc.engine.sums.loss import LossTerm
-from gpipe_hpc.engine.sums.loss_scale import count_overflows
-from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
-from gpipe_hpc.engine.sums.results import StepLoss, ordered_sum, share_places
-from gpipe_hpc.engine.sums.step_reduction import StepReduction
+from gpipe_hpc.engine import step_result
+from gpipe_hpc.engine.gradient_norms import clip_by_norm, gather_norms
+from gpipe_hpc.engine.loss import LossTerm
+from gpipe_hpc.engine.precision import count_overflows
+from gpipe_hpc.engine.step_reduction import StepReduction
+from gpipe_hpc.engine.step_result import StepLoss, ordered_sum, share_places
 from gpipe_hpc.errors import ModelError
 from tests.played.alone import alone
 from tests.played.world import between, run_played
@@ -82,7 +82,7 @@ def test_weights_of_all_replicas_are_summed_at_once(counts):
         for each in (HOST, device):
             terms = each.bring(torch.stack([weights, weights]))
             places = each.bring(share_places(counts))
-            loss = StepLoss(terms, AsyncHostCopy.of(terms.flatten(), each), ordered_sum(each))
+            loss = StepLoss(terms, AsyncHostTensor.of(terms.flatten(), each), ordered_sum(each))
             with Kernels() as kernels:
                 found = loss.weights_of(places)
             assert each.fetch(found).tolist() == expected
@@ -98,7 +98,7 @@ def test_a_device_that_sums_a_bag_in_another_order_adds_one_by_one(has_kernel, m
 
     values = numbers(500)
     with alone() as device:
-        monkeypatch.setattr(results.F, "embedding_bag", turned)
+        monkeypatch.setattr(step_result.F, "embedding_bag", turned)
         total = ordered_sum(device)(device.bring(values))
         assert device.fetch(total).item() == values.cumsum(0)[-1].item()
 
@@ -267,7 +267,7 @@ def test_gradients_that_come_are_copied_at_once_on_a_device():
 def test_what_is_fetched_is_as_it_was_when_it_was_asked_for():
     with alone() as device:
         value = device.bring(torch.tensor([1.0, 2.0]))
-        fetched = AsyncHostCopy.of(value, device)
+        fetched = AsyncHostTensor.of(value, device)
         value.add_(math.pi)
         device.host_waits.clear()
         assert fetched.part(slice(1, 2)).read().tolist() == [2.0]

@@ -10,8 +10,8 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.collectives.group import Done
 from gpipe_hpc.comm.collectives.rank_summary import NUM_REPORTED
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.sums.loss import LossTerm
-from gpipe_hpc.engine.sums.step_reduction import StepFlags, StepReduction
+from gpipe_hpc.engine.loss import LossTerm
+from gpipe_hpc.engine.step_reduction import StepFlags, StepReduction
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_gpt, token_cross_entropy
 from gpipe_hpc.trainer.loop import run_training

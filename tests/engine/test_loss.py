@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.sums.loss import LossTerm, Noted, backward_seed, final_divisor, loss_term
-from gpipe_hpc.engine.sums.step_reduction import StepReduction
+from gpipe_hpc.engine.loss import LayerReports, LossTerm, backward_seed, final_divisor, loss_term
+from gpipe_hpc.engine.step_reduction import StepReduction
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports
 
@@ -109,7 +109,9 @@ def test_what_is_kept_of_a_loss_is_one_number():
     output = torch.zeros(64, 64, requires_grad=True)
     total = torch.nn.functional.mse_loss(output, torch.ones(64, 64), reduction="sum")
     kept = LossTerm(total, total.detach()).without_graph()
-    noted = Noted(0, Reports({"extra": total}, {"metric": (total.detach(), 1.0)})).without_graph()
+    noted = LayerReports(
+        0, Reports({"extra": total}, {"metric": (total.detach(), 1.0)})
+    ).without_graph()
     (added, weight) = noted.reports.metrics["metric"]
     for number in (kept.total, kept.weight, noted.reports.losses["extra"], added):
         assert number.item() == 4096 and number.grad_fn is None

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from gpipe_hpc.comm.collectives.group import Gathering, Group
 from gpipe_hpc.comm.collectives.rank_summary import RankSlots, RankSummary
-from gpipe_hpc.device.deferred import AsyncHostCopy
+from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import Device
+from gpipe_hpc.engine.gradient_norms import stacked
+from gpipe_hpc.engine.loss import LayerReports, LossTerm
 from gpipe_hpc.engine.same_data import NUM_DIGESTS
-from gpipe_hpc.engine.sums.loss import LossTerm, Noted
-from gpipe_hpc.engine.sums.norms import stacked
-from gpipe_hpc.engine.sums.results import (
+from gpipe_hpc.engine.step_result import (
     LossRow,
     StepLoss,
     TermsByRow,
@@ -121,10 +121,10 @@ class StepTotals(NamedTuple):
 
     loss: StepLoss
     flags: frozenset[int]
-    overflows: AsyncHostCopy
+    overflows: AsyncHostTensor
     reported: RankSummary
     synced_at_s: float
-    digests: AsyncHostCopy
+    digests: AsyncHostTensor
 
 
 class StepReduction:
@@ -163,7 +163,7 @@ class StepReduction:
     def reduce(
         self,
         losses: Mapping[int, LossTerm],
-        noted: Mapping[int, Sequence[Noted]] | None = None,
+        noted: Mapping[int, Sequence[LayerReports]] | None = None,
         flags: Collection[int] = (),
         *,
         overflows: Tensor | None = None,
@@ -194,7 +194,7 @@ class StepReduction:
             rows = self._group.merge_object(sorted(terms), _merged)
             self._rows = tuple(sorted({*self._rows, *rows}))
             summed, _, counts, slots, synced_at_s = reduced()
-        fetched = AsyncHostCopy.of(summed, self._device)
+        fetched = AsyncHostTensor.of(summed, self._device)
         num_rows = num_terms(self._rows)
         values = summed[: -1 - NUM_DIGESTS].view(-1, self._num_global)
         found = frozenset(counts.nonzero().flatten().tolist())
