@@ -1,11 +1,12 @@
-"""Cutting a batch into micro-batches, and putting outputs together again.
+"""Split a batch into micro-batches, and join their outputs.
 
-One rule for every nest of inputs, targets or outputs. Its first tensor gives the number of samples
-B. Samples are: tensors whose first dimension is B; lists and tuples of B values that are no tensors
-(texts, numbers, dicts); and lists and tuples of B values with tensors whose first dimensions are
-not all B. All other lists, tuples and dicts are several inputs. Tensors without a dimension, or
-with a first one of 1, values that are no tensors, and what is marked by `whole` go to every
-micro-batch as they are. A tensor with another first dimension is refused.
+One rule holds for every nest of inputs, targets or outputs. Its first tensor gives the number of
+samples B. Samples are: tensors whose first dimension is B; lists and tuples of B values that are
+not tensors (texts, numbers, dicts); and lists and tuples of B values with tensors whose first
+dimensions are not all B. All other lists, tuples and dicts are several inputs. Every micro-batch
+gets unchanged: tensors without a dimension or with a first dimension of 1, values that are not
+tensors, and values marked by `whole`. A tensor with another first dimension is an error. NumPy
+arrays are converted to tensors.
 """
 
 import logging
@@ -25,7 +26,7 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 class Whole:
-    """A part of a batch that is not cut."""
+    """A part of a batch that is passed unchanged to every micro-batch."""
 
     __slots__ = ("value",)
 
@@ -37,20 +38,20 @@ class Whole:
         return Whole, (self.value,)
 
     def __repr__(self) -> str:
-        """Return how it is made."""
+        """Return the call that creates it."""
         return f"whole({self.value!r})"
 
 
 def whole(value: Nest) -> Whole:
-    """Mark a part of a batch that every micro-batch is given as it is, as a mask for all samples.
+    """Mark a part of a batch that every micro-batch gets unchanged, such as a common mask.
 
-    Of a list with one dict of tensors for each sample, mark each dict: the list is cut then.
+    In a list with one dict of tensors for each sample, mark each dict: then the list is split.
     """
     return Whole(value)
 
 
 def unwrapped(nest: Nest) -> Nest:
-    """Return a nest with the values that are marked `whole` in place of the marks."""
+    """Return a nest with each `Whole` replaced by its value."""
     if isinstance(nest, Tensor):
         return nest
     leaves, tree = flatten(nest)
@@ -61,10 +62,10 @@ def unwrapped(nest: Nest) -> Nest:
 
 
 def as_tensor(array: npt.NDArray[Any], what: str) -> Tensor:
-    """Return the numbers of an array as a tensor, on the same memory where torch can work there.
+    """Return an array as a tensor that shares its memory if torch supports that.
 
-    Numbers in another byte order, or in memory that may only be read, are copied. Raises DataError
-    for an array of anything but numbers and truth values; `what` names it.
+    Arrays in another byte order, with negative strides or in read-only memory are copied. Raises
+    DataError for dtypes that torch does not have; `what` names the array in the message.
     """
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -80,7 +81,7 @@ def as_tensor(array: npt.NDArray[Any], what: str) -> Tensor:
 
 
 def with_tensors(nest: Nest, what: str) -> Nest:
-    """Return a nest whose arrays have become tensors; one without arrays as it is."""
+    """Return a nest with NumPy arrays converted to tensors; without arrays, the nest itself."""
     if isinstance(nest, Tensor):
         return nest
     leaves, tree = flatten(nest)
@@ -106,20 +107,20 @@ def _converted(leaf: Any, what: str) -> Any:
 
 
 class Pieces(NamedTuple):
-    """A batch cut into micro-batches, and how many samples each has."""
+    """A batch split into micro-batches, and the number of samples of each."""
 
     nests: list[Nest]
     sizes: list[int]
 
 
 class BatchSplitter:
-    """Cuts batches by the rule; warns once of each place where the rule may be wrong."""
+    """Splits batches by the rule; warns once for each part to which the rule may not apply."""
 
     def __init__(self) -> None:
-        self._settled: set[str] = set()  # places that were warned of, or seen not to be in doubt
+        self._settled: set[str] = set()  # parts that were warned of or are unambiguous
 
     def split(self, batch: Nest, num_microbatches: int, what: str) -> Pieces:
-        """Cut this replica's share; DataError if it has no samples to cut."""
+        """Split this replica's share; raise DataError if it has no samples."""
         rule = _Rule(batch, what)
         slices = [share_of(rule.total, num_microbatches, m, 1) for m in range(num_microbatches)]
         leaves, tree = rule.leaves()
@@ -133,7 +134,7 @@ class BatchSplitter:
         return Pieces(nests, [each.stop - each.start for each in slices])
 
     def warn_of_gradients(self, batch: Nest, what: str) -> None:
-        """Warn once of a tensor of a training batch whose gradient nobody computes."""
+        """Warn once of a tensor of a training batch that requires a gradient."""
         for tensor in tensors_of(unwrapped(batch)):
             if tensor.requires_grad and f"{what}: gradient" not in self._settled:
                 self._settled.add(f"{what}: gradient")
@@ -147,12 +148,12 @@ class BatchSplitter:
 
 
 def num_samples_of(batch: Nest, what: str) -> int:
-    """Return the number of samples in a nest; DataError if nothing in it says so."""
+    """Return the number of samples in a nest; raise DataError if it cannot be determined."""
     return _Rule(batch, what).total
 
 
 def cut(batch: Nest, num_microbatches: int, what: str) -> list[Nest]:
-    """Cut a nest into micro-batches, without a warning."""
+    """Split a nest into micro-batches, without warnings."""
     rule = _Rule(batch, what)
     slices = [share_of(rule.total, num_microbatches, m, 1) for m in range(num_microbatches)]
     leaves, tree = rule.leaves()
@@ -160,7 +161,7 @@ def cut(batch: Nest, num_microbatches: int, what: str) -> list[Nest]:
 
 
 def without_samples(batch: Nest, what: str) -> Nest:
-    """Return a batch of the same kind with no samples; what is marked `whole` stays so."""
+    """Return a batch of the same structure with no samples; `Whole` parts are kept."""
     rule = _Rule(batch, what)
     leaves, tree = rule.leaves()
     columns = rule.columns(leaves, [slice(0, 0)])
@@ -171,9 +172,9 @@ def without_samples(batch: Nest, what: str) -> Nest:
 
 
 def put_together(batches: Sequence[Nest], what: str) -> Nest:
-    """Return one batch with the samples of several, as replicas are given shares of one.
+    """Return one batch with the samples of several batches of the same structure.
 
-    What is for all samples is that of the first. Raises ValueError if they are built otherwise.
+    Parts for all samples are taken from the first. Raises ValueError if structures differ.
     """
     rules = [_Rule(batch, what) for batch in batches]
     flat = [rule.leaves() for rule in rules]
@@ -191,9 +192,9 @@ def put_together(batches: Sequence[Nest], what: str) -> Nest:
 
 
 def share_of(num_samples: int, pieces: int, first: int, count: int) -> slice:
-    """Return where pieces first..first+count-1 of `num_samples` cut in `pieces` lie.
+    """Return the slice of pieces first..first+count-1 of `num_samples` split into `pieces`.
 
-    The cut is `torch.tensor_split`'s: the first num_samples % pieces have one sample more.
+    As in `torch.tensor_split`, the first num_samples % pieces have one sample more.
     """
     size, extra = divmod(num_samples, pieces)
     last = first + count
@@ -201,7 +202,7 @@ def share_of(num_samples: int, pieces: int, first: int, count: int) -> slice:
 
 
 class _Rule:
-    """What is samples in one batch of `total`, given by the part `_source` of it."""
+    """Which parts of one batch are samples; the part `_source` gives their number, `total`."""
 
     def __init__(self, batch: Nest, what: str) -> None:
         self._batch, self._what = batch, what
@@ -211,13 +212,13 @@ class _Rule:
         self._ambiguous: list[Any] = []  # lists that might as well have been samples
 
     def leaves(self) -> tuple[list[Any], Any]:
-        """Return the parts of the batch that are cut or not, and the containers around them."""
+        """Return the parts of the batch and the structure around them."""
         if isinstance(self._batch, Tensor):
             return [self._batch], LEAF
         return flatten(self._batch, self._is_list_of_samples)
 
     def columns(self, leaves: Sequence[Any], slices: Sequence[slice]) -> list[list[Any]]:
-        """Return the pieces of each part; one that occurs twice has the same ones."""
+        """Return the pieces of each part; a part that occurs twice is split once."""
         known: dict[int, list[Any]] = {}
         for leaf in leaves:
             if id(leaf) not in known:
@@ -245,7 +246,7 @@ class _Rule:
         )
 
     def _is_list_of_samples(self, nest: Any) -> bool:
-        """Say whether a container is cut itself; else it is several inputs."""
+        """Return whether a container is a list of samples; otherwise it is several inputs."""
         if type(nest) not in (list, tuple) or len(nest) != self.total:
             return False
         if nest is self._source or not nest:
@@ -274,7 +275,7 @@ class _Rule:
         return True
 
     def doubts(self, leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
-        """Yield places where the rule may be wrong, and why; no reason: it is surely right."""
+        """Yield (place, reason) for parts to which the rule may not apply; '' if it surely does."""
         total = self.total
         ambiguous = {id(nest) for nest in self._ambiguous}
         for leaf in leaves:
@@ -305,7 +306,7 @@ class _Rule:
             )
 
     def _place(self, part: Any) -> str:
-        """Return how a user writes a part of the batch."""
+        """Return the expression for a part of the batch, such as inputs['mask'][0]."""
         way = _way(self._batch, part)
         return self._what + "".join(key for _, key in way or [])
 
@@ -346,9 +347,9 @@ def _count(batch: Nest, what: str) -> tuple[int, Any]:
 
 
 def _lists(nest: Nest) -> Iterator[Any]:
-    """Yield the lists of values in a nest without tensors.
+    """Yield the lists of samples in a nest without tensors.
 
-    A list of lists is one if these are of unequal lengths; else it may be several inputs.
+    A list of lists counts if their lengths differ; otherwise it may be several inputs.
     """
     if isinstance(nest, Mapping):
         for each in nest.values():
@@ -368,9 +369,9 @@ def _sized(nest: Nest) -> list[Tensor]:
 
 
 def _are_alike(nest: Sequence[Any], *, needs_containers: bool = False) -> bool:
-    """Say whether all parts of a list are built alike, of tensors that differ in size alone.
+    """Return whether all parts of a list have the same structure; tensors may differ in size.
 
-    Bare tensors are so only if their shapes are the same: several inputs seldom are.
+    Bare tensors must have the same shape, as several inputs seldom have.
     """
     flat = [flatten(each) for each in nest]
     if any(tree != flat[0][1] for _, tree in flat):
@@ -381,16 +382,16 @@ def _are_alike(nest: Sequence[Any], *, needs_containers: bool = False) -> bool:
 
 
 def _is_sequence(leaf: Any) -> bool:
-    """Say whether a value has values by number, and is neither a text nor a list of samples."""
+    """Return whether a value is a sequence, but neither a text nor a list or tuple."""
     if isinstance(leaf, str | bytes | Whole | torch.Size) or type(leaf) in (list, tuple):
         return False
     return hasattr(type(leaf), "__len__") and hasattr(type(leaf), "__getitem__")
 
 
 def _way(nest: Nest, part: Any) -> list[tuple[Any, str]] | None:
-    """Return the containers around a part of a nest and its key in each, None if it is not there.
+    """Return the path to a part of a nest as (container, key) pairs; None if it is not found.
 
-    Those that torch's pytree walks are not looked into.
+    Containers that are registered with torch's pytree are not searched.
     """
     if nest is part:
         return []
@@ -412,7 +413,7 @@ def _way(nest: Nest, part: Any) -> list[tuple[Any, str]] | None:
 
 
 def _unbound(tensor: Tensor, slices: Sequence[slice]) -> list[Any]:
-    """Return pieces of a nested tensor; it has no slices. Nobody looks at a piece of none."""
+    """Return pieces of a nested tensor, which cannot be sliced; None if a piece is empty."""
     parts = tensor.unbind()
     return [
         torch.nested.as_nested_tensor(list(parts[each]), layout=tensor.layout)
@@ -423,19 +424,19 @@ def _unbound(tensor: Tensor, slices: Sequence[slice]) -> list[Any]:
 
 
 class Output(NamedTuple):
-    """What the last layer made of a micro-batch, and how many samples that has."""
+    """Output of the last layer for one micro-batch, and its number of samples."""
 
     nest: Nest
     num_samples: int
 
 
 def join(outputs: Mapping[int, Output], where: str) -> Nest:
-    """Put the outputs of micro-batches together along the first dimension, in their order.
+    """Join the outputs of micro-batches along the first dimension, in their order.
 
     Lists with a value for each sample become one list. Zero-dimensional tensors are stacked; values
-    that are no tensors become a list, one a micro-batch, unless all are None. `where` names the
-    layer that made them. Raises ModelError for tensors whose first dimension is not the samples of
-    their micro-batch, and for outputs that differ in anything else.
+    that are not tensors become a list with one value for each micro-batch, unless all are None.
+    `where` names the layer in errors. Raises ModelError if the first dimension of a tensor is not
+    the number of samples of its micro-batch, or if outputs differ in anything else.
     """
     if not outputs:
         return None
@@ -461,11 +462,16 @@ def join(outputs: Mapping[int, Output], where: str) -> Nest:
 def square_output(
     outputs: Mapping[int, Output], layers: Sequence[nn.Module], inputs: Nest
 ) -> list[int] | None:
-    """Return the shape of an output [b, b] of micro-batches of b samples, None if none is so.
+    """Return the shape of an output [b, b] of micro-batches of b samples; None if there is none.
 
-    `layers`: of the last stage. `inputs`: those of a micro-batch, if they are known here. Not if a
-    dimension of these explains the second b, or one of a weight of the last layer that has any.
-    Modules of torch without weights (activations) alone are not looked at.
+    The second dimension of such an output may be samples too. Outputs are not returned if a
+    dimension of the inputs or of a weight of the last layer with weights equals b, or if the stage
+    has only torch modules without weights.
+
+    Args:
+        outputs: Outputs by micro-batch.
+        layers: Layers of the last stage.
+        inputs: Inputs of one micro-batch, None if this rank does not have them.
     """
     parts = [part for part in outputs.values() if part.num_samples]
     if len(parts) < 2:
@@ -484,7 +490,7 @@ def square_output(
 
 
 def lists_of(num_samples: int) -> Callable[[Any], bool]:
-    """Return what says whether a value is a list of so many values without tensors."""
+    """Return a predicate for lists of `num_samples` values without tensors."""
 
     def is_leaf(nest: Any) -> bool:
         is_list = type(nest) in (list, tuple) and len(nest) == num_samples
@@ -494,7 +500,7 @@ def lists_of(num_samples: int) -> Callable[[Any], bool]:
 
 
 def _check_column(column: Sequence[Any], sizes: Mapping[int, int], where: str, number: int) -> None:
-    """Refuse tensors that cannot be put together sample by sample."""
+    """Raise ModelError for tensors that cannot be joined along the first dimension."""
     if not all(isinstance(leaf, Tensor) for leaf in column):
         return
     if not any(tensor.dim() for tensor in column):

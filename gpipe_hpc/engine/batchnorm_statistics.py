@@ -17,9 +17,10 @@ _MAX_SHOWN: Final = 12
 
 
 class StageStatistics:
-    """The statistics that the BatchNorm layers of one stage measured in a step.
+    """Statistics of the BatchNorm layers of one stage over a step.
 
-    All copies of the stage add the same float64 sums, so their buffers stay equal to the bit.
+    All copies of the stage update their buffers from the same float64 sums, so the buffers stay
+    equal to the bit.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -43,13 +44,13 @@ class StageStatistics:
         self._flat = self._pending = None
 
     def note(self, microbatch: int, statistics: Iterable[tuple[Any, Any]]) -> None:
-        """Keep what the forward of a micro-batch reported: pairs (layer, Moments)."""
+        """Store the statistics of a micro-batch's forward: pairs (layer, Moments)."""
         self._noted[microbatch] += statistics
 
     def start_reduction(self, group: Group) -> None:
-        """Start summing over all copies of the stage: its last forward of the step is done.
+        """Start the all-reduce over the copies of the stage, after its last forward of the step.
 
-        Only the first call in a step counts.
+        Only the first call in a step has an effect.
         """
         if not self._modules or self._flat is not None:
             return
@@ -62,7 +63,7 @@ class StageStatistics:
             self._pending = group.start_all_reduce(self._flat)
 
     def finish(self, *, is_kept: bool = True) -> None:
-        """Wait for the sums and update every layer's buffers, unless nothing is to be kept."""
+        """Wait for the sums, and update every layer's buffers if `is_kept`."""
         if self._pending is not None:
             self._pending.wait()
         if self._flat is not None and is_kept:
@@ -73,13 +74,13 @@ class StageStatistics:
 
 
 def gather_batchnorm(own: Mapping[int, Conversion], pipeline: Gathering) -> Conversion:
-    """Return the BatchNorm layers of all stages, in order; `own`: those of a rank's, by stage."""
+    """Return the BatchNorm layers of all stages in order; `own`: those of this rank by stage."""
     by_stage = pipeline.merge_object(dict(own), or_)
     return Conversion.of(by_stage[index] for index in sorted(by_stage))
 
 
 def log_batchnorm(found: Conversion) -> None:
-    """Log which layers' statistics are pooled, and warn of those whose are not."""
+    """Log the layers whose statistics are pooled, and warn of those whose are not."""
     if found.converted:
         log.info("BatchNorm over micro-batches: %s", _shortened(found.converted))
     if found.left:

@@ -1,12 +1,12 @@
-"""Buffers that forwards change, on the ranks that hold a copy of one stage.
+"""Synchronization of buffers that forwards change, over the ranks with a copy of one stage.
 
-Replicas, and mirrored placements, run other micro-batches through the copies of a stage, so what
-their layers count or average in buffers drifts apart. At the end of a step the copies are made
-equal, or it is said that they are not. BatchNorm layers that are pooled are none of this.
-The host waits for no device meanwhile: what is to be said of values is said when they have come.
+Copies of a stage run different micro-batches, so counters and averages in their buffers diverge. At
+the end of a step the copies are made equal, or a warning says that they are not. Pooled BatchNorm
+layers are left out. The host does not wait for a device: messages about values are logged when the
+values have arrived.
 
-Whether any holder has changed a buffer all of them learn where all ranks meet behind the pipeline
-anyway; where none has, nothing else is sent.
+Ranks learn from the step's all-reduce whether any copy has changed a buffer; if none has, nothing
+else is sent.
 """
 
 import logging
@@ -37,7 +37,7 @@ _DIFFER: Final = (
 
 
 class _Compared(NamedTuple):
-    """How many holders had buffers otherwise than the first of them, on its way to the host."""
+    """Number of ranks whose buffers differed from those of the first, copied to the host."""
 
     names: Sequence[str]
     counts: AsyncHostTensor
@@ -45,9 +45,9 @@ class _Compared(NamedTuple):
 
 
 class DivergenceReporter:
-    """Says what becomes of buffers, on the first rank of a group alone.
+    """Logs how buffers were synchronized, on the first rank of a group only.
 
-    What hangs on values of a device is said when these have come to the host.
+    Messages that depend on values of a device are logged when these have reached the host.
     """
 
     def __init__(self, group: Group, position: int) -> None:
@@ -56,9 +56,9 @@ class DivergenceReporter:
         self._compared: deque[_Compared] = deque()
 
     def ends_with(self, owner: object) -> None:
-        """Say what is known by then when `owner` is dropped, or the process ends.
+        """Log pending messages when `owner` is deleted, or the process ends.
 
-        Nothing is waited for: after a failure a device may never come to it.
+        Does not wait: after a failure, a device may never finish.
         """
         weakref.finalize(owner, self._at_end)
 
@@ -67,15 +67,15 @@ class DivergenceReporter:
             self.say_known()
 
     def compare(self, names: Sequence[str], counts: AsyncHostTensor, first: int) -> None:
-        """Take note of how many holders had each buffer otherwise than the one at `first`."""
+        """Store for each buffer the number of ranks whose values differed from rank `first`'s."""
         self._compared.append(_Compared(names, counts, first))
 
     def say_known(self) -> None:
-        """Say which buffers differed, of which that is known by now: on a CPU, at once."""
+        """Log the buffers that differed, as far as their values have arrived: on a CPU, all."""
         self._say_compared(AsyncHostTensor.poll)
 
     def say_all(self) -> None:
-        """Say which buffers differed; waits for the device that has compared them."""
+        """Log the buffers that differed; waits for the device."""
         self._say_compared(AsyncHostTensor.read)
 
     def _say_compared(self, values: Callable[[AsyncHostTensor], torch.Tensor | None]) -> None:
@@ -89,7 +89,7 @@ class DivergenceReporter:
             self.say(apart, logging.WARNING, _DIFFER, first)
 
     def say(self, names: Iterable[str], level: int, what: str, first: int = 0) -> None:
-        """Say something of buffers once; in `what` stand {size} and {first}, a position."""
+        """Log a message once for each buffer; `what` may contain {size} and {first}, a rank."""
         new = [name for name in names if name not in self._said]
         self._said.update(new)
         if new and self._position == 0:
@@ -105,18 +105,18 @@ _FIRST: Final = "those of rank {first} are given to all"
 
 
 class Place(NamedTuple):
-    """Where a buffer is kept: a module, and its name there."""
+    """The module and the name under which a buffer is registered."""
 
     module: nn.Module
     name: str
 
     @property
     def buffer(self) -> torch.Tensor | None:
-        """Return the buffer that is there."""
+        """Return the buffer, or None."""
         return self.module._buffers.get(self.name)
 
     def put(self, value: torch.Tensor) -> None:
-        """Give the buffer a value; the tensor stays where it can."""
+        """Set the buffer's value, in place if possible."""
         buffer = self.buffer
         with torch.no_grad():
             if buffer is not None and _kind(buffer) == _kind(value) and _is_writable(buffer):
@@ -133,11 +133,16 @@ class _Found(NamedTuple):
     version: int
 
 
-class _Offer(NamedTuple):
-    """What holders have of a buffer: the first's, in `order`, is `root`'s, a position.
+class _SourceBuffer(NamedTuple):
+    """The rank whose value of a buffer is used, and what all ranks have in common.
 
-    `has_mean`: it is of one kind on all, of which there are averages. `is_persistent`: checkpoints
-    keep it. `is_weighed`: one of the holders has seen a sample.
+    Attributes:
+        order: Ranks with a smaller number take precedence.
+        root: Position of the rank in the group.
+        kind: Shape, dtype and layout on that rank.
+        has_mean: All ranks have the same kind, and it can be averaged.
+        is_persistent: Checkpoints store the buffer.
+        is_weighed: Some rank with the buffer has processed a sample.
     """
 
     order: int
@@ -149,22 +154,28 @@ class _Offer(NamedTuple):
 
     @property
     def like(self) -> torch.Tensor:
-        """Return a tensor of that kind, without memory."""
+        """Return a meta tensor of that kind."""
         shape, dtype, _ = self.kind
         return torch.empty(shape, dtype=dtype, device="meta")
 
     @property
     def num_numbers(self) -> int:
-        """Return how many real numbers it holds."""
+        """Return the number of real numbers in it."""
         return self.like.numel() * (2 if self.like.is_complex() else 1)
 
 
 class BufferSynchronizer:
-    """The buffers of one stage on one rank, and how its holders make them equal.
+    """Makes the buffers of one stage equal on all ranks that hold a copy of it.
 
-    `policy`: average (of floating values, each holder's weighing as many samples as it has seen;
-    others are the first's), first (the first holder's that has seen a sample) or each
-    (as they are). `pooled`: with the running statistics of BatchNorm, which otherwise are summed.
+    Args:
+        layers: The layers of the stage by global index.
+        group: The ranks that hold a copy.
+        rank: The world rank.
+        policy: ``average``: floating-point buffers are averaged, weighted by the samples that each
+            rank has processed, and others taken from the first rank; ``first``: all are taken from
+            the first rank that has processed a sample; ``each``: none is synchronized.
+        device: Device of the stage.
+        pooled: Include running statistics of BatchNorm, which are otherwise summed.
     """
 
     def __init__(
@@ -193,24 +204,24 @@ class BufferSynchronizer:
         self._changed: set[str] = set()  # since the holders were made equal
         self._num_samples = 0  # likewise
         self._on_host = frozenset(self._on_host_now())  # on some holder
-        self._sayings = DivergenceReporter(group, self._position)
-        self._sayings.ends_with(self)
+        self._reporter = DivergenceReporter(group, self._position)
+        self._reporter.ends_with(self)
 
     def begin(self) -> None:
         """Begin a run of the stage."""
         if self._group.size > 1:
-            self._sayings.say_known()
+            self._reporter.say_known()
             if self._children_now() != self._children:
                 self._modules = modules_of(self._layers, pooled=self._pooled)
                 self._children = self._children_now()
             self._before = {name: _found(place) for name, place in self._places().items()}
 
     def say_all(self) -> None:
-        """Say what is left to be said of buffers that differed; waits for the device."""
-        self._sayings.say_all()
+        """Log pending messages about buffers that differed; waits for the device."""
+        self._reporter.say_all()
 
     def end(self, num_samples: int) -> None:
-        """Note what a run has changed, in which so many samples were seen."""
+        """Record the buffers that a run of `num_samples` samples has changed."""
         if self._group.size == 1:
             return
         self._num_samples += num_samples
@@ -223,11 +234,11 @@ class BufferSynchronizer:
 
     @property
     def num_flags(self) -> int:
-        """Return how many `flags` there are, the same all along."""
+        """Return the number of `flags`, which is constant."""
         return self._num_slots + 1 + self._group.size if self._group.size > 1 else 0
 
     def flags(self) -> list[bool]:
-        """Return what every holder must know of every other."""
+        """Return the flags that ranks combine by logical or before `settle`."""
         if self._group.size == 1:
             return []
         places = self._places()
@@ -242,7 +253,7 @@ class BufferSynchronizer:
         return [*self._slots(), is_unusual, *ran]
 
     def _slots(self) -> list[bool]:
-        """Return which buffers are changed; where they are more or fewer by now, whether any is."""
+        """Return a flag for each changed buffer; if their number differs by now, one for all."""
         if len(self._names) == self._num_slots:
             return [name in self._changed for name in self._names]
         return [bool(self._changed), *[False] * (self._num_slots - 1)]
@@ -255,14 +266,16 @@ class BufferSynchronizer:
         return [name for name, flag in zip(self._names, slots, strict=True) if flag]
 
     def suspect_all(self) -> None:
-        """Count all buffers as changed, unless each holder keeps its own: nobody knows of which."""
+        """Count all buffers as changed, unless the policy is ``each``."""
         if self._group.size > 1 and self._policy != "each":
             self._changed = set(self._names)
 
     def settle(self, united: Sequence[bool], weight: float | None = None) -> None:
-        """Make the holders equal, or say that they are not; `united`: the flags of all holders.
+        """Synchronize the buffers, or warn that they differ.
 
-        `weight`: what this holder counts for in an average; None: the samples that it has seen.
+        Args:
+            united: The flags of all ranks of the group, combined.
+            weight: Weight of this rank in averages; None for the number of its samples.
         """
         if self._group.size == 1:
             return
@@ -279,28 +292,28 @@ class BufferSynchronizer:
         self._changed, self._num_samples = set(), 0
 
     def _settle_alike(self, changed: Sequence[str], first: int, weight: float) -> None:
-        """Make buffers equal that have one shape and dtype on all holders."""
+        """Synchronize buffers with the same shape and dtype on all ranks."""
         places = self._places()
         averaged = [n for n in changed if self._policy == "average" and _is_float(places[n])]
         copied = [n for n in changed if n not in set(averaged)]
         for names, buffers in self._sides(averaged):
             for name, mean in zip(names, _averages(buffers, weight, self._group), strict=True):
                 places[name].put(mean)
-        self._sayings.say(averaged, logging.INFO, _AVERAGED)
+        self._reporter.say(averaged, logging.INFO, _AVERAGED)
         for names, buffers in self._sides(copied):
             values = _broadcast(buffers, self._group, self._group.ranks[first])
             if self._policy != "first":
-                self._sayings.compare(names, self._compared(buffers, values), first)
+                self._reporter.compare(names, self._compared(buffers, values), first)
             for name, value in zip(names, values, strict=True):
                 places[name].put(value)
         if self._policy == "first":
-            self._sayings.say(copied, logging.INFO, _FIRST, first)
-        self._sayings.say_known()
+            self._reporter.say(copied, logging.INFO, _FIRST, first)
+        self._reporter.say_known()
 
     def _sides(self, names: Sequence[str]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield the buffers of the device and those of the host, by name, each side if it has any.
+        """Yield names and buffers on the device, then those on the host, if there are any.
 
-        To pack those of one side with those of the other the host would wait for the device.
+        Packing both together would make the host wait for the device.
         """
         places = self._places()
         there = [name for name in names if name not in self._on_host]
@@ -311,7 +324,7 @@ class BufferSynchronizer:
             yield here, [self._device.fetch(_present(places[name])) for name in here]
 
     def _is_on_host(self, place: Place) -> bool:
-        """Say whether there is a buffer, but not on the device of the stage."""
+        """Return whether there is a buffer that is not on the device of the stage."""
         return place.buffer is not None and not self._device.holds(place.buffer)
 
     def _on_host_now(self) -> list[str]:
@@ -320,14 +333,14 @@ class BufferSynchronizer:
     def _compared(
         self, buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> AsyncHostTensor:
-        """Learn how many holders had each buffer otherwise than the first; no device is awaited."""
+        """Return for each buffer the number of ranks that differed; does not wait for a device."""
         pairs = zip(buffers, values, strict=True)
         counts = torch.stack([_num_apart(*pair) for pair in pairs])
         self._group.all_reduce(counts)
         return AsyncHostTensor.of(counts, self._device)
 
     def _settle_unusual(self, first: int) -> None:
-        """Make buffers equal that are new, gone, or of other shapes on some holder."""
+        """Synchronize buffers that are new, missing, or of another shape on some rank."""
         places = self._places()
         own = {n for n, kind in self._kinds_now().items() if self._kinds.get(n, ()) != kind}
         own |= self._changed | {name for name in self._names if name not in places}
@@ -341,15 +354,12 @@ class BufferSynchronizer:
         self._kinds = self._kinds_now()  # where they are now, all have been told
 
     def _share(self, names: Sequence[str], first: int) -> None:
-        """Give one value to all that holders have of each name.
-
-        A holder hears of each name once, however many others hold it.
-        """
+        """Give all ranks that have a buffer of a name the same value."""
         places = self._places()
         own = {n: places[n] for n in names if n in places and places[n].buffer is not None}
         offers = {name: self._offer(place, first) for name, place in own.items()}
         merged = self._group.merge_object(offers, _united)
-        found = {name: _Offer._make(offer) for name, offer in sorted(merged.items())}
+        found = {name: _SourceBuffer._make(offer) for name, offer in sorted(merged.items())}
         is_mean = self._policy == "average"
         averaged = {n: each for n, each in found.items() if is_mean and each.has_mean}
         values = self._means(own, averaged)
@@ -366,14 +376,14 @@ class BufferSynchronizer:
         )
         for name, each in found.items():
             if name in averaged:
-                self._sayings.say([name], logging.INFO, _AVERAGED)
+                self._reporter.say([name], logging.INFO, _AVERAGED)
             else:
-                self._sayings.say([name], logging.WARNING, what, each.root)
+                self._reporter.say([name], logging.WARNING, what, each.root)
             self._register(name, values[name], is_persistent=each.is_persistent)
 
-    def _offer(self, place: Place, first: int) -> _Offer:
+    def _offer(self, place: Place, first: int) -> _SourceBuffer:
         value = _present(place)
-        return _Offer(
+        return _SourceBuffer(
             -1 if self._position == first else self._position,
             self._position,
             _kind(value),
@@ -383,9 +393,9 @@ class BufferSynchronizer:
         )
 
     def _means(
-        self, own: Mapping[str, Place], offers: Mapping[str, _Offer]
+        self, own: Mapping[str, Place], offers: Mapping[str, _SourceBuffer]
     ) -> dict[str, torch.Tensor]:
-        """Return the average, over those who have it, of each buffer on offer."""
+        """Return the average of each buffer over the ranks that have it."""
         if not offers:
             return {}
         rows = []
@@ -415,17 +425,17 @@ class BufferSynchronizer:
             module = self._layers[int(index)].get_submodule(".".join(inner))
         except AttributeError:
             what = "belong to a module that only some of the {size} ranks have made: left so"
-            self._sayings.say([name], logging.WARNING, what)
+            self._reporter.say([name], logging.WARNING, what)
             return
         device = next((t.device for t in module.parameters()), value.device)
         module.register_buffer(own, value.to(device, copy=True), persistent=is_persistent)
 
     def _children_now(self) -> list[int]:
-        """Return what tells whether there are other modules: to walk them all takes long."""
+        """Return a fingerprint of the module tree, cheaper than a full walk."""
         return [id(child) for _, m in self._modules for child in m._modules.values()]
 
     def _places(self) -> Mapping[str, Place]:
-        """Return where buffers are kept, by global name; made anew where names have changed."""
+        """Return all buffers by global name; the table is rebuilt if names have changed."""
         named = [(path, m, tuple(m._buffers)) for path, m in self._modules if m._buffers]
         if named != self._named:
             self._named = named
@@ -441,7 +451,7 @@ class BufferSynchronizer:
             "are left as they are on each of the {size} ranks that hold them (buffers=each), where "
             "they drift apart; a checkpoint keeps those of rank {first}"
         )
-        self._sayings.say(names, logging.WARNING, what, 0)
+        self._reporter.say(names, logging.WARNING, what, 0)
 
 
 def modules_of(
@@ -462,19 +472,19 @@ def modules_of(
 
 
 def plain_buffers(layers: Mapping[int, nn.Module]) -> list[Place]:
-    """Return where the layers keep plain buffers, also those that no checkpoint keeps."""
+    """Return the plain buffers of the layers, including those that are not persistent."""
     modules = modules_of(layers, pooled=True)
     places = [Place(module, name) for _, module in modules for name in module._buffers]
     return [p for p in places if p.buffer is not None and _is_plain(_present(p))]
 
 
 def copy_of(place: Place) -> torch.Tensor:
-    """Return a copy of what a buffer holds, in one row or none."""
+    """Return a contiguous copy of a buffer."""
     return _present(place).resolve_conj().resolve_neg().contiguous().clone()
 
 
 def take_over(place: Place, value: torch.Tensor) -> None:
-    """Give a buffer a value of its own shape; what has it already is left alone."""
+    """Set a buffer to a value of the same shape, unless it has that value already."""
     if not _same(_present(place), value):
         place.put(value)
 
@@ -495,19 +505,21 @@ _Names = tuple[list[str], list[str], list[str]]
 
 
 def _all(one: _Names, other: _Names) -> _Names:
-    """Return the names in either, of each of three lists."""
+    """Return the sorted union of each of three lists of names."""
     first, second, third = (sorted({*a, *b}) for a, b in zip(one, other, strict=True))
     return first, second, third
 
 
-def _united(one: dict[str, _Offer], other: dict[str, _Offer]) -> dict[str, _Offer]:
-    """Return what some holders and others have of each name."""
+def _united(
+    one: dict[str, _SourceBuffer], other: dict[str, _SourceBuffer]
+) -> dict[str, _SourceBuffer]:
+    """Merge the source buffers of two sets of ranks by name."""
     shared = one.keys() & other.keys()
-    pairs = {n: (_Offer._make(one[n]), _Offer._make(other[n])) for n in shared}
+    pairs = {n: (_SourceBuffer._make(one[n]), _SourceBuffer._make(other[n])) for n in shared}
     return one | other | {name: _joined(*pair) for name, pair in pairs.items()}
 
 
-def _joined(one: _Offer, other: _Offer) -> _Offer:
+def _joined(one: _SourceBuffer, other: _SourceBuffer) -> _SourceBuffer:
     is_alike = one.kind == other.kind
     return min(one, other, key=lambda offer: offer.order)._replace(
         has_mean=one.has_mean and other.has_mean and is_alike,
@@ -546,7 +558,7 @@ def _averages(
 ) -> Iterator[torch.Tensor]:
     """Yield the average of each buffer over the group; `weight`: this rank's."""
     wide = [_wide(buffer) for buffer in buffers]
-    # Nothing of a rank that has seen nothing: an infinity there would make NaNs.
+    # Zeros for weight 0: an infinity times 0 would be NaN.
     terms = [w * weight if weight else torch.zeros_like(w) for w in wide]
     flat = torch.cat([*terms, terms[0].new_full((1,), weight)])
     group.all_reduce(flat)
@@ -583,10 +595,10 @@ def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list
 
 
 def _num_apart(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return, as int32[] where they are, whether two tensors differ in any bit."""
+    """Return int32[] on their device: 1 if two tensors differ in any bit."""
     return (bytes_of(own) != bytes_of(other)).any().to(torch.int32)
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Say whether two tensors are equal to the bit: a NaN is one, too."""
+    """Return whether two tensors are equal to the bit; a NaN equals itself."""
     return torch.equal(bytes_of(left), bytes_of(right))

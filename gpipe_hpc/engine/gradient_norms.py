@@ -46,9 +46,9 @@ class Norms(NamedTuple):
     device: Device
 
     def total(self) -> Tensor:
-        """Return the norm of the norms that are present, in the model's precision, as torch does.
+        """Return the norm of all norms that are present, in the model's precision, as torch does.
 
-        No device is waited for.
+        Does not wait for the device.
         """
         is_counted = self.present > 0
         norms = self.values
@@ -161,7 +161,7 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _runs(flags: Sequence[bool]) -> list[slice]:
-    """Return the runs of flags that are set."""
+    """Return slices of consecutive flags that are set."""
     found, start = [], 0
     for is_set, run in groupby(flags):
         stop = start + len(list(run))
@@ -172,33 +172,33 @@ def _runs(flags: Sequence[bool]) -> list[slice]:
 
 
 class SquaredNorms(Protocol):
-    """Measures the parts of one stage's gradients during a step."""
+    """Measures squared norms of the parts of one stage's gradients during a step."""
 
     def begin(self) -> None:
         """Begin a step, whose gradients are zero or None."""
 
     def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Measure what a backward has just added; `is_last`: no W of the micro-batch follows."""
+        """Measure the gradients that a backward has just added; `is_last`: no W follows."""
 
     def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Measure sums that are complete on this rank, before the reduction overwrites them."""
+        """Measure gradients that are complete on this rank, before the reduction changes them."""
 
     def take(self) -> Mapping[int, Tensor]:
         """Return the squared norm, float64[], of each part by its first micro-batch."""
 
 
 class MicrobatchSquaredNorms:
-    """Measures micro-batches, by a copy of the stage's gradients.
+    """Measures the contribution of each micro-batch, with a copy of the stage's gradients.
 
-    A parameter may get a part of its gradient in I and the rest in W: what came in I is kept until
-    W. What is reduced during the last backward is measured before its reduction, and counted when
-    that backward ends.
+    A parameter may get a part of its gradient in I and the rest in W: the part of I is kept until
+    W. Gradients that are reduced during the last backward are measured before their reduction and
+    counted when that backward ends.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._before: dict[nn.Parameter, Tensor] = {}
-        # The gradient that was measured last, and its version then: which have changed since?
+        # The gradient that was measured last, and its version, to detect changes.
         self._seen: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._begun: set[nn.Parameter] = set()
         self._left: set[nn.Parameter] = set()
@@ -217,7 +217,7 @@ class MicrobatchSquaredNorms:
 
     @torch.no_grad()
     def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Measure what a backward has just added; `is_last`: no W of the micro-batch follows."""
+        """Measure the gradients that a backward has just added; `is_last`: no W follows."""
         new = [parameter for parameter in self._parameters if self._is_new(parameter)]
         added = dict(zip(new, self._added(new), strict=True)) | self._leaving
         self._leaving = {}
@@ -232,7 +232,7 @@ class MicrobatchSquaredNorms:
 
     @torch.no_grad()
     def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Measure sums that are complete on this rank, before the reduction overwrites them."""
+        """Measure gradients that are complete on this rank, before the reduction changes them."""
         own = set(parameters)
         new = [p for p in self._parameters if p in own and self._is_new(p)]
         self._leaving |= zip(new, self._added(new), strict=True)
@@ -253,7 +253,7 @@ class MicrobatchSquaredNorms:
         return seen is None or seen[0] is not gradient or seen[1] != gradient._version
 
     def _added(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the negative of what was added since, in memory that is reused."""
+        """Return the negative of the gradients added since, in memory that is reused."""
         gradients = _gradients(parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._seen[parameter] = gradient, gradient._version
@@ -269,7 +269,7 @@ class MicrobatchSquaredNorms:
 
 
 class CopySquaredNorms:
-    """Measures copies of the stage; that of this rank is named by its first micro-batch."""
+    """Measures the gradients of each copy of the stage; a copy's key is its first micro-batch."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], first_microbatch: int) -> None:
         self._parameters = list(parameters)
@@ -281,11 +281,11 @@ class CopySquaredNorms:
         self._squares = {}
 
     def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Do nothing: the whole sum is measured."""
+        """Do nothing: the sum over all micro-batches is measured."""
 
     @torch.no_grad()
     def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Measure sums that are complete on this rank, before the reduction overwrites them."""
+        """Measure gradients that are complete on this rank, before the reduction changes them."""
         own = set(parameters)
         present = [p for p in self._parameters if p in own and p.grad is not None]
         if present:
@@ -299,12 +299,14 @@ class CopySquaredNorms:
 
 @dataclass(frozen=True)
 class GradientParts:
-    """How much the gradients of a step's parts differ; the same on every rank.
+    """Squared norms and weights of the parts of a step's gradient, the same on every rank.
 
-    `squares`, `weights`: float64[replicas x micro-batches], by global micro-batch: the squared norm
-    of what a part has added to the gradient, at the part's first micro-batch, and the weights of
-    the loss. `part_of`: the first micro-batch of each one's part. `fetched`: both, float64[2, n],
-    on their way to the host: reading waits for the device, nothing before does.
+    Attributes:
+        squares: float64[global micro-batches]: the squared norm of a part's contribution to the
+            gradient, at the part's first micro-batch.
+        weights: float64[global micro-batches]: the weights of the loss.
+        part_of: For each micro-batch the first micro-batch of its part.
+        fetched: Both, float64[2, n], copied to the host; only reading them waits for the device.
     """
 
     squares: Tensor
@@ -316,7 +318,7 @@ class GradientParts:
     def of(
         cls, squares: Tensor, weights: Tensor, part_of: tuple[int, ...], device: Device
     ) -> "GradientParts":
-        """Return them, on their way to the host."""
+        """Start copying both to the host."""
         return cls(
             squares, weights, part_of, AsyncHostTensor.of(torch.stack([squares, weights]), device)
         )
@@ -324,8 +326,8 @@ class GradientParts:
     def mean_square(self) -> tuple[float, int]:
         """Return the mean squared norm of the parts' own gradients, and their number.
 
-        With g_i the mean gradient of part i and a_i its share of the weight, sum a_i |g_i|^2. What
-        it has added is a_i g_i. Parts of weight 0 are none.
+        With g_i the mean gradient of part i and a_i its share of the weight, sum a_i |g_i|^2. The
+        contribution of part i is a_i g_i. Parts of weight 0 do not count.
         """
         squares, weights = self.fetched.read().tolist()
         shares: dict[int, float] = defaultdict(float)
@@ -339,8 +341,10 @@ class GradientParts:
 def parts_of(parts: str, placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return the first global micro-batch of the part that each one belongs to.
 
-    `parts`: microbatches or replicas; `placements`: of each replica. ConfigError if there are fewer
-    than two parts, ranks that hold a stage for several of them, or another word.
+    `parts`: ``microbatches`` or ``replicas``; `placements`: that of each replica.
+
+    Raises ConfigError for another value, for fewer than two parts, and if a rank holds a stage for
+    several parts.
     """
     counts = [placement.num_microbatches for placement in placements]
     if parts == MICROBATCHES:
@@ -382,14 +386,14 @@ def parts_of(parts: str, placements: Sequence[Placement]) -> tuple[int, ...]:
 def squares_of(
     parts: str, parameters: Iterable[nn.Parameter], microbatches: Sequence[int]
 ) -> SquaredNorms:
-    """Return what measures the parts on a stage whose copy here runs these `microbatches`."""
+    """Return the measurement for a stage whose copy on this rank runs `microbatches`."""
     if parts == MICROBATCHES:
         return MicrobatchSquaredNorms(parameters)
     return CopySquaredNorms(parameters, min(microbatches, default=0))
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the squared norm of all together, float64[]."""
+    """Return the squared norm of all tensors together, float64[]."""
     return stacked(norms_of(tensors)).square().sum()
 
 

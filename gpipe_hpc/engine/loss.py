@@ -1,4 +1,4 @@
-"""What a micro-batch adds to the loss, and how backward starts before its weight is known."""
+"""The loss of one micro-batch, and the scale of its backward before the global weight is known."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ _MIRROR: Final = (2 * 1023 - 1) << 52
 
 
 class LossTerm(NamedTuple):
-    """What one micro-batch adds: the sum of its losses, and the weight it is to be divided by."""
+    """Loss of one micro-batch: the sum over its samples, and the weight to divide it by."""
 
     total: torch.Tensor
     weight: torch.Tensor | float
 
     def without_graph(self) -> "LossTerm":
-        """Return the same numbers, held by no graph, see `alone`."""
+        """Return the same numbers detached and copied, see `alone`."""
         total, weight = self
         if isinstance(weight, torch.Tensor):
             weight = weight.detach().clone()
@@ -39,30 +39,30 @@ class LossTerm(NamedTuple):
 
 
 class SumTerm(LossTerm):
-    """What one adds to a loss that is the sum over the batch itself; `weight`: its samples."""
+    """Loss of a micro-batch if the loss of a batch is a sum; `weight`: its number of samples."""
 
 
 class LayerReports(NamedTuple):
-    """What one layer, by its global index, reported of one micro-batch.
+    """Losses and metrics that one layer reported for one micro-batch.
 
-    The loss function counts as the layer behind the last.
+    `layer` is its global index; the loss function has the index after the last layer.
     """
 
     layer: int
     reports: Reports
 
     def without_graph(self) -> "LayerReports":
-        """Return the same numbers, held by no graph."""
+        """Return the same numbers, detached and copied."""
         losses = {name: alone(total) for name, total in self.reports.losses.items()}
         metrics = {name: (_alone(s), _alone(w)) for name, (s, w) in self.reports.metrics.items()}
         return LayerReports(self.layer, replace(self.reports, losses=losses, metrics=metrics))
 
 
 def alone(number: torch.Tensor) -> torch.Tensor:
-    """Return a number without its graph, in memory of its own.
+    """Return a detached copy of a scalar.
 
-    `F.mse_loss` returns one that holds as much as the whole output; until the step ends that
-    would be as much for each micro-batch.
+    The result of `F.mse_loss` keeps memory as large as the whole output, which would stay allocated
+    for each micro-batch until the end of the step.
     """
     return number.detach().clone()
 
@@ -81,8 +81,8 @@ def loss_term(
 ) -> LossTerm:
     """Call the loss function on one micro-batch of `num_samples` samples; report its metrics.
 
-    `known`: what `torch_loss` says of it. The call runs within `watch`, if that is given. Raises
-    ModelError if it returns neither a scalar nor a pair (sum, weight) of scalars.
+    `known`: the result of `torch_loss` for the function. The call runs within `watch` if given.
+    Raises ModelError if it returns neither a scalar nor a pair (sum, weight) of scalars.
     """
     if watch is None:
         value = function(output, target)
@@ -119,27 +119,27 @@ def loss_term(
 
 
 class LossWatch:
-    """Warns of a loss of the user's that is not what it is taken for.
+    """Warns, in the first steps, if a loss function does not return what is expected.
 
-    A number that is a sum, or a mean over unequally many targets of a sample; a pair whose first
-    value is a mean. Watched are the first steps. `where`: what the loss is called.
+    Detected are: one number that is a sum, or a mean over a number of targets that differs between
+    samples; a pair whose first value is a mean. `where`: name of the loss in the warning.
     """
 
     def __init__(self, device: Device, where: str) -> None:
         self._device, self._where = device, where
         self._shares: list[tuple[float, ...]] = []
-        # Of a device, in the step before: what to do, and with which numbers.
+        # Checks of the step before whose numbers come from a device.
         self._waiting: list[tuple[Callable[[AsyncHostTensor], None], AsyncHostTensor]] = []
         self._has_warned = False
 
     def begin(self) -> None:
-        """Begin a step: take in what a device has made in the last one."""
+        """Begin a step: run the checks that wait for numbers of the last one."""
         waiting, self._waiting = self._waiting, []
         for take_in, numbers in waiting:
             take_in(numbers)
 
     def note(self, found: Reductions, term: LossTerm, num_samples: int, *, is_cut: bool) -> None:
-        """Note what a loss has made of one micro-batch. `is_cut`: there are others."""
+        """Check the loss of one micro-batch; `is_cut`: the batch has several micro-batches."""
         weight, is_pair = term.weight, found.is_pair
         if self._has_warned:
             return
@@ -194,14 +194,14 @@ class LossWatch:
 
 
 def _scalar(number: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of one number without dimensions; most are, and need no node for it."""
+    """Return a one-element tensor as a scalar; adds no autograd node if it is one already."""
     return number.reshape(()) if number.dim() else number
 
 
 def _weighted(mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return a mean times its weight, 0 if that is 0: the mean over nothing is NaN.
+    """Return a mean times its weight, or 0 if the weight is 0, as the mean over nothing is NaN.
 
-    The same bits as by a number of the host: it is not rounded to 16 bits either.
+    The bits are the same as with a weight on the host, which is not rounded to 16 bits either.
     """
     wide = mean.float() if mean.dtype in _LOW else mean
     product = (wide * weight.to(wide)).to(mean.dtype)
@@ -221,7 +221,7 @@ def _report(metrics: Mapping[str, Any], num_samples: int) -> None:
 
 
 def _check_weight(weight: object) -> None:
-    """Raise ModelError for the second value of a pair if it is no weight."""
+    """Raise ModelError if the second value of a pair is not a valid weight."""
     if isinstance(weight, Real):
         return
     if not isinstance(weight, torch.Tensor) or weight.numel() != 1 or weight.is_complex():
@@ -256,14 +256,14 @@ def refuse_negative_weight(weight: float) -> None:
 
 
 def has_graph(output: Nest) -> bool:
-    """Say whether autograd can follow an output."""
+    """Return whether a tensor of an output requires a gradient."""
     return any(each.requires_grad for each in tensors_of(output))
 
 
 def refuse_constant(value: float) -> None:
     """Raise ModelError for a loss without a graph.
 
-    A loss of 0 may be a constant: of a micro-batch with nothing to learn from.
+    A loss of 0 may be a constant: a micro-batch may have no targets that count.
     """
     if value != 0:
         raise ModelError(
@@ -285,15 +285,15 @@ def backward_seed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def power_near_inverse(number: torch.Tensor) -> torch.Tensor:
-    """Return the power of two that brings a number to at least 1/2 and below 1, float64.
+    """Return the power of two that scales a number to at least 1/2 and below 1, float64.
 
-    Exact on every device, as it is made of the bits of float64: `torch.ldexp` multiplies by
-    `torch.pow(2, n)` in float32, which a device may round. Numbers are float64, positive and
-    finite.
+    It is computed from the bits of float64, so it is exact on every device: `torch.ldexp`
+    multiplies by `torch.pow(2, n)` in float32, which a device may round. Numbers must be float64,
+    positive and finite.
     """
     return (_MIRROR - (number.view(torch.int64) & _EXPONENT)).view(torch.float64)
 
 
 def final_divisor(weight: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """Return what accumulated gradients are divided by at the end; infinite if weight is 0."""
+    """Return the divisor of accumulated gradients; infinite if the weight is 0."""
     return torch.where(weight > 0, weight * seed, torch.full_like(weight, torch.inf))

@@ -29,7 +29,7 @@ _MOST: Final = 2.0**24
 
 
 def check_precision(precision: str) -> None:
-    """Raise ConfigError if nobody knows a precision."""
+    """Raise ConfigError for an unknown precision."""
     if precision not in PRECISIONS:
         raise ConfigError(
             f"precision: unknown, expected one of {', '.join(PRECISIONS)}, got {precision!r}; "
@@ -40,11 +40,11 @@ def check_precision(precision: str) -> None:
 def casting(
     precision: str, device: Device, *, shared: bool = True
 ) -> AbstractContextManager[object]:
-    """Return a block within which forwards compute in `precision`.
+    """Return a context manager in which forwards compute in `precision`.
 
-    bfloat16, float16: torch's autocast. Weights stay as they are, and so do the sums of their
-    gradients; boundaries have whatever dtype the layers give. float32: everything as the layers
-    have it. `shared`: whether casts of parameters may be those of other such blocks.
+    bfloat16, float16: torch's autocast. Weights and the sums of their gradients keep their dtype;
+    boundaries have the dtype of the layers' outputs. float32: no autocast. `shared`: whether casts
+    of parameters are shared with other such blocks.
     """
     check_precision(precision)
     dtype = PRECISIONS[precision]
@@ -55,17 +55,17 @@ def casting(
 
 @contextmanager
 def keeping_casts(precision: str, device: Device) -> Iterator[None]:
-    """Let all `casting` blocks within share their casts of parameters: for one step.
+    """Share casts of parameters between all `casting` blocks of one step.
 
-    A weight is then cast once for all micro-batches, not once for each, and their graphs hold one
-    copy of it. Autocast keeps the cast of every leaf, also of those that a reentrant
-    `torch.utils.checkpoint` makes of its inputs: those live until the step ends.
+    A weight is then cast once for all micro-batches, and their graphs share the cast. Autocast
+    caches the cast of every leaf, including leaves that a reentrant `torch.utils.checkpoint`
+    creates from its inputs; these stay allocated until the step ends.
     """
     if PRECISIONS[precision] is None or not casts_keep_their_graph():
         yield
         return
-    # torch forgets casts at the end of the outermost block, also of one that casts nothing. The
-    # user may have one around many steps, with casts of weights that have changed since.
+    # torch clears the cache at the end of the outermost block, also of a disabled one. The user may
+    # have a block around many steps, whose cache holds casts of weights that have changed since.
     torch.clear_autocast_cache()
     with torch.autocast(device.type, enabled=False):
         yield
@@ -73,7 +73,7 @@ def keeping_casts(precision: str, device: Device) -> Iterator[None]:
 
 
 class StageCasts:
-    """The `casting` blocks of one stage: no forward computes with casts of what has changed."""
+    """The `casting` blocks of one stage, which never use casts of parameters that have changed."""
 
     def __init__(self, precision: str, device: Device, parameters: Iterable[nn.Parameter]) -> None:
         self._precision, self._device = precision, device
@@ -83,13 +83,13 @@ class StageCasts:
         self._known: dict[Hashable, bool] = {}  # whether this place changes its own weights
 
     def begin(self) -> None:
-        """Begin a step: no cast is kept yet."""
+        """Begin a step, whose cache of casts is empty."""
         self._last = self._versions()
 
     def block(self, place: Hashable, *, shared: bool = True) -> AbstractContextManager[object]:
-        """Return the block for a run of the layers at a place, as `casting` does.
+        """Return a context manager for a run of the layers at `place`, see `casting`.
 
-        Raises ModelError if they change a parameter that they left alone in their first run.
+        Raises ModelError if they change a parameter that they did not change in their first run.
         """
         if self._precision == "float32":
             return _AS_IT_IS
@@ -121,9 +121,9 @@ class StageCasts:
 
 @cache
 def casts_keep_their_graph() -> bool:
-    """Say whether a cast first made without a graph serves a forward with one.
+    """Return whether autocast records a cast again if its cached cast has no graph.
 
-    Torch up to 2.10 hands out the same detached cast: the weight would get no gradient.
+    torch up to 2.10 returns the cached, detached cast: the weight would get no gradient.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     x = torch.ones(1, 1)
@@ -166,7 +166,7 @@ class LossScale:
         self.value /= 2
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "value": self.value,
             "num_good": self._num_good,
@@ -174,16 +174,16 @@ class LossScale:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue with what a checkpoint kept."""
+        """Restore the state of a checkpoint."""
         self.value = float(state["value"])
         self._num_good = int(state["num_good"])
         self.num_skipped = int(state["num_skipped"])
 
 
 def count_overflows(gradients: Iterable[torch.Tensor], device: Device) -> torch.Tensor:
-    """Return how many gradients have an infinity or NaN, float64[], without waiting for the device.
+    """Return the number of gradients with an infinity or NaN, float64[] on the device.
 
-    Gradients are summed, and not yet divided by the scale.
+    Gradients are summed and not yet divided by the scale. Does not wait for the device.
     """
     present = [gradient for gradient in gradients if gradient.numel()]
     if not present:
@@ -193,5 +193,5 @@ def count_overflows(gradients: Iterable[torch.Tensor], device: Device) -> torch.
 
 
 def scaling(precision: str) -> LossScale | None:
-    """Return the loss scale that a precision needs; None for those with the range of float32."""
+    """Return a loss scale for float16; None for precisions with the range of float32."""
     return LossScale() if precision == "float16" else None

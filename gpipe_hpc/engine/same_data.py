@@ -1,9 +1,8 @@
-"""Whether the ranks of a replica were given the same samples: digests that travel with a step.
+"""Check that the ranks of a replica got the same samples, by digests in the step's all-reduce.
 
-The first rank uses inputs and the last one targets. If each shuffles for itself, inputs meet
-targets of other samples, and training goes on with wrong pairs. So the ranks that hold data add up
-digests of what they were given: of targets if all have them, otherwise of inputs. The numbers are
-weighted such that they add up to 0 if all are equal.
+The first rank uses inputs and the last one targets. If each shuffles on its own, inputs are paired
+with targets of other samples. So the ranks with data sum digests of their targets, or of their
+inputs if not all have targets, with weights that make the sum 0 if all digests are equal.
 """
 
 import logging
@@ -25,7 +24,7 @@ from gpipe_hpc.schedule import Placement
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 NUM_DIGESTS: Final = 4
-"""How many numbers travel: sums of digests of targets and of inputs, each with what is missing."""
+"""Count of numbers sent: for targets and inputs a digest, and the number of ranks without it."""
 
 _FIRST_STEPS: Final = 3
 _EVERY: Final = 1000
@@ -38,7 +37,7 @@ _FACTORS: Final = (0x9E3779B97F4A7C15 - 2**64, 0x3C79AC492BA7B653, 0x1C69B3F74AC
 
 
 class SameData:
-    """Digests what one rank is given in the first steps and then rarely, and judges the sums."""
+    """Computes digests of a rank's data in the first steps and then rarely, and checks the sums."""
 
     def __init__(self, placement: Placement, stage_rank: int) -> None:
         holders = {*placement.holders(0), *placement.holders(placement.num_stages - 1)}
@@ -50,32 +49,32 @@ class SameData:
         self._unread: deque[tuple[int, AsyncHostTensor]] = deque(maxlen=_FIRST_STEPS)
 
     def says(self, step: int, inputs: Nest, targets: Nest) -> Sequence[Tensor | float]:
-        """Return what this rank adds to the sums in a step; nothing in most steps.
+        """Return this rank's `NUM_DIGESTS` numbers for a step; empty in most steps.
 
-        `inputs`, `targets`: as the caller has given them. Waits for no device.
+        `inputs`, `targets`: as passed by the caller. Does not wait for a device.
         """
         self._num_steps += 1
         is_first = self._num_steps <= _FIRST_STEPS
         self._is_due = self._has_data and (is_first or step % _EVERY == 0)
         if not self._is_due:
             return ()
-        # Inputs are compared only for the sake of targets that were given elsewhere.
+        # Inputs are compared only if other ranks have the targets.
         lacks_pair = inputs is None or (self._needs_targets and targets is None)
         return (*self._digested(targets, targets is None), *self._digested(inputs, lacks_pair))
 
     def note(self, step: int, sums: AsyncHostTensor) -> None:
-        """Keep the sums of a step over all ranks, to be judged when a loss is read."""
+        """Store the sums of a step over all ranks, to be checked when a loss is read."""
         if self._is_due and not self._is_said:
             self._unread.append((step, sums))
 
     @property
     def is_waiting(self) -> bool:
-        """Say whether there are sums that were not judged."""
+        """Return whether there are sums that were not checked yet."""
         return bool(self._unread)
 
     def judge(self) -> None:
-        """Warn, once, if ranks of a replica were given different data."""
-        # Not those of a later step than the one whose loss is read: the device would be waited for.
+        """Warn, once, if ranks of a replica got different data."""
+        # Only sums that have arrived: reading those of a later step would wait for the device.
         while self._unread and (sums := self._unread[0][1].poll()) is not None:
             step, _ = self._unread.popleft()
             differing = _differing(sums.tolist())
@@ -105,11 +104,11 @@ def _differing(sums: Sequence[float]) -> str | None:
 
 
 def digest(nest: Nest) -> Tensor | float:
-    """Return a whole number below 2**36 that depends on a nest's values and their order.
+    """Return an integer below 2**36 that depends on the values of a nest and their order.
 
-    Equal nests have equal digests, on any device and in any precision from float32 up. Of a
-    large tensor some elements count. A tensor of a device gives a float64[] of that device, at
-    once.
+    Equal nests have equal digests on any device and in any precision from float32 up. Of a large
+    tensor only some elements count. For a tensor on an accelerator the digest is a float64[] on
+    that device.
     """
     leaves, _ = flatten(nest)
     known = len(leaves)
@@ -137,16 +136,16 @@ def digest(nest: Nest) -> Tensor | float:
 
 
 def _text(value: object) -> str:
-    """Return a text that is the same for equal values on all ranks, of a bounded part of them."""
+    """Return a text of bounded length that is equal on all ranks for equal values."""
     if isinstance(value, str | bytes):
         return repr(value[:_MOST_TEXT])
     return repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
 
 
 def _mixed(leaf: object) -> Tensor | None:
-    """Return int64[] that depends on some elements of a tensor or array, and on their places.
+    """Return int64[], a hash of some elements of a tensor or array and their positions.
 
-    None for anything else: its digest is that of a value.
+    None for any other value.
     """
     try:
         with torch.no_grad():
@@ -163,9 +162,9 @@ def _mixed(leaf: object) -> Tensor | None:
 
 
 def _integers(leaf: object) -> Tensor | None:
-    """Return the bits of some elements as int64[n], spread over samples and places within one.
+    """Return the bits of some elements as int64[n], spread over samples and features.
 
-    All are compared as float32: what ranks were given in another precision is the same data.
+    Elements are converted to float32, so that data in another precision has the same digest.
     """
     if isinstance(leaf, np.ndarray):
         step = _stride(leaf.size, len(leaf)) if leaf.ndim else 1
@@ -195,12 +194,12 @@ def _as_float32(numbers: Tensor) -> Tensor:
 
 
 def _counting(tensor: Tensor, count: int) -> Tensor:
-    """Return 1 to `count`, on the device of a tensor."""
+    """Return the integers 1 to `count` on the device of a tensor."""
     return tensor.new_ones(count, dtype=torch.int64).cumsum(0)
 
 
 def _stride(num_elements: int, num_samples: int) -> int:
-    """Return which elements to take: not always the same of each sample."""
+    """Return the step between sampled elements, which does not divide the size of a sample."""
     step = num_elements // _MOST_NUMBERS
     if step <= 1:
         return 1

@@ -1,14 +1,14 @@
-"""The one reduction at the end of a step: loss, weight, counts and flags over all ranks.
+"""The all-reduce at the end of a step: loss, weight, counts and flags over all ranks.
 
-No rank continues after a step that failed on one, since all wait here for all. What travels:
+All ranks wait here for all others, so none continues after a step that failed on one. It carries:
 
     terms   per global micro-batch: sum and weight of the loss, what layers reported, squared norms;
-            digests of the data; how many gradients overflowed. Each number has one contributor and
-            zeros from all other ranks, so the sums are exact.
-    host    how many rows of terms are new; flags; what ranks report of themselves.
+            digests of the data; the number of gradients that overflowed. Each number has one
+            contributor and zeros from all other ranks, so the sums are exact.
+    host    the number of new rows of terms; flags; numbers that ranks report.
 
-On a CPU both are one tensor. With an accelerator terms are summed on the device, and what the host
-knows travels on the host in parallel: neither waits for the other.
+On a CPU both are one tensor. With an accelerator, terms are summed on the device and the rest in
+parallel on the host: neither waits for the other.
 """
 
 import time
@@ -39,15 +39,15 @@ from gpipe_hpc.engine.step_result import (
 
 
 class StepFlags:
-    """Numbers the flags that ranks combine at the end of a step, the same on every rank.
+    """Indices of the flags that ranks combine at the end of a step, the same on every rank.
 
-    The first `NUM_COMMON` concern all ranks. The others concern ranks that sum gradients with one
-    another: for each parameter of the model whether a micro-batch used it, and some for each stage
-    about its buffers.
+    The first `NUM_COMMON` flags concern all ranks. The others concern ranks that sum gradients with
+    one another: one flag for each parameter, set if a micro-batch used it, and some for the buffers
+    of each stage.
 
     Args:
-        names: All parameters of the model.
-        widths: How many flags each stage has about its buffers.
+        names: Names of all parameters of the model.
+        widths: Number of buffer flags of each stage.
     """
 
     HAS_CHANGED: Final = 0
@@ -69,18 +69,18 @@ class StepFlags:
     ) -> "StepFlags":
         """Return the flags of a model; a collective call.
 
-        `own`: how many flags each stage of this rank has about its buffers.
+        `own`: the number of buffer flags of each stage of this rank.
         """
         widths = group.merge_object(dict(own), _widest)
         return cls(names, [widths[stage] for stage in sorted(widths)])
 
     def of_use(self, names: Iterable[str], used: Iterable[bool]) -> set[int]:
-        """Return the numbers of those parameters that were used."""
+        """Return the flags of the parameters that were used."""
         pairs = zip(names, used, strict=True)
         return {self._numbers[name] for name, is_used in pairs if is_used}
 
     def of_buffers(self, stage: int, flags: Sequence[bool]) -> set[int]:
-        """Return the numbers of the flags of a stage that are set."""
+        """Return the indices of the buffer flags of a stage that are set."""
         start = self._starts[stage]
         return {start + offset for offset, is_set in enumerate(flags) if is_set}
 
@@ -93,7 +93,7 @@ class StepFlags:
         return any(number in flags for number in self._numbers.values())
 
     def buffers(self, stage: int, flags: Collection[int]) -> list[bool]:
-        """Return for each flag of a stage whether any of its ranks set it."""
+        """Return for each buffer flag of a stage whether any of its ranks set it."""
         start = self._starts[stage]
         return [start + offset in flags for offset in range(self._widths[stage])]
 
@@ -103,7 +103,7 @@ def _widest(first: dict[int, int], second: dict[int, int]) -> dict[int, int]:
 
 
 def unite_flags(flags: list[bool], group: Group) -> list[bool]:
-    """Return which flags any rank of the group has set, in memory of the host."""
+    """Return each flag combined by logical or over a group; an all-reduce on the host."""
     if group.size == 1 or not flags:
         return flags
     counts = torch.tensor(flags, dtype=torch.int32)
@@ -112,11 +112,11 @@ def unite_flags(flags: list[bool], group: Group) -> list[bool]:
 
 
 class StepTotals(NamedTuple):
-    """What all ranks know after the reduction, the same on each.
+    """Totals over all ranks after the reduction, the same on each rank.
 
-    `flags`: those that any rank set. `overflows`, `digests`: sums, on their way to the host.
-    `reported`: what ranks reported of themselves. `synced_at_s`: when this rank left the reduction,
-    on its clock.
+    `flags`: indices of the flags that any rank set. `overflows`, `digests`: sums, copied to the
+    host. `reported`: summary of the numbers that ranks reported. `synced_at_s`: time on this rank's
+    clock at which it left the reduction.
     """
 
     loss: StepLoss
@@ -128,19 +128,19 @@ class StepTotals(NamedTuple):
 
 
 class StepReduction:
-    """Reduces what ranks know of a step over all of them, in one exchange.
+    """The all-reduce at the end of a step.
 
-    Ranks agree on the rows of terms (losses and metrics that layers report) with a second exchange
-    in a step in which one has a row that is new.
+    If a rank has a new row of terms (a loss or metric that a layer reports), all ranks agree on the
+    rows and reduce a second time in that step.
 
     Args:
-        num_global: Micro-batches of the global batch.
+        num_global: Number of micro-batches of the global batch.
         num_flags: Size of `StepFlags`.
         group: All ranks.
         rank: The world rank.
-        device: Where the rank computes.
-        pipeline: With local SGD the ranks of this replica, which alone combine the flags that are
-            not common; else None.
+        device: Device of the rank.
+        pipeline: With local SGD the ranks of this replica, which combine the flags that are not
+            common among themselves; else None.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class StepReduction:
     ) -> None:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device, self._pipeline = group, device, pipeline
-        # Of each replica, the other flags would make 2.5 MB a step for 1,024 replicas.
+        # Sent for each of 1,024 replicas, the other flags would take 2.5 MB a step.
         self._num_common = num_flags if pipeline is None else StepFlags.NUM_COMMON
         self._slots = RankSlots(group, rank)
         self._add = ordered_sum(device)
@@ -175,13 +175,13 @@ class StepReduction:
 
         Args:
             losses: This rank's terms of the loss, by global micro-batch.
-            noted: What its layers reported, by global micro-batch.
-            flags: The numbers of the flags that it sets.
-            overflows: How many of its gradients are not finite, float64[] on the device.
+            noted: Reports of its layers, by global micro-batch.
+            flags: Indices of the flags that it sets.
+            overflows: Number of its gradients that are not finite, float64[] on the device.
             reported: At most `NUM_REPORTED` numbers of the rank.
             squares: Squared norms of its parts of the gradients, by global micro-batch; given on
                 all ranks or on none.
-            digests: `NUM_DIGESTS` numbers of its data, or none.
+            digests: `NUM_DIGESTS` numbers that identify its data, or none.
         """
         terms = terms_by_row(noted or {})
 
@@ -236,7 +236,7 @@ class StepReduction:
         return terms, int(num_new), flags, slots, synced_at_s
 
     def _all_reduce_host(self, flat: Tensor) -> None:
-        """Sum what the host knows, whose last part are the slots of ranks."""
+        """All-reduce a tensor on the host that ends with the slots of ranks."""
         slots = flat[-self._slots.size :]
         self._group.climb(flat, partial(self._slots.lift, slots))
 
@@ -250,7 +250,7 @@ class StepReduction:
     ) -> Tensor:
         """Return the terms as float64[n]: of the loss, squares if any, digests, overflows.
 
-        No device is waited for: numbers of the host travel there from pinned memory.
+        Does not wait for the device: host numbers are copied from pinned memory.
         """
         count = self._num_global
         num_rows = num_terms(self._rows)
@@ -270,7 +270,7 @@ class StepReduction:
         return self._placed(entries, size)
 
     def _placed(self, entries: Mapping[int, Tensor | float], size: int) -> Tensor:
-        """Return numbers by their place as float64[size] on the device, 0 elsewhere."""
+        """Return float64[size] on the device with these entries, 0 elsewhere."""
         is_accelerator = self._device.is_accelerator
         on_device: dict[int, Tensor] = {}
         row = [0.0] * size
@@ -290,7 +290,7 @@ class StepReduction:
         return flat
 
     def _own(self, flags: Collection[int]) -> Tensor:
-        """Return the flags that only a pipeline combines, float64[flags] on the host."""
+        """Return the flags that only the pipeline combines as float64[flags] on the host."""
         row = [0.0] * (self._num_flags - self._num_common)
         for flag in flags:
             if flag >= self._num_common:
@@ -300,7 +300,7 @@ class StepReduction:
     def _host_row(
         self, terms: TermsByRow, flags: Collection[int], reported: Sequence[float]
     ) -> Tensor:
-        """Return as float64[n] how many rows are new, the flags, and what the rank reports."""
+        """Return float64[n]: the number of new rows, the flags, and the rank's numbers."""
         row = [0.0] * (1 + self._num_common)
         row[0] = float(sum(each not in self._rows for each in terms))
         for flag in flags:
@@ -314,7 +314,7 @@ def _merged(first: list[LossRow], second: list[LossRow]) -> list[LossRow]:
 
 
 def _runs(numbers: Mapping[int, Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield numbers whose places are consecutive, with the first place of each run."""
+    """Yield runs of entries at consecutive indices, each with its first index."""
     places = sorted(numbers)
     for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
         own = [place for _, place in run]

@@ -1,6 +1,6 @@
-"""The loss of a step: summed over micro-batches and replicas, divided once by the weight.
+"""The result of a step: losses and metrics, summed over micro-batches and replicas.
 
-With it go the further losses and the metrics that layers report.
+The loss is divided once by the global weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from gpipe_hpc.models import MAIN_LOSS
 
 
 class LossRow(NamedTuple):
-    """What one layer reports by one name: a loss, or a metric with its weight."""
+    """A loss or a metric that one layer reports under one name."""
 
     layer: int
     name: str
@@ -30,7 +30,7 @@ class LossRow(NamedTuple):
 
 
 TermsByRow = Mapping[LossRow, Mapping[int, Sequence[Tensor | float]]]
-"""By row, then by global micro-batch: a loss's sum, or a metric's sum and weight."""
+"""For each row and global micro-batch the sum of a loss, or sum and weight of a metric."""
 
 
 OrderedSum = Callable[[Tensor], Tensor]
@@ -44,10 +44,11 @@ _NUM_PROBED: Final = 4099
 
 
 def ordered_sum(device: Device) -> OrderedSum:
-    """Return what sums on a device; tries once, and waits, whether one kernel has the order.
+    """Return a function that sums from left to right on a device.
 
-    `torch.cumsum` has it on a CPU. On an accelerator it has another one, and is refused under
-    `torch.use_deterministic_algorithms`.
+    `torch.cumsum` does so on a CPU. On an accelerator it uses another order and is not allowed
+    under `torch.use_deterministic_algorithms`; there, a test run finds whether one kernel keeps the
+    order. The test waits for the device.
     """
     if not device.is_accelerator:
         return _by_prefixes
@@ -68,7 +69,7 @@ def _by_prefixes(numbers: Tensor) -> Tensor:
 
 
 def _by_bag(numbers: Tensor) -> Tensor:
-    """Sum the rows of one bag: CUDA has a thread for each column, which adds row after row."""
+    """Sum rows as one embedding bag: on CUDA one thread for each column adds row after row."""
     count = len(numbers)
     order = torch.arange(count, device=numbers.device).view(1, count)
     summed = F.embedding_bag(order, numbers.reshape(count, -1), mode="sum")
@@ -87,14 +88,14 @@ class StepLoss:
     """The loss of a global batch; the same on every rank.
 
     Args:
-        terms: float64[rows, global micro-batches]: sums of the main loss, its weights, and what
-            `rows` name.
-        fetched: The same, flat, on their way to the host. Only reading them waits for the device.
-        add: How numbers of the device are summed.
-        rows: What layers reported besides the main loss.
+        terms: float64[rows, global micro-batches]: sums of the main loss, its weights, and the
+            terms of `rows`.
+        fetched: The same, flat, copied to the host. Only reading them waits for the device.
+        add: Sums numbers on the device from left to right.
+        rows: Losses and metrics that layers reported besides the main loss.
         squares: float64[global micro-batches], squared norms of parts of the gradients, if
             measured.
-        is_sum: The loss is the sum itself, of weight 1; the weights are then numbers of samples.
+        is_sum: The loss is the sum itself, of weight 1; weights are numbers of samples.
         on_read: Called when the numbers are read.
     """
 
@@ -113,7 +114,7 @@ class StepLoss:
         return torch.ones_like(weight) if self.is_sum else weight
 
     def weight_of(self, microbatches: range) -> Tensor:
-        """Return the weight of some of the global micro-batches, float64[] on the device."""
+        """Return the weight of a range of global micro-batches, float64[] on the device."""
         weight = self.add(self.terms[1, microbatches.start : microbatches.stop])
         return weight / self.add(self.terms[1]) if self.is_sum else weight
 
@@ -130,7 +131,7 @@ class StepLoss:
 
     @cached_property
     def sums(self) -> dict[str, float]:
-        """Return the sum of each part of the loss over the global batch, the main one first."""
+        """Return the sum of each loss over the global batch by name, the main loss first."""
         parts = {MAIN_LOSS: self._totals[0]}
         for row, at in self._places():
             if row.is_loss:
@@ -148,7 +149,7 @@ class StepLoss:
         return metrics
 
     def is_zero(self, microbatches: range) -> bool:
-        """Return whether some of the global micro-batches add exactly 0 to every loss."""
+        """Return whether every loss of a range of global micro-batches is exactly 0."""
         terms = self._on_host[:, microbatches.start : microbatches.stop]
         return not any(terms[at].any() for at in (0, *(i for r, i in self._places() if r.is_loss)))
 
@@ -160,7 +161,7 @@ class StepLoss:
 
     @cached_property
     def microbatch_losses(self) -> list[float]:
-        """Return the loss of each global micro-batch, in which a NaN can be located."""
+        """Return the loss of each global micro-batch, to locate a NaN."""
         terms = self._on_host
         sums = terms[0]
         for row, at in self._places():
@@ -188,13 +189,14 @@ class StepLoss:
 
 @dataclass(frozen=True, repr=False)
 class StepResult:
-    """What a step or an evaluation gave; the same on every rank.
+    """Result of a step or an evaluation, the same on every rank.
 
-    `is_skipped`: gradients overflowed float16 on some rank, so there are none on any.
-    `loss_scale`: what backward was scaled by. `parts`: how much the gradients of the step's parts
-    differ, with `noise_over`. `told`: summary of the numbers that ranks reported; None after an
-    evaluation. `synced_at_s`: when this rank left the reduction at the end of the step, on its
-    clock.
+    Attributes:
+        is_skipped: Gradients overflowed float16 on some rank and were dropped on all.
+        loss_scale: Factor by which the loss was scaled before the backward.
+        parts: With `noise_over`, squared norms of parts of the gradients.
+        told: Summary of the numbers that ranks reported; None after an evaluation.
+        synced_at_s: Time on this rank's clock at which it left the reduction of the step.
     """
 
     _loss: StepLoss
@@ -210,7 +212,7 @@ class StepResult:
         return f"StepResult({text}{', is_skipped=True' if self.is_skipped else ''})"
 
     def scalars(self) -> dict[str, float]:
-        """Return what a line of metrics says: `loss`, its parts if several, and the metrics."""
+        """Return the numbers of a metrics line: `loss`, its parts if several, and the metrics."""
         parts = self.losses
         shown = {f"losses/{name}": value for name, value in parts.items()} if len(parts) > 1 else {}
         return {
@@ -226,7 +228,7 @@ class StepResult:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Return the parts of the loss: `main`, and what layers added by `add_loss`, by name."""
+        """Return the parts of the loss by name: `main`, and the losses that `add_loss` added."""
         weight = self.weight
         return {n: s / weight if weight != 0 else 0.0 for n, s in self._loss.sums.items()}
 
@@ -237,12 +239,12 @@ class StepResult:
 
     @property
     def metric_sums(self) -> dict[str, tuple[float, float]]:
-        """Return the sum and the weight of each metric, to be added up over several batches."""
+        """Return sum and weight of each metric, which can be added over several batches."""
         return dict(self._loss.metrics)
 
     @property
     def weight(self) -> float:
-        """Return what the sum was divided by: samples, or tokens not ignored."""
+        """Return the divisor of the loss: the number of samples, or of tokens not ignored."""
         return self._loss.known_weight
 
     @property
@@ -252,7 +254,7 @@ class StepResult:
 
 
 def terms_by_row(noted: Mapping[int, Sequence[LayerReports]]) -> TermsByRow:
-    """Sort what layers reported by row."""
+    """Group the reports of layers by row."""
     found: dict[LossRow, dict[int, tuple[Tensor | float, ...]]] = {}
     for index, layers in noted.items():
         for layer, reports in layers:
@@ -264,15 +266,15 @@ def terms_by_row(noted: Mapping[int, Sequence[LayerReports]]) -> TermsByRow:
 
 
 def row_positions(rows: Sequence[LossRow]) -> list[int]:
-    """Return where the numbers of each row begin, after the main loss and its weight."""
+    """Return the first index of each row, after the main loss and its weight."""
     return list(accumulate((2 - row.is_loss for row in rows[:-1]), initial=2)) if rows else []
 
 
 def share_places(counts: Sequence[int]) -> Tensor:
-    """Return the places of the numbers of each share in a row, int64[largest share, shares].
+    """Return the indices of each share's numbers in a row, int64[largest share, shares].
 
-    `counts`: how many consecutive numbers each share has. A share with fewer than the largest is
-    filled up with the place after the row.
+    `counts`: the number of consecutive entries of each share. Smaller shares are padded with the
+    index after the row.
     """
     own = torch.tensor(counts)
     within = torch.arange(max(counts)).unsqueeze(1)
@@ -280,5 +282,5 @@ def share_places(counts: Sequence[int]) -> Tensor:
 
 
 def num_terms(rows: Sequence[LossRow]) -> int:
-    """Return how many numbers each micro-batch has."""
+    """Return the number of terms of each micro-batch."""
     return 2 + sum(2 - row.is_loss for row in rows)

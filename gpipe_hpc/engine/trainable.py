@@ -1,8 +1,8 @@
-"""Which parameters are trained: all ranks that hold a parameter must agree.
+"""Agreement of all ranks on which parameters are trained.
 
-Messages between copies have the sizes of what they train. A copy that has frozen more than another
-would send less, and Gloo aborts a process that receives more than it expects. So copies sum what
-all have agreed on, and agree again when a rank has changed something.
+Messages between copies of a stage have the size of the trained parameters. A copy that has frozen
+more than another would send less, and Gloo aborts a process that receives more than it expects. So
+copies reduce the parameters that all agreed on, and agree again if a rank changed one.
 """
 
 import logging
@@ -37,16 +37,16 @@ class TrainableParameters:
 
     @property
     def is_agreed(self) -> bool:
-        """Return whether ranks have agreed before; the same on every rank."""
+        """Return whether ranks have agreed once; the same on every rank."""
         return self._agreed is not None
 
     @property
     def has_changed(self) -> bool:
-        """Return whether a parameter of this rank was frozen or unfrozen since then."""
+        """Return whether a parameter of this rank was frozen or unfrozen since the agreement."""
         return self._now() != self._agreed
 
     def agree(self) -> None:
-        """Agree with all ranks on what is trained; a collective call.
+        """Agree with all ranks on the trained parameters; a collective call.
 
         Raises ModelError, on all ranks, for a parameter that one rank trains and another does not.
         """
@@ -78,7 +78,7 @@ class TrainableParameters:
 
 
 _Ranks = tuple[dict[int, int], ...]
-"""Parameters that ranks train, and those that they froze, each with the first such rank."""
+"""Trained and frozen parameters, each with the first such rank."""
 
 
 def _by_first_rank(first: _Ranks, second: _Ranks) -> _Ranks:
@@ -86,7 +86,7 @@ def _by_first_rank(first: _Ranks, second: _Ranks) -> _Ranks:
 
 
 def refuse_nothing_trained(num_trained: int) -> None:
-    """Raise ModelError for a step that gave no parameter a gradient, though its loss is not 0."""
+    """Raise ModelError: no parameter got a gradient although the loss is not 0."""
     raise ModelError(
         f"training: none of the {num_trained} parameters that require a gradient got one in this "
         f"step, so that nothing would be trained: the loss does not depend on them, or layers cut "
@@ -96,7 +96,7 @@ def refuse_nothing_trained(num_trained: int) -> None:
 
 
 def warn_nothing_trained(num_all: int) -> None:
-    """Warn of a model of which nothing is trained."""
+    """Warn that the model has no trained parameter."""
     log.warning(
         "training: none of the %d parameters requires a gradient, so nothing is trained; unfreeze "
         "some with requires_grad_(True), or use pipe.evaluate if that is meant",
