@@ -36,14 +36,6 @@ _DIFFER: Final = (
 )
 
 
-class _Compared(NamedTuple):
-    """Number of ranks whose buffers differed from those of the first, copied to the host."""
-
-    names: Sequence[str]
-    counts: AsyncHostTensor
-    first: int
-
-
 class DivergenceReporter:
     """Logs how buffers were synchronized, on the first rank of a group only.
 
@@ -53,7 +45,8 @@ class DivergenceReporter:
     def __init__(self, group: Group, position: int) -> None:
         self._group, self._position = group, position
         self._said: set[str] = set()
-        self._compared: deque[_Compared] = deque()
+        # Names, for each the number of ranks that differed from the first, and the first.
+        self._compared: deque[tuple[Sequence[str], AsyncHostTensor, int]] = deque()
 
     def ends_with(self, owner: object) -> None:
         """Log pending messages when `owner` is deleted, or the process ends.
@@ -68,7 +61,7 @@ class DivergenceReporter:
 
     def compare(self, names: Sequence[str], counts: AsyncHostTensor, first: int) -> None:
         """Store for each buffer the number of ranks whose values differed from rank `first`'s."""
-        self._compared.append(_Compared(names, counts, first))
+        self._compared.append((names, counts, first))
 
     def say_known(self) -> None:
         """Log the buffers that differed, as far as their values have arrived: on a CPU, all."""
@@ -124,13 +117,6 @@ class Place(NamedTuple):
             else:
                 device = value.device if buffer is None else buffer.device
                 self.module._buffers[self.name] = value.to(device, copy=True)
-
-
-class _Found(NamedTuple):
-    """A buffer at the start of a run."""
-
-    tensor: torch.Tensor | None
-    version: int
 
 
 class _SourceBuffer(NamedTuple):
@@ -200,7 +186,7 @@ class BufferSynchronizer:
         self._names = sorted(self._places())
         self._num_slots = max(1, len(self._names))  # all ranks know it, so it stays
         self._kinds = self._kinds_now()
-        self._before: dict[str, _Found] = {}
+        self._before: dict[str, tuple[torch.Tensor | None, int]] = {}  # tensor and version
         self._changed: set[str] = set()  # since the holders were made equal
         self._num_samples = 0  # likewise
         self._on_host = frozenset(self._on_host_now())  # on some holder
@@ -214,7 +200,7 @@ class BufferSynchronizer:
             if self._children_now() != self._children:
                 self._modules = modules_of(self._layers, pooled=self._pooled)
                 self._children = self._children_now()
-            self._before = {name: _found(place) for name, place in self._places().items()}
+            self._before = {name: _version_at(place) for name, place in self._places().items()}
 
     def say_all(self) -> None:
         """Log pending messages about buffers that differed; waits for the device."""
@@ -225,10 +211,10 @@ class BufferSynchronizer:
         if self._group.size == 1:
             return
         self._num_samples += num_samples
-        none = _Found(None, 0)
         for name, place in self._places().items():
-            before, now = self._before.get(name, none), _found(place)
-            if now.tensor is not before.tensor or now.version != before.version:
+            before, version = self._before.get(name, (None, 0))
+            tensor, new_version = _version_at(place)
+            if tensor is not before or new_version != version:
                 self._changed.add(name)
         self._before = {}
 
@@ -489,10 +475,10 @@ def take_over(place: Place, value: torch.Tensor) -> None:
         place.put(value)
 
 
-def _found(place: Place) -> _Found:
+def _version_at(place: Place) -> tuple[torch.Tensor | None, int]:
+    """Return a buffer and its version; inference tensors have none."""
     buffer = place.buffer
-    is_counted = buffer is not None and not buffer.is_inference()
-    return _Found(buffer, buffer._version if buffer is not None and is_counted else 0)
+    return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def _present(place: Place) -> torch.Tensor:
