@@ -408,7 +408,7 @@ def test_a_float16_overflow_on_one_replica_skips_the_step_on_all():
     ("outer", "told"),
     [
         ({"every": -1}, r"outer\.every"),
-        ({"lr": 0.7}, r"outer\.lr: is for replicas that train apart.*every=64"),
+        ({"lr": 0.7}, r"outer\.lr, expected the default.*outer\.every=64"),
         ({"every": 4, "parts": 5}, r"outer\.parts, expected 1 to outer\.every=4"),
         ({"every": 64, "parts": 40}, r"outer\.parts: expected at most the 4 buckets"),
         ({"every": 4, "behind": 4}, r"outer\.behind"),
