@@ -65,7 +65,7 @@ def decide_layout(request: Request, site: RankContext, gauge: Gauge, timeout_s: 
 
 
 def _laid_out(request: Request, gauge: Gauge) -> Layout:
-    """Lay out the request, and describe the gain of a splitting schedule for partial replicas."""
+    """Lay out the request; for partial replicas, describe what split backwards would gain."""
     layout = lay_out(request, gauge)
     return replace(layout, searched=layout.searched or gain_of_splitting(request, layout, gauge))
 

@@ -76,10 +76,11 @@ class Request(Settings):
         return replace(self, microbatches=microbatches, outer=alike)
 
     def on(self, num_ranks: int) -> "Request":
-        """Return the request for a number of ranks; with partial replicas, one pipeline of all.
+        """Return the request for a number of ranks that may not divide into whole replicas.
 
-        Returns the same request if the ranks are stages x replicas, or cannot be divided. Raises
-        ConfigError for settings that do not support partial replicas.
+        If it does not, the partial replicas (the last one lacks some ranks) form one pipeline of
+        all ranks. Otherwise, and with too few or too many ranks, the same request is returned.
+        Raises ConfigError for settings that do not support partial replicas.
         """
         assert not isinstance(self.stages, str), "the stages are known by now"
         rows = num_rows(num_ranks, self.stages, self.replicas)

@@ -249,7 +249,10 @@ def _late_s(
 def held_by_ranks(
     model: ModelCount, counts: Sequence[int], placement: Placement, copies: int = 1
 ) -> list[Held]:
-    """Return what each rank of a replica clips and updates; `copies` ranks share the elements."""
+    """Return the tensors and elements that each rank of a replica clips and updates.
+
+    `copies` ranks share the elements of each tensor.
+    """
     spans = stage_layers(counts)
     found = []
     for rank in range(placement.num_ranks):

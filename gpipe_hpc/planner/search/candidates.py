@@ -47,8 +47,8 @@ class Candidate:
     """One layout, except for how replicas combine gradients, which is chosen after timing.
 
     Attributes:
-      rows: number of pipelines that one table combines if there are partial replicas; then
-        `replicas` is 1. Otherwise 1.
+      rows: number of partial replicas that one pipeline combines; then `replicas` is 1. Otherwise
+        1.
       simulates_cut: whether the run shall search for a faster cut by simulation, though the user
         did not ask for it.
     """
