@@ -194,7 +194,7 @@ class Hungry(nn.Module):
 def test_memory_that_is_used_up_has_a_remedy():
     names, text = caught(ActionError, last=Hungry())
     assert names[1] == ["forward"]
-    assert "memory is used up: take more micro-batches" in text.splitlines()[-1]
+    assert "out of memory; remedies: use more micro-batches" in text.splitlines()[-1]
 
 
 def test_what_cannot_be_saved_is_one_message(tmp_path):
