@@ -1,10 +1,10 @@
 """The loss of one micro-batch, and the scale of its backward before the global weight is known."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import isclose
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
@@ -179,7 +179,7 @@ class LossWatch:
         shares = tuple(fetched.read().tolist())
         self._shares.append(shares)
         first = self._shares[0]
-        if len(first) != len(shares) or not all(map(isclose, first, shares)):
+        if len(first) != len(shares) or not all(map(math.isclose, first, shares)):
             self._warn(
                 "returns a mean over targets that count, of which micro-batches have unequally "
                 "many for each sample (ignored targets or weights of classes): it depends on the "
@@ -274,12 +274,16 @@ def refuse_constant(value: float) -> None:
         )
 
 
-def backward_seed(weight: torch.Tensor) -> torch.Tensor:
+def backward_seed(weight: torch.Tensor, *, is_on_host: bool = False) -> torch.Tensor:
     """Return the power of two near 1/weight that backward starts from, float64[].
 
     Multiplying by it is exact, so it changes no bit of the final gradients; it keeps those of
     half precision in range before the weight of the step is known. Weight 0 counts as 1.
     """
+    if is_on_host:  # the same number, by fewer calls of torch
+        known = float(weight)
+        exponent = math.frexp(known)[1] if 0 < known < 2.0**1022 else 1
+        return torch.tensor(math.ldexp(1.0, -max(exponent, -1022)), dtype=torch.float64)
     is_weight = (weight > 0) & (weight < 2.0**1022)
     return power_near_inverse(torch.where(is_weight, weight, 1.0))
 

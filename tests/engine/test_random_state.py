@@ -90,6 +90,28 @@ def test_the_users_own_numbers_go_on_as_without_a_step():
         assert all(map(np.array_equal, mine, theirs))
 
 
+def test_normal_numbers_that_the_user_draws_between_steps_go_on_as_without_steps():
+    """NumPy keeps every second one outside the words of its generator."""
+    np.random.seed(3)
+    expected = np.random.randn(8).tolist()
+    np.random.seed(3)
+    drawn = []
+
+    class Normal(nn.Module):
+        def forward(self, x):
+            return x + np.random.randn(3).sum()
+
+    def body(world):
+        layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Normal()]
+        pipe = Pipeline(layers, square_sum, microbatches=MICROBATCHES, world=world)
+        for _ in expected:
+            pipe.step(*BATCHES[0])
+            drawn.append(np.random.randn())
+
+    run_on_threads(1, body)
+    assert drawn == expected
+
+
 class Late(Draw):
     """Begin to draw in the third step, from one source."""
 

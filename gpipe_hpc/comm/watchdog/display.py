@@ -50,16 +50,14 @@ class Display:
 
     def show_action(self, count: int, action: object) -> None:
         """Publish an action within the phase."""
-        text = _encoded(action) if isinstance(action, str) else self._text_of(action)
-        self._memory[_ACTION : _ACTION + len(text)] = text
-        header = (count, self._phase_bytes, len(text), self._is_together)
-        _HEADER.pack_into(self._memory, 0, *header)
-
-    def _text_of(self, action: object) -> bytes:
         known = self._texts.get(id(action))
         if known is None or known[0] is not action:
-            known = self._texts[id(action)] = (action, _encoded(action))
-        return known[1]
+            known = action, _encoded(action)
+            if not isinstance(action, str):
+                self._texts[id(action)] = known
+        text = known[1]
+        self._memory[_ACTION : _ACTION + len(text)] = text
+        _HEADER.pack_into(self._memory, 0, count, self._phase_bytes, len(text), self._is_together)
 
     def close(self) -> None:
         """Close the file; later activities are not visible to the watcher."""

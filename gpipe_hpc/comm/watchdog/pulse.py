@@ -67,7 +67,8 @@ class Pulse:
     def note(self, activity: object) -> None:
         """Record the start of a new activity."""
         now_s = self._clock()
-        self._longest_now_s = max(self._longest_now_s, now_s - self._since_s)
+        if now_s - self._since_s > self._longest_now_s:
+            self._longest_now_s = now_s - self._since_s
         self.count += 1
         self.activity, self.waits_for, self._since_s = activity, None, now_s
         if isinstance(activity, Phase | Idle):
