@@ -1,4 +1,4 @@
-"""Buffers that forwards change: once a micro-batch, whatever is run again.
+"""Buffers that forwards change: once per micro-batch, also with recomputation.
 
 Each forward of training works on copies of the buffers that are known to move, and of small ones,
 which may begin to; the copies stand in their places in the modules. So what a graph has saved of
@@ -52,9 +52,9 @@ class FoundBuffer(NamedTuple):
 
 
 class BuffersBefore(NamedTuple):
-    """What a forward of a layer found in its homes, and which places it changed.
+    """The buffers of a layer before one of its forwards, and which of them that changed.
 
-    `lasting`: what the stage's `PersistentBuffers` had kept.
+    `lasting`: the originals that the stage's `PersistentBuffers` had kept.
     """
 
     homes: tuple[Home, ...]
@@ -67,9 +67,10 @@ NO_BUFFERS: Final = BuffersBefore((), ())
 
 
 class ReturnedBuffer(NamedTuple):
-    """A buffer that a layer returned, or a view of it, as it was then. `where`: of the layer.
+    """A buffer that a layer returned, or a view of it, with its version at that time.
 
-    `is_apart`: a later write to it would be lost, or a recomputation would find it.
+    `where`: the layer. `is_apart`: whether a later write to it would be lost, or would be seen by
+    a recomputation.
     """
 
     where: str
@@ -90,7 +91,7 @@ class ReturnedBuffer(NamedTuple):
 
 
 class PersistentBuffers:
-    """The tensors of a stage that are its buffers for good, while copies stand in for them."""
+    """The original buffer tensors of a stage while copies replace them during a step."""
 
     def __init__(self) -> None:
         self.num_steps = 0  # that have ended
@@ -98,7 +99,7 @@ class PersistentBuffers:
         self._earlier: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, home: Home, name: str, tensor: torch.Tensor) -> None:
-        """Note the tensor of a place; only the first one of a step counts."""
+        """Keep the original tensor of a place; only the first call in a step counts."""
         self._tensors.setdefault((id(home), name), (home, tensor))
 
     def remember(self, tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
@@ -106,25 +107,25 @@ class PersistentBuffers:
         self._earlier[id(tensor), version] = tensor, value
 
     def forget(self, home: Home, name: str) -> None:
-        """Take notice that a layer has put a tensor of its own into a place: that one lasts."""
+        """Forget the original of a buffer that the layer has replaced by another tensor."""
         self._tensors.pop((id(home), name), None)
 
     def recall(self, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
-        """Return a tensor with the value that another had at a version, None if that is lost."""
+        """Return a tensor with the value that another had at a version; None if it is lost."""
         if (id(tensor), version) in self._earlier:
             return self._earlier[id(tensor), version][1]
         return tensor if version_of(tensor) == version else None
 
     def kept(self) -> dict[tuple[int, str], tuple[Home, torch.Tensor]]:
-        """Return what `put_back` takes."""
+        """Return a copy of the kept originals, for `put_back`."""
         return dict(self._tensors)
 
     def put_back(self, kept: Mapping[tuple[int, str], tuple[Home, torch.Tensor]]) -> None:
-        """Keep what was kept before a forward that is undone."""
+        """Restore the originals that were kept before a forward that is undone."""
         self._tensors = dict(kept)
 
     def settle(self) -> None:
-        """End a step: the lasting tensors get the newest values, and their places again."""
+        """End a step: put the original tensors in place again, with the newest values."""
         for (_, name), (home, tensor) in self._tensors.items():
             newest = home.get(name)
             if newest is None or newest is tensor or _kind(newest) != _kind(tensor):
@@ -137,12 +138,17 @@ class PersistentBuffers:
 
 
 class LayerBuffers:
-    """The buffers of one layer and of its submodules; `where` names the layer in messages.
+    """The buffers of one layer and of its submodules.
 
     Statistics of our own BatchNorm layers are not among them: no forward changes those.
-    `sharing`: homes of other layers of the stage that hold one of the same tensors. `elsewhere`:
-    buffers by name that a layer of another stage, given by its index, has too: those may not move.
-    `homes`: all places where a forward of the layer may find buffers.
+
+    Args:
+        layer: The layer.
+        where: Its name in messages.
+        lasting: The original buffers of its stage.
+        sharing: Buffer dicts of other layers of the stage that have one of the same tensors.
+        elsewhere: Buffers by name that a layer of another stage, given by its index, has too;
+            forwards must not change these.
     """
 
     def __init__(
@@ -166,14 +172,11 @@ class LayerBuffers:
 
     @property
     def exist(self) -> bool:
-        """Say whether there are any buffers."""
+        """Return whether the layer has any buffers."""
         return any(self.homes)
 
-    def begin(self, *, returns: bool) -> BuffersBefore:
-        """Note the buffers ahead of a forward of training; copies stand in for those that move.
-
-        `returns`: an R will ask for what is noted.
-        """
+    def begin(self) -> BuffersBefore:
+        """Note the buffers before a training forward, and replace those that change by copies."""
         if not any(self.homes):
             return NO_BUFFERS
         homes = tuple(map(dict, self.homes))
@@ -183,17 +186,17 @@ class LayerBuffers:
         return BuffersBefore(homes, tuple(self._put_copies()), lasting=self._lasting.kept())
 
     def end(self, before: BuffersBefore, *, returns: bool) -> BuffersBefore:
-        """Learn what the forward has changed; return what it found with that.
+        """Detect the buffers that the forward changed; return `before` with them.
 
         Raises ModelError if it is known now that a value is lost which others need.
         """
-        if self.matters(before):
+        if before is not NO_BUFFERS or any(self.homes):
             before = before._replace(moved=self._end(before, returns))
         self._last_step, self._at_hand = self._lasting.num_steps, {}
         return before
 
     def can_restore(self, before: BuffersBefore) -> bool:
-        """Say whether `restore` can undo a forward, of which `before` is what `end` returned."""
+        """Return whether `restore` can undo a forward; `before` comes from `end`."""
         return not any(f.stand_in is None and f.place in before.moved for f in before.found)
 
     def restore(self, before: BuffersBefore) -> None:
@@ -205,7 +208,7 @@ class LayerBuffers:
     def returned(
         self, before: BuffersBefore, output: Nest, *, returns: bool
     ) -> list[ReturnedBuffer]:
-        """Return which buffers an output lies in, after `end`; in the first steps alone."""
+        """Return the buffers whose memory an output uses, after `end`; in the first steps only."""
         if not before.found or self._lasting.num_steps >= _NUM_LOOKED:
             return []
         storages = storages_of(tensors_of(output))
@@ -218,13 +221,9 @@ class LayerBuffers:
                 found.append(ReturnedBuffer(self._where, name, used, version_of(used), is_apart))
         return found
 
-    def matters(self, before: BuffersBefore) -> bool:
-        """Say whether there is anything for `again` to do."""
-        return before is not NO_BUFFERS or any(self.homes)
-
     @contextmanager
     def again(self, before: BuffersBefore) -> Iterator[None]:
-        """Let the layer run from what a forward found; afterwards all buffers are as they are now.
+        """Run the block with the buffers of an earlier forward, then restore the present ones.
 
         Raises ModelError if the value of one is not known any more, and if one changes that the
         forward left alone.
@@ -248,15 +247,15 @@ class LayerBuffers:
 
     @property
     def move(self) -> bool:
-        """Say whether any is known to move."""
+        """Return whether any buffer is known to change in forwards."""
         return bool(self._moving)
 
     def moving(self) -> list[FoundBuffer]:
-        """Return the buffers that are known to move, as they are now."""
+        """Return the present state of the buffers that are known to change."""
         return [each for each in self._found() if each.place in self._moving]
 
     def changes(self, found: Sequence[FoundBuffer]) -> str:
-        """Return the names of those of `found` that have changed since; empty if none has."""
+        """Return the names of buffers that changed since `found`; empty if none did."""
         return self._names({e.place for e in found} & self._changed(found)) if found else ""
 
     def _found(self) -> list[FoundBuffer]:
@@ -285,7 +284,7 @@ class LayerBuffers:
         return noted
 
     def _end(self, before: BuffersBefore, returns: bool) -> frozenset[Place]:
-        """Return the places that the forward changed; from now on their buffers move."""
+        """Return the places that the forward changed, and remember that their buffers change."""
         moved = self._changed(before.found)
         for each in before.found:
             place = number, name = each.place
@@ -324,7 +323,7 @@ class LayerBuffers:
                 )
 
     def _has_silently_moved(self, each: FoundBuffer) -> bool:
-        """Say whether a buffer was written to in such a way that its version does not tell."""
+        """Return whether a buffer was written to without a change of its version (by `.data`)."""
         if each.place in self._silent:
             return True
         if each.stand_in is None:
@@ -335,7 +334,7 @@ class LayerBuffers:
         return is_asked and not _is_same(each.stand_in, each.tensor)
 
     def _save_earlier(self, each: FoundBuffer, returns: bool) -> None:
-        """Make sure that what a buffer was until now is not lost to those who need it."""
+        """Keep the earlier value of a buffer, or raise ModelError if a recomputation needs it."""
         number, name = each.place
         if each.place in self._at_hand:
             self._lasting.remember(each.tensor, each.version, self._at_hand[each.place])
@@ -345,7 +344,7 @@ class LayerBuffers:
             self.homes[number][name] = _copy(each.tensor)
 
     def _changed(self, found: Sequence[FoundBuffer]) -> set[Place]:
-        """Return the places that hold something else than what was found, or than its copy."""
+        """Return the places whose tensor was replaced or written to since `found`."""
         changed: set[Place] = set()
         homes = self.homes
         num_gone = 0
@@ -360,7 +359,7 @@ class LayerBuffers:
         return changed
 
     def _start(self, before: BuffersBefore) -> Sequence[Home]:
-        """Return what is in each home where a forward is run again."""
+        """Return the buffers, by home, from which a forward is run again."""
         homes = [dict(home) for home in before.homes] or [{} for _ in self.homes]
         copies: dict[int, torch.Tensor] = {}
         for place, tensor, version, _ in before.found:
@@ -381,7 +380,7 @@ class LayerBuffers:
             home.update(wanted)
 
     def _is_held_elsewhere(self, buffer: torch.Tensor) -> bool:
-        """Say whether an attribute of the layer or of a submodule has the memory of a buffer."""
+        """Return whether an attribute of the layer or of a submodule shares a buffer's memory."""
         memory = buffer.untyped_storage().data_ptr()
         return any(
             value.untyped_storage().data_ptr() == memory
@@ -412,7 +411,7 @@ class LayerBuffers:
 
 
 def homes_of(layer: nn.Module) -> list[tuple[str, Home]]:
-    """Return the homes of a layer's buffers, each with what its names begin with."""
+    """Return the buffer dicts of a layer's modules, each with the prefix of its names."""
     return [
         (f"{name}." if name else "", module._buffers)
         for name, module in layer.named_modules()
@@ -421,7 +420,7 @@ def homes_of(layer: nn.Module) -> list[tuple[str, Home]]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each change in place; 0 where torch counts none."""
+    """Return a tensor's version, which grows with each write in place; 0 in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -431,7 +430,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors hold the same values; on a host, the same bytes, NaNs included."""
+    """Return whether two tensors have equal values; on the host, equal bytes, NaNs included."""
     if one.dtype != other.dtype or one.device != other.device:
         return False
     if one.nbytes <= _FEW_BYTES and torch.equal(one, other):
@@ -446,7 +445,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether the values of a tensor are its bytes from `data_ptr` on, and can be read."""
+    """Return whether a tensor is a contiguous array in host memory."""
     return (
         type(tensor) is torch.Tensor
         and on_host(tensor)

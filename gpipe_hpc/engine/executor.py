@@ -8,28 +8,25 @@ micro-batch needs between its forward and its backward lies in `StageRunner.save
 reductions are actions of the list too: it was checked for deadlocks before anything runs.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 import torch
 
-from gpipe_hpc.batches import Output
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.device.memory_snapshot import MemorySnapshot, OutOfMemoryError
 from gpipe_hpc.engine.backward.outsiders import Outsiders
+from gpipe_hpc.engine.inputs import Intake
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.loss import LayerReports, LossTerm
 from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder, Span
-from gpipe_hpc.engine.run import Intake, Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import BATCH
 from gpipe_hpc.engine.stages.stage import Stage
@@ -45,27 +42,20 @@ Hop = tuple[int, int, int]
 _NOTHING: Final = nullcontext()
 
 
-@dataclass
-class Outcome:
-    """What a run left on this rank, by micro-batch of this replica.
-
-    `noted`: what layers reported, the loss function as the layer behind the last. `samples`: how
-    many went through each stage here.
-    """
-
-    losses: dict[int, LossTerm] = field(default_factory=dict)
-    outputs: dict[int, Output] = field(default_factory=dict)
-    noted: dict[int, list[LayerReports]] = field(default_factory=lambda: defaultdict(list))
-    samples: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-
-
 class Executor:
     """Run the actions of one rank, in their order, on its stages.
 
-    `schedule` is lowered; `rank` is the position in the pipeline. `overlaps`: whether buckets of
-    gradients may leave within a stage's last backward, and gathered parameters be waited for within
-    its first forward, layer by layer. All stores are empty after a run. A failure
-    names rank, stage, micro-batch and action.
+    All stores are empty after a run. A failure names rank, stage, micro-batch and action.
+
+    Args:
+        schedule: The lowered table.
+        rank: The position in the pipeline.
+        stages: The stages of this rank by index.
+        wiring: Channels and groups.
+        world: The ranks of the run.
+        overlaps: Whether buckets of gradients may be reduced within a stage's last backward, and
+            each layer waits for its gathered parameters itself.
+        outsiders: The parameters that backwards must not reach.
     """
 
     def __init__(
@@ -83,7 +73,7 @@ class Executor:
         self._transport, self._overlaps = wiring.transport, overlaps
         self._precision = next((stage.precision for stage in stages.values()), "float32")
         self.recorder = Recorder(world.device)
-        # Made and not yet taken by the next stage or a SEND: outputs upwards, gradients downwards.
+        # Results that the next stage or a SEND has not used yet: outputs, and gradients.
         self._made: dict[Hop, Message] = {}
         self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
@@ -146,7 +136,7 @@ class Executor:
         self._outcome = Outcome()
 
     def run(self, run: Run) -> Outcome:
-        """Run the whole list; leaves torch's random generators as they were.
+        """Run all actions in order. The states of torch's random generators are restored.
 
         Raises ActionError if an action failed (OutOfMemoryError where it found no memory),
         ConnectionError or TimeoutError if a wait did.
@@ -197,7 +187,8 @@ class Executor:
     def _forward(self, action: Action, run: Run) -> None:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None, "checked with the table"
-        routes, plan = self._stages[stage].routes, self._plans[action]
+        runner, plan = self._runners[stage], self._plans[action]
+        routes = self._stages[stage].routes
         if self._room is not None:
             self._room.before_compute()
         parts, num_samples = [], 0
@@ -205,22 +196,14 @@ class Executor:
             part, num_samples = self._take(edge.stage, stage, microbatch, run)
             parts.append(part)
         start = self.recorder.mark()
-        result = self._runners[stage].forward(run, microbatch, parts, num_samples, plan)
+        outgoing = runner.forward(run, microbatch, parts, num_samples, plan, self._outcome)
         if num_samples:
             self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
-        for edge, part in zip(routes.destinations, result.parts, strict=True):
+        for edge, part in zip(routes.destinations, outgoing, strict=True):
             self._made[stage, edge.stage, microbatch] = Message(part, num_samples)
         # In training alone: an evaluation changes no statistics.
         if action in self._measured and plan.mode is not RunMode.EVALUATE:
             self._stages[stage].statistics.start_reduction(self._wiring.reductions[stage])
-        outcome = self._outcome
-        outcome.samples[stage] += num_samples
-        if result.noted:
-            outcome.noted[microbatch] += result.noted
-        if result.term is not None:
-            outcome.losses[microbatch] = result.term
-        for output in result.outputs:
-            outcome.outputs[microbatch] = Output(output, num_samples)
 
     def _recompute(self, action: Action, run: Run) -> None:
         if self._room is not None:
@@ -258,14 +241,16 @@ class Executor:
             self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
 
     def _reducing(self, action: Action) -> AbstractContextManager[None]:
-        """Return the block for a stage's last backward: its buckets may leave within it."""
+        """Return the block for a stage's last backward, in which buckets may be reduced."""
         is_last = action == self._last_backwards[action.stage]
         return self._reducer.overlapping(action.stage, is_last=is_last)
 
     def _take(self, source: int, stage: int, microbatch: int, run: Run) -> Message:
-        """Return what another stage, or the batch, has for this one: an output, or gradients."""
+        """Return the input of a forward or the gradients for a backward, from their source."""
         if source == BATCH:
-            return run.input(microbatch, self._intake)
+            assert run.inputs is not None, "checked before the run"
+            nests, sizes = run.inputs
+            return Message(self._intake.bring(nests[microbatch]), sizes[microbatch])
         hop = source, stage, microbatch
         channel = self._incoming.get(hop)
         if channel is not None:
@@ -295,7 +280,7 @@ class Executor:
             shards.wait(action.bucket)
 
     def _plan(self, action: Action) -> ForwardPlan:
-        """Return what the list says of a forward: how its backward comes."""
+        """Return how a forward runs, given the other actions of its micro-batch in the table."""
         others = {op for op in Op if Action(op, action.stage, action.microbatch) in self._all}
         if Op.I not in others and Op.B not in others:
             return ForwardPlan(RunMode.EVALUATE)
@@ -306,7 +291,7 @@ class Executor:
         return ForwardPlan(mode, Op.I in others, Op.OFFLOAD in others, shares_casts)
 
     def _incoming_channels(self) -> dict[Hop, PlacedChannel]:
-        """Return what comes from other ranks, and by which channel."""
+        """Return the channel of each message that this rank receives."""
         placement = self._schedule.placement
         found: dict[Hop, PlacedChannel] = {}
         for stage, own in self._stages.items():
@@ -342,7 +327,7 @@ class Executor:
         )
 
     def _note_gathering(self) -> None:
-        """Note from when to when parameters are gathered beside this run's compute.
+        """Record the gathering of sharded parameters that overlaps with this run's compute.
 
         Their gathering began behind the optimizer's step; what counts is what is left of it.
         """

@@ -1,4 +1,4 @@
-"""What layers are given: on the right device, and never written to.
+"""The inputs of a stage: copied to its device, and never written to.
 
 An input may be needed for a recomputation, and its storage may belong to the user or to another
 rank. So layers that write in place get copies. The first run of some layers is given copies anyway,
@@ -6,75 +6,151 @@ and shows whether they write.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.transport.aliases import cloned, is_buffer, is_plain, mark_buffer, shared_blocks
-from gpipe_hpc.device.device import Device
+from gpipe_hpc.device.device import Device, Stream
 from gpipe_hpc.engine.stages.routes import State
-from gpipe_hpc.errors import GpipeError, ModelError
-from gpipe_hpc.pytree import Nest, flatten, tensors_of, unflatten
+from gpipe_hpc.errors import DataError, GpipeError, ModelError
+from gpipe_hpc.pytree import Nest, flatten, map_tensors, tensors_of, unflatten
+
+_ASTRAY_BATCH: Final = "leave a batch on the host, or bring it to that device"
+
+
+class Intake:
+    """Copies micro-batches to a device, in parallel with what it computes.
+
+    Each is first copied into pinned memory. So the host does not wait for the device, as it would
+    with memory that is not pinned, and the caller may write to a batch as soon as the step returns.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream: Stream | None = None  # once there is something to copy
+
+    def bring(self, nest: Nest) -> Nest:
+        """Return a nest whose tensors are on the device and belong to no graph.
+
+        Raises DataError for a tensor of another accelerator.
+        """
+        if not self._device.is_accelerator:
+            if isinstance(nest, torch.Tensor) and nest.device == self._device.torch:
+                return nest.clone() if nest.is_inference() else nest.detach()
+            return map_tensors(lambda tensor: self._device.bring(_apart(tensor)), nest)
+        refuse_astray(nest, self._device, "batch", _ASTRAY_BATCH, DataError)
+        arriving: list[Tensor] = []
+
+        def brought(tensor: Tensor) -> Tensor:
+            if self._device.holds(tensor):
+                return _apart(tensor)
+            if tensor.layout is not torch.strided:
+                return self._device.bring(_apart(tensor))
+            own = self._copied(tensor)
+            arriving.append(own)
+            return own
+
+        there = map_tensors(brought, nest)
+        if arriving:
+            assert self._stream is not None, "something was copied on it"
+            current = self._device.current_stream()
+            current.wait_event(self._stream.record_event())
+            for tensor in arriving:
+                self._device.lend(tensor, current)
+        return there
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Start a copy to the device and return it, with the strides that torch would give it."""
+        strides = torch.empty_like(tensor, device="meta").stride()
+        staged = self._device.pinned((tensor.numel(),), tensor.dtype)
+        staged.as_strided(tensor.shape, strides).copy_(tensor.detach())
+        if self._stream is None:
+            self._stream = self._device.stream()
+        with self._device.on(self._stream):
+            own = self._device.empty((tensor.numel(),), tensor.dtype)
+            self._device.bring_into(own, staged)
+            return own.as_strided(tensor.shape, strides)
 
 
 class InputGuard:
-    """Keeps consecutive layers from writing into what they are given.
+    """Keeps consecutive layers from writing into their input, one run at a time.
 
-    `where`: their name in messages. `first`: the index of the first one.
+    `protect` begins a run, `refuse_writes` checks it, `forget` ends it, also one that failed.
+
+    Args:
+        where: The name of the layers in messages.
+        first: The index of the first layer.
     """
 
     def __init__(self, where: str, first: int) -> None:
         self._where, self._first = where, first
-        # By training mode (dropout writes in place in one only): whether the layers were seen
-        # to leave their input as it is.
+        # By training mode (dropout writes in place in one only): whether the layers left their
+        # input unchanged in their first run.
         self._leaves_alone: dict[bool, bool] = {}
+        self._is_training = self._is_copy = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Release the tensors of a run."""
+        self._tensors: Sequence[Tensor] = ()  # that the layers run on, or that those view
+        self._versions: Sequence[int] = ()
+        self._originals: Sequence[Tensor] = ()  # of copies
+        self._buffers: Sequence[int] = ()  # positions of tensors in a buffer of another layer
+        self.shares_memory = False
+        """Whether tensors lie in such a buffer, or have elements in common."""
 
     def protect(
         self, given: State, *, has_graph: bool, is_training: bool
-    ) -> tuple[Nest, dict[str, Nest], "InputWatch"]:
-        """Return what the layers may run on in place of `given`, and what notices their writes.
+    ) -> tuple[Nest, dict[str, Nest]]:
+        """Return an input for the layers in place of `given`, and note its versions.
 
-        `given` stays as it is: it may be needed for recomputation, and its storage may belong to
-        the user or to another rank. So its tensors are copied if layers write into them; the first
+        `given` stays unchanged: a recomputation may need it, and its storage may belong to the
+        user or to another rank. So its tensors are copied if layers write into them; the first
         run finds out. Its containers are always made again: a layer may put other values into a
         dict or list.
         """
+        self._is_training, nest = is_training, given.nest
         is_known = self._leaves_alone.get(is_training)
-        nest = given.nest
-        if is_known and isinstance(nest, torch.Tensor) and not given.stashed:
+        self._is_copy = not is_known
+        if is_known and isinstance(nest, Tensor) and not given.stashed:
+            self._tensors, self._versions = (nest,), (nest._version,)
             is_leaf = has_graph and nest.requires_grad and nest.is_leaf
             if is_leaf and nest.layout is torch.strided and not nest.is_nested:
                 nest = nest.view_as(nest)  # as `_with_node` does
-            versions = [given.nest._version]
-            return nest, {}, InputWatch(is_training, [given.nest], versions, is_copy=False)
+            return nest, {}
         leaves, tree = flatten(given)
         tensors = given.tensors()
         if is_known:
             # A `grad_fn` for each that requires a gradient: layers put hooks on that.
             own = {id(t): _with_node(t) if has_graph else t for t in tensors}
-            watch = InputWatch(is_training, tensors, [t._version for t in tensors], is_copy=False)
+            self._tensors = tensors
         else:
             copies = cloned(tensors)
             own = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
-            buffers = [place for place, tensor in enumerate(tensors) if is_buffer(tensor)]
-            for place in buffers:
-                mark_buffer(copies[place])  # layers may hand it on
-            versions = [copy._version for copy in copies]
-            watch = InputWatch(is_training, copies, versions, buffers, tensors, is_copy=True)
+            self._buffers = [place for place, tensor in enumerate(tensors) if is_buffer(tensor)]
+            for place in self._buffers:
+                mark_buffer(copies[place])  # layers may pass it on
+            self._tensors, self._originals = copies, tensors
+            self.shares_memory = bool(self._buffers) or (
+                len(copies) > 1 and bool(shared_blocks(copies))
+            )
+        self._versions = [tensor._version for tensor in self._tensors]
         state = unflatten([own.get(id(leaf), leaf) for leaf in leaves], tree)
-        return state.nest, state.stashed, watch
+        return state.nest, state.stashed
 
-    def refuse_writes(self, watch: "InputWatch") -> None:
-        """Raise ModelError if the layers wrote into what they were given, and it was no copy.
+    def refuse_writes(self) -> None:
+        """Raise ModelError if the layers wrote into their input and it was no copy.
 
         Their first run was given copies, and shows whether they write.
         """
-        if watch.is_copy and watch.tensors:
-            if watch.is_training not in self._leaves_alone:
-                writes = bool(watch.written()) or watch.has_other_values()
-                self._leaves_alone[watch.is_training] = not writes
+        if self._is_copy and self._tensors:
+            if self._is_training not in self._leaves_alone:
+                writes = bool(self._written()) or self._has_other_values()
+                self._leaves_alone[self._is_training] = not writes
             return
-        for tensor, version in zip(watch.tensors, watch.versions, strict=True):
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
             if tensor._version != version:
                 raise ModelError(
                     f"{self._where}: a layer wrote in place into the "
@@ -82,14 +158,14 @@ class InputGuard:
                     f"there, or write in place always"
                 )
 
-    def refuse_shared(self, watch: "InputWatch", layer: str) -> None:
-        """Raise ModelError if `layer` has written into what others hold, too.
+    def refuse_shared(self, layer: str) -> None:
+        """Raise ModelError if `layer` has written into memory that another tensor shares.
 
-        Into one of several views of one memory, or into the buffer of a layer.
+        That is one of several views of one memory, or the buffer of a layer.
         """
-        first, written = self._first, watch.written()
+        first, written = self._first, self._written()
         source = f"output of layers.{first - 1}" if first else "batch"
-        for place in watch.buffers:
+        for place in self._buffers:
             if place in written:
                 raise ModelError(
                     f"{layer}: wrote in place into tensor {place} of the {source}, which "
@@ -97,7 +173,7 @@ class InputGuard:
                     f"reach that layer if the model is cut between the two. Use inplace=False "
                     f"here, or let the earlier layer return a copy (clone)"
                 )
-        for block in shared_blocks(watch.tensors):
+        for block in shared_blocks(self._tensors):
             for place in written & block.views.keys():
                 others = ", ".join(str(other) for other in block.views if other != place)
                 raise ModelError(
@@ -107,61 +183,27 @@ class InputGuard:
                     f"layer before return tensors of their own (clone)"
                 )
 
-
-class InputWatch:
-    """The tensors that layers were given, and how often each had been written to before.
-
-    `buffers`: positions of those that lie in a buffer of another layer. `originals`: of copies.
-    `shares_memory`: copies of such ones, or of different tensors that have elements in common.
-    """
-
-    __slots__ = (
-        "buffers",
-        "is_copy",
-        "is_training",
-        "originals",
-        "shares_memory",
-        "tensors",
-        "versions",
-    )
-
-    def __init__(
-        self,
-        is_training: bool,
-        tensors: Sequence[torch.Tensor],
-        versions: Sequence[int],
-        buffers: Sequence[int] = (),
-        originals: Sequence[torch.Tensor] = (),
-        *,
-        is_copy: bool,
-    ) -> None:
-        self.is_training, self.tensors, self.versions = is_training, tensors, versions
-        self.buffers, self.originals, self.is_copy = buffers, originals, is_copy
-        self.shares_memory = is_copy and (
-            bool(buffers) or (len(tensors) > 1 and bool(shared_blocks(tensors)))
-        )
-
-    def written(self) -> set[int]:
-        """Return the positions of those that were written to since."""
-        pairs = zip(self.tensors, self.versions, strict=True)
+    def _written(self) -> set[int]:
+        """Return the positions of the tensors that were written to."""
+        pairs = zip(self._tensors, self._versions, strict=True)
         return {place for place, (tensor, v) in enumerate(pairs) if tensor._version != v}
 
-    def has_other_values(self) -> bool:
+    def _has_other_values(self) -> bool:
         """Return whether the copies differ from their originals.
 
         Writes by `.data` or NumPy change no version, so values are compared.
         """
         with torch.no_grad():
             return any(
-                type(copy) is torch.Tensor and is_plain(copy) and not _are_equal(copy, original)
-                for copy, original in zip(self.tensors, self.originals, strict=True)
+                type(copy) is Tensor and is_plain(copy) and not _are_equal(copy, original)
+                for copy, original in zip(self._tensors, self._originals, strict=True)
             )
 
 
 def refuse_astray(
     nest: Nest, device: Device, where: str, remedy: str, error: type[GpipeError]
 ) -> None:
-    """Raise `error` where a tensor of a nest lies neither on a rank's device nor on the host.
+    """Raise `error` for a tensor that is neither on a rank's device nor on the host.
 
     What was queued for one device knows nothing of another's streams, and its kernels do not reach
     the other's memory: torch would say so somewhere later, or copy without a word.
@@ -178,11 +220,15 @@ def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _with_node(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with a `grad_fn` if it requires a gradient: layers put hooks on that."""
+    """Return a view of a leaf that requires a gradient: layers register hooks on its `grad_fn`."""
     has_none = tensor.requires_grad and tensor.is_leaf and is_plain(tensor)
     return tensor.view_as(tensor) if has_none else tensor

@@ -55,19 +55,28 @@ ASTRAY: Final = "let the layer leave its output where its input was"
 
 
 class RunMode(Enum):
-    """What a run of layers leaves behind."""
+    """Which state a run of layers keeps."""
 
-    EVALUATE = "evaluate"  # nothing; layers change their buffers as in plain torch
+    EVALUATE = "evaluate"  # none; layers change their buffers as in plain torch
     TRAIN = "train"  # autograd's graph, for the backward
-    RECORD = "record"  # no graph, but what a REPLAY needs to do the same again
-    REPLAY = "replay"  # the graph of a recomputation, and no other change
+    RECORD = "record"  # no graph, but the state that a REPLAY needs to repeat the run
+    REPLAY = "replay"  # the graph of a recomputation; buffers do not change
 
 
 class Layer:
     """One layer in its place: its global index, its module, what it draws from and its buffers.
 
-    `call`: what runs it, the module itself or what it was compiled to. `where`: its name in
-    messages. The loss function runs as the layer after the last one.
+    The loss runs as the layer after the last one.
+
+    Args:
+        index: Its global index, on which its random key depends.
+        module: The module.
+        where: The name of the layer in messages.
+        random: The generators of its stage.
+        lasting: The buffers of its stage.
+        names: The values that it stashes and pops.
+        sharing: Buffers of other layers of the stage that are the same tensors as some of its own.
+        elsewhere: Buffers by name that a layer of another stage, given by its index, has too.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Layer:
     ) -> None:
         self.index, self.module, self.where = index, module, where
         self.call: Callable[..., Any] = module
+        """Runs the layer: the module itself, or the compiled module."""
         self._names = names or SkipNames()
         self.has_skips = bool(self._names.stashes or self._names.pops)
         self._random, self._lasting, self._elsewhere = random, lasting, elsewhere
@@ -102,15 +112,15 @@ class Layer:
 
     @property
     def draws_from(self) -> DrawsFrom:
-        """Return what it draws from in the mode that it is in."""
+        """Return the generators that the layer draws from in its present mode, as far as known."""
         return self._draws[self.module.training]
 
     def look_for_generators(self) -> None:
-        """Look for generators of its own again: some layers make them in their first forward."""
+        """Search the layer for generators again: some layers create them in their first forward."""
         self.draws_from.own = own_generators(self.module, self._seeded)
 
     def with_skips(self, stashed: dict[str, Nest]) -> Callable[[Nest], Nest]:
-        """Return what runs it on a nest; its pops leave `stashed`, its stashes come into it."""
+        """Return a call that runs the layer, takes its pops from `stashed` and adds its stashes."""
         place = f"layers.{self.index}"
         return lambda nest: run_layer(self.call, self._names, nest, stashed, place)
 
@@ -131,19 +141,19 @@ class Layer:
             log.warning("%s: %s", self.where, message)
 
 
-class Trace(NamedTuple):
-    """What a forward of one layer leaves for its recomputation."""
+class LayerTrace(NamedTuple):
+    """What the recomputation of one layer needs from its forward."""
 
     before: BuffersBefore = NO_BUFFERS
     drawn: Drawn = Drawn()
     output: Sketch | None = None
 
 
-_NO_TRACE: Final = Trace()  # of a plain layer
+_NO_TRACE: Final = LayerTrace()  # of a plain layer
 
 
-class Record:
-    """What a forward of some layers leaves for their recomputation.
+class ForwardRecord:
+    """What the recomputation of some layers needs from their forward.
 
     `compares_all`: the outputs of all layers are compared then, not only of those that draw from
     Python or NumPy.
@@ -153,39 +163,40 @@ class Record:
 
     def __init__(self, *, compares_all: bool) -> None:
         self.compares_all, self.differs = compares_all, False
-        self.traces: dict[int, Trace] = {}
+        self.traces: dict[int, LayerTrace] = {}
 
 
 class ForwardOptions(NamedTuple):
-    """How layers run.
+    """Options of one run of layers.
 
-    `record`: for RECORD and REPLAY. `shares_casts`: of weights, with other runs of the step.
-    `deferred`: what takes the gradients of their weights in place of autograd. `host`: what takes
-    hold of all that autograd saves, to move it to the host. `wait_for_layer`: waits until the
-    parameters of a layer are gathered.
+    Args:
+        mode: Which state the run keeps.
+        has_graph: Whether autograd makes a graph.
+        record: For RECORD and REPLAY.
+        shares_casts: Whether autocast shares casts of weights with other runs of the step.
+        deferred: Collects weight gradients in place of autograd, for a split backward.
+        host: Collects the tensors that autograd saves, to move them to the host.
+        wait_for_layer: Waits until the parameters of a layer, given by its index, are gathered.
     """
 
     mode: RunMode
     has_graph: bool = False
-    record: Record | None = None
+    record: ForwardRecord | None = None
     shares_casts: bool = True
     deferred: Deferred | None = None
     host: HostCopy | None = None
     wait_for_layer: Callable[[int], None] | None = None
 
 
-class Loss(NamedTuple):
-    """The loss, which runs behind the last layer on its output."""
-
-    layer: Layer
-    function: Callable[[Nest], LossTerm]
+Loss = tuple[Layer, Callable[[Nest], LossTerm]]
+"""The loss as the layer after the last one, and the call that takes that one's output."""
 
 
 class LayerOutput:
-    """What layers made of one micro-batch.
+    """Results of one run of layers.
 
-    `losses`: where a backward begins besides the output. `changes`: what layers that are not plain
-    found in their buffers. `returned`: buffers that the output of a layer lies in.
+    `losses`: tensors at which a backward starts besides the output. `changes`: the earlier buffers
+    of layers that are not plain. `returned`: buffers whose memory the output of a layer uses.
     """
 
     __slots__ = ("changes", "losses", "noted", "returned", "state", "term")
@@ -200,9 +211,10 @@ class LayerOutput:
 
 
 class LayerRunner:
-    """Consecutive layers of one stage, in their order; a stage may have none.
+    """Runs consecutive layers of one stage in their order; a stage may have none.
 
-    They never write into what they are given. The loss may run behind them, as one layer more.
+    Layers never write into their input: if they do, they get a copy. The loss may run after them,
+    as one layer more.
     """
 
     def __init__(
@@ -217,6 +229,7 @@ class LayerRunner:
         self._members: tuple[Layer, ...] = self.layers
         self._modules = [layer.module for layer in layers]
         self._training: list[bool] = []
+        self._is_training = False
         self._num_learned, self._num_runs = -1, 0
         self._plain: dict[RunMode, list[bool]] = {}
         self._empty: list[Home] = []  # where a layer that has no buffers would get them
@@ -232,7 +245,7 @@ class LayerRunner:
 
     @property
     def place(self) -> tuple[tuple[int, ...], bool]:
-        """Return what tells its runs from those of others: its layers, and the mode."""
+        """Return a key for the kind of run: the indices of the layers, and whether they train."""
         return self._indices, any(map(_IS_TRAINING, self._modules[: len(self.layers)]))
 
     def run(
@@ -243,31 +256,33 @@ class LayerRunner:
         loss: Loss | None = None,
         around: Around = NOTHING_AROUND,
     ) -> LayerOutput:
-        """Run the layers, and the loss behind them, on one micro-batch.
+        """Run the layers, and the loss after them, on one micro-batch.
 
         A layer may begin to draw from Python's or NumPy's generator. Its numbers would depend on
         what was drawn before, so that the layers run once more then, each with all generators
         seeded. That shows which of them draws, and from now on those are seeded for it.
         """
-        self._look_up(None if loss is None else loss.layer)
-        with torch.set_grad_enabled(options.has_graph), around, self._random:
+        self._look_up(None if loss is None else loss[0])
+        random, has_graph = self._random, options.has_graph
+        is_set = torch.is_grad_enabled() is has_graph
+        with NOTHING_AROUND if is_set else torch.set_grad_enabled(has_graph), around, random:
             if self._draws_torch or self._draws_process:
-                self._random.look_for_others(torchs=self._draws_torch, process=self._draws_process)
+                random.look_for_others(torchs=self._draws_torch, process=self._draws_process)
             output = self._run_once(given, keys, options, loss)
-            if self._random.has_moved():
+            if random.has_moved():
                 known = self._forget_draws()
                 if self._undo(output.changes, options):
                     del output  # its memory is free for the second run
                     output = self._run_once(given, keys, options, loss)
-                self._random.end_search(has_found=known != self._known_draws())
+                random.end_search(has_found=known != self._known_draws())
         for each in output.returned:
             each.refuse_writes()
-        if self._random.was_disturbed and options.mode is RunMode.TRAIN:
+        if random.was_disturbed and options.mode is RunMode.TRAIN:
             self._warn_of_others()
         return output
 
     def _look_up(self, loss: Layer | None) -> None:
-        """Find out which layers are plain, if that may have changed since the last run."""
+        """Determine which layers are plain, if that may have changed since the last run."""
         if loss is not self._loss:
             self._loss = loss
             self._members = self.layers if loss is None else (*self.layers, loss)
@@ -276,9 +291,10 @@ class LayerRunner:
         training = list(map(_IS_TRAINING, self._modules))
         num_learned = self._random.num_learned
         is_known = num_learned == self._num_learned and training == self._training
-        if is_known and not any(self._empty):
+        if is_known and not (self._empty and any(self._empty)):
             return
         self._training, self._num_learned = training, num_learned
+        self._is_training = any(training[: len(self.layers)])
         draws = [layer.draws_from for layer in self._members]
         self.buffered = tuple([layer for layer in self._members if layer.buffers.exist])
         self._empty = [
@@ -309,34 +325,36 @@ class LayerRunner:
     def _run_once(
         self, given: State, keys: LayerKey, options: ForwardOptions, loss: Loss | None
     ) -> LayerOutput:
-        output, reports = LayerOutput(), Reports()
-        is_training = any(self._training[: len(self.layers)])
-        nest, stashed, watch = self._guard.protect(
-            given, has_graph=options.has_graph, is_training=is_training
-        )
-        plain, generators = self._plain[options.mode], self._random.generators
+        output, reports, guard = LayerOutput(), Reports(), self._guard
+        plain, seeds = self._plain[options.mode], self._random.seeds
         if options.record is not None:
             options.record.differs = False
             if options.record.compares_all:
                 plain = [False] * len(plain)
         # Now and then a layer is inspected again: it may have begun to draw from torch's.
         self._num_runs += 1
-        rounds, left = divmod(self._num_runs, _EVERY)
-        inspected = -1 if left or not plain else rounds % len(plain)
+        inspected = -1
+        if self._num_runs % _EVERY == 0 and plain:
+            inspected = self._num_runs // _EVERY % len(plain)
+            plain = [*plain[:inspected], False, *plain[inspected + 1 :]]
+        wait_for_layer, deferred = options.wait_for_layer, options.deferred
         token = CURRENT_REPORTS.set(reports)
         splits: Any = None
-        if options.deferred is not None:
-            options.deferred.is_in_forward = True
-            splits = DeferWeights(options.deferred)
+        if deferred is not None:
+            deferred.is_in_forward = True
+            splits = DeferWeights(deferred)
             splits.__enter__()
         try:
+            nest, stashed = guard.protect(
+                given, has_graph=options.has_graph, is_training=self._is_training
+            )
             for place, layer in enumerate(self.layers):
-                if options.wait_for_layer is not None:
-                    options.wait_for_layer(layer.index)
+                if wait_for_layer is not None:
+                    wait_for_layer(layer.index)
                 key = keys(layer.index)
-                if plain[place] and place != inspected and not stashed:
-                    for generator in generators:
-                        generator.manual_seed(key)
+                if plain[place] and not stashed:
+                    for seed in seeds:
+                        seed(key)
                     try:
                         nest = layer.call(nest)
                     except Exception as error:
@@ -344,37 +362,37 @@ class LayerRunner:
                         raise
                 else:
                     call = layer.with_skips(stashed) if stashed or layer.has_skips else layer.call
-                    looks = place == inspected
-                    nest = self._run_stateful(layer, call, nest, key, options, output, looks)
-                if watch.shares_memory:
-                    self._guard.refuse_shared(watch, layer.where)
+                    inspects = place == inspected
+                    nest = self._run_stateful(layer, call, nest, key, options, output, inspects)
+                if guard.shares_memory:
+                    guard.refuse_shared(layer.where)
                 if reports.losses or reports.metrics or reports.statistics:
                     _take_reports(layer, reports, output)
-            self._guard.refuse_writes(watch)
+            guard.refuse_writes()
             if self._device.is_accelerator:
                 refuse_astray((nest, stashed), self._device, self.where, ASTRAY, ModelError)
             if splits is not None:  # the backward of the loss is whole
                 splits, _ = None, splits.__exit__(None, None, None)
             if loss is not None:
-                layer, looks = loss.layer, inspected == len(self.layers)
+                layer, call = loss
                 key = keys(layer.index)
-                if plain[-1] and not looks:
-                    for generator in generators:
-                        generator.manual_seed(key)
-                    term = loss.function(nest)
+                if plain[-1]:
+                    for seed in seeds:
+                        seed(key)
+                    term = call(nest)
                 else:
-                    term = self._run_stateful(
-                        layer, loss.function, nest, key, options, output, looks
-                    )
+                    inspects = inspected == len(self.layers)
+                    term = self._run_stateful(layer, call, nest, key, options, output, inspects)
                 output.term = term
                 output.losses.append(term.total)
                 if reports.losses or reports.metrics or reports.statistics:
                     _take_reports(layer, reports, output)
         finally:
+            guard.forget()
             if splits is not None:
                 splits.__exit__(None, None, None)
-            if options.deferred is not None:
-                options.deferred.is_in_forward = False
+            if deferred is not None:
+                deferred.is_in_forward = False
             CURRENT_REPORTS.reset(token)
         output.state = State(nest, stashed)
         return output
@@ -389,7 +407,7 @@ class LayerRunner:
         output: LayerOutput,
         inspects: bool,
     ) -> Any:
-        """Run a layer that has buffers or draws, or of which that is not known."""
+        """Run a layer that has buffers or draws random numbers, or may do so."""
         mode, record, draws = options.mode, options.record, layer.draws_from
         returns, was_known, homes = mode is RunMode.RECORD, draws.is_known, layer.buffers.homes
         trace, before, as_recorded = _NO_TRACE, NO_BUFFERS, NOTHING_AROUND
@@ -398,7 +416,7 @@ class LayerRunner:
             if trace.before is not NO_BUFFERS or any(homes):
                 as_recorded = layer.buffers.again(trace.before)
         elif mode is not RunMode.EVALUATE and any(homes):
-            before = layer.buffers.begin(returns=returns)
+            before = layer.buffers.begin()
         with as_recorded:
             block = self._random.seed(key, draws, inspects=inspects)
             try:
@@ -420,7 +438,7 @@ class LayerRunner:
             # Whether a layer draws from Python's and NumPy's is not known for sure.
             compares = record.compares_all or (drawn.python, drawn.numpy) != (None, None)
             sketch = sketch_of(tensors) if compares else None
-            record.traces[layer.index] = Trace(before, drawn, sketch)
+            record.traces[layer.index] = LayerTrace(before, drawn, sketch)
         elif mode is RunMode.REPLAY and record is not None:
             _compare(layer, record, trace, drawn, tensors)
         return made
@@ -428,7 +446,7 @@ class LayerRunner:
     def _undo(
         self, changes: Sequence[tuple[Layer, BuffersBefore]], options: ForwardOptions
     ) -> bool:
-        """Put buffers back as they were before a run; False if that cannot be done."""
+        """Restore the buffers from before a run; return False if that is impossible."""
         if options.mode is RunMode.EVALUATE and self.buffered:
             return False
         if not all(layer.buffers.can_restore(before) for layer, before in changes):
@@ -445,7 +463,7 @@ class LayerRunner:
         return [(each.python, each.numpy) for each in draws]
 
     def _forget_draws(self) -> list[tuple[bool, bool]]:
-        """Let the next run find out what layers draw from; return what was known."""
+        """Let the next run detect which generators layers use; return the present knowledge."""
         for layer in self._members:
             layer.draws_from.is_known = False
         self._random.num_learned += 1
@@ -453,7 +471,7 @@ class LayerRunner:
         return self._known_draws()
 
     def _warn_of_others(self) -> None:
-        """Warn that others draw from torch's generators, if a layer does: no R shows the harm."""
+        """Warn that other code draws from torch's generators, if a layer draws from them too."""
         for layer in self._members:
             if layer.draws_from.torch:
                 layer.warn(
@@ -465,7 +483,9 @@ class LayerRunner:
                 return
 
 
-def _compare(layer: Layer, record: Record, trace: Trace, drawn: Drawn, output: Nest) -> None:
+def _compare(
+    layer: Layer, record: ForwardRecord, trace: LayerTrace, drawn: Drawn, output: Nest
+) -> None:
     """Compare a recomputation with its forward: numbers drawn, and the output.
 
     Raises ModelError for other numbers. Another output alone is warned of, once in a run: the

@@ -1,4 +1,4 @@
-"""What leaves a stage: in memory of its own, and marked with whether it requires a gradient.
+"""Outputs of a stage: in memory of their own, marked with whether they require a gradient.
 
 **Memory.** A layer may keep its output and write into it again: as scratch for the next
 micro-batch, or as a running value. In one piece nobody notices; here that output may still be on
@@ -18,9 +18,17 @@ from operator import attrgetter
 from typing import Any, Final, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.comm.transport.aliases import cloned, is_plain
+from gpipe_hpc.comm.transport.aliases import (
+    cloned,
+    is_buffer,
+    is_plain,
+    mark_buffer,
+    storages_of,
+)
+from gpipe_hpc.engine.backward.calls import nodes_behind
 from gpipe_hpc.engine.layer_runner import LayerRunner
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.errors import ModelError
@@ -38,7 +46,7 @@ Kind = tuple[Hashable, ...]
 
 
 class OutputIsolation:
-    """Let tensors leave a stage in memory of their own if there is a graph of what made them.
+    """Gives outputs of a stage memory of their own, except if the graph behind them saved it.
 
     The graph may refer to them, too: tanh keeps its output. Such a one is left where it is, as
     autograd itself refuses a backward through memory that was written to. The graph is searched
@@ -56,7 +64,7 @@ class OutputIsolation:
         place: Hashable,
         ends: Iterable[GradientEdge | None],
     ) -> N:
-        """Return what leaves a place, as the function `copy_if_shared` does.
+        """Return outputs, copied if other tensors refer to their memory (see `copy_if_shared`).
 
         `ends`: where its graph is entered.
         """
@@ -78,12 +86,51 @@ class OutputIsolation:
 
 
 def copy_if_shared(nest: N, given: Iterable[torch.Tensor]) -> N:
-    """Return a nest of detached tensors, copied where somebody else refers to their memory.
+    """Return a nest of detached tensors, copied if other tensors refer to their memory.
 
     Memory of `given` may be passed on: whoever made it has looked at it. Nobody but the caller
     and `nest` may refer to the tensors themselves.
     """
     return _copied(nest, _held_elsewhere(_tensors(nest), given))
+
+
+def places_in_buffers(state: State, buffers: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of the tensors that lie in buffers, also of earlier stages.
+
+    None if there is one tensor alone, which later layers never write to.
+    """
+    tensors = state.tensors()
+    if len(tensors) < 2:
+        return []
+    held = storages_of(buffers)
+    return [p for p, each in enumerate(tensors) if is_buffer(each) or held & storages_of([each])]
+
+
+def with_marks(state: State, buffers: Sequence[int]) -> State:
+    """Mark tensors that lie in buffers, but not those that a layer has computed with a graph."""
+    tensors = state.tensors() if buffers else []
+    for place in buffers:
+        if not tensors[place].requires_grad:
+            mark_buffer(tensors[place])
+    return state
+
+
+def refuse_subclasses(left: State, where: str) -> None:
+    """Raise ModelError for tensors for other ranks that are of a class of their own.
+
+    They would arrive as plain ones. Here, as not all of them keep their class when detached.
+    """
+    for tensor in left.tensors():
+        kind = type(tensor)
+        is_base = kind is torch.Tensor or kind is nn.Parameter
+        if not is_base and not tensor.is_nested:  # the boundary refuses those by that name
+            raise ModelError(
+                f"{where}: expected plain tensors for the stages of other ranks, got a "
+                f"{kind.__module__}.{kind.__qualname__} of shape {tuple(tensor.shape)}, which "
+                f"would arrive as a torch.Tensor, without what its class does; let the layer "
+                f"return tensor.as_subclass(torch.Tensor), or put the layers that need the "
+                f"class into one stage"
+            )
 
 
 def _tensors(nest: Any) -> list[torch.Tensor]:
@@ -93,7 +140,7 @@ def _tensors(nest: Any) -> list[torch.Tensor]:
 def _held_elsewhere(
     tensors: Sequence[torch.Tensor], given: Iterable[torch.Tensor]
 ) -> dict[int, Any]:
-    """Return the storages, by address, that somebody besides `tensors` and `given` refers to."""
+    """Return the storages, by address, that tensors besides `tensors` and `given` refer to."""
     storages: dict[int, Any] = {}
     counts: dict[int, int] = {}
     for tensor in tensors:
@@ -118,13 +165,7 @@ def _held_elsewhere(
 def _saved_storages(nodes: Iterable[Any]) -> set[int]:
     """Return the addresses of all storages that a graph has saved tensors in."""
     found: set[int] = set()
-    left, seen = list(nodes), {None}
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        left.extend(following for following, _ in node.next_functions)
+    for node in nodes_behind(nodes):
         for name in dir(node):
             if name.startswith("_raw_saved_"):
                 saved = getattr(node, name)
@@ -136,7 +177,7 @@ def _saved_storages(nodes: Iterable[Any]) -> set[int]:
 
 
 def _plainly_saved(saved: Any) -> torch.Tensor | None:
-    """Return what was saved without a hook: one may run the layer again (torch's checkpoint)."""
+    """Return a saved tensor; None if it was saved by a hook, which may run a layer again."""
     tensor = getattr(saved, "data", None)
     is_seen = isinstance(tensor, torch.Tensor) and is_plain(tensor)
     return tensor if is_seen and getattr(saved, "unpack_hook", saved) is None else None
@@ -158,7 +199,7 @@ def _copied(nest: N, held: Mapping[int, Any]) -> N:
 
 
 class RequiresGradTracker:
-    """What forwards without a graph need to know of the outputs of a stage's layers."""
+    """Predicts which outputs of a forward without a graph require a gradient."""
 
     def __init__(self) -> None:
         self._trained: list[bool] = []
@@ -184,7 +225,7 @@ class RequiresGradTracker:
         *,
         has_graph: bool,
     ) -> list[bool]:
-        """Return of each tensor that leaves whether it requires a gradient; `given`: the inputs."""
+        """Return for each output whether it requires a gradient; `given`: the inputs."""
         own = {id(tensor): tensor.requires_grad for tensor in given}
         if not has_graph:
             return [
@@ -201,7 +242,7 @@ class RequiresGradTracker:
     def keep(
         self, runner: LayerRunner, promised: Sequence[bool], left: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Return the recomputed tensors that a gradient comes for, None for one that needs none.
+        """Return the recomputed tensors that get a gradient; None for one that does not require it.
 
         Raises ModelError where one was not asked for and is needed.
         """
@@ -240,7 +281,7 @@ class RequiresGradTracker:
 
 
 def may_require(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is of a dtype that has gradients."""
+    """Return whether a tensor's dtype can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -16,40 +16,28 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from gpipe_hpc.batches import Output
 from gpipe_hpc.comm.collectives.group import Group
-from gpipe_hpc.comm.transport.aliases import is_buffer, mark_buffer, storages_of
-from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
 from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
 from gpipe_hpc.engine.backward.splitting import Deferred
-from gpipe_hpc.engine.buffers import FoundBuffer, PersistentBuffers, ReturnedBuffer
-from gpipe_hpc.engine.inputs import refuse_astray
+from gpipe_hpc.engine.buffers import FoundBuffer, ReturnedBuffer
+from gpipe_hpc.engine.inputs import Intake
 from gpipe_hpc.engine.layer_runner import (
-    ASTRAY,
     NOTHING_AROUND,
     ForwardOptions,
+    ForwardRecord,
     Layer,
     LayerOutput,
     LayerRunner,
-    Loss,
-    Record,
     RunMode,
-)
-from gpipe_hpc.engine.loss import (
-    LayerReports,
-    LossTerm,
-    LossWatch,
-    has_graph,
-    loss_term,
-    refuse_constant,
 )
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.outputs import (
@@ -57,33 +45,30 @@ from gpipe_hpc.engine.outputs import (
     OutputIsolation,
     RequiresGradTracker,
     copy_if_shared,
+    places_in_buffers,
+    refuse_subclasses,
+    with_marks,
 )
 from gpipe_hpc.engine.precision import StageCasts, casts_keep_their_graph
-from gpipe_hpc.engine.run import Intake, Run
+from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage_loss import StageLoss
 from gpipe_hpc.engine.stages.routes import BATCH, State
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.errors import GpipeError, ModelError
-from gpipe_hpc.models import (
-    LossFunction,
-    Reductions,
-    SumOver,
-    TorchLoss,
-    normalising_together,
-    torch_loss,
-)
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import SumOver, normalising_together
 from gpipe_hpc.pytree import Nest, map_tensors, tensors_of
 from gpipe_hpc.torch_compat import can_split_backward, storage_use_count
 
 Gradients = Sequence[torch.Tensor | None]
 _VERSION: Final = attrgetter("_version")
-_ALONE: Final = 2  # who refers to memory that no other tensor shares: the tensor, and who asks
+_ALONE: Final = 2  # references to memory that no other tensor shares: the tensor, and `_is_alone`
 
 
 class ForwardPlan(NamedTuple):
-    """What the table says of one forward: which run of the layers, and how its backward comes.
+    """How one forward runs, according to the table.
 
-    `splits`: as I and W. `offloads`: what is kept goes to the host until FETCH. `shares_casts`: of
-    weights, with all micro-batches of the step.
+    `splits`: the backward runs as I and W. `offloads`: saved tensors move to the host until FETCH.
+    `shares_casts`: casts of weights are shared with all micro-batches of the step.
     """
 
     mode: RunMode
@@ -92,28 +77,18 @@ class ForwardPlan(NamedTuple):
     shares_casts: bool = True
 
 
-class ForwardResult(NamedTuple):
-    """What the forward of one micro-batch made, held by no graph.
-
-    `parts`: one for each destination; a tensor's requires_grad says what B will be given. At the
-    end of the last stage: `term`, what it adds to the loss, or `outputs`, one, if that is wanted.
-    `noted`: what layers and the loss reported.
-    """
-
-    parts: list[Nest]
-    term: LossTerm | None = None
-    outputs: tuple[Nest, ...] = ()
-    noted: Sequence[LayerReports] = ()
-
-
 class SavedRun(NamedTuple):
-    """What is kept of one run of some layers.
+    """State of one run of some layers, kept until their backward.
 
-    `leaves`: the tensors of their input that require a gradient. `edges`: where the backward
-    enters, one for each gradient to come; edges, not tensors, so that the output's own memory is
-    free once it has left. `starts`: where it enters besides, at losses. The rest is for an R:
-    `given`, what it starts from, None if none comes; `record`; `promised`, which of its outputs a
-    gradient comes for; `versions` of the tensors in `given`.
+    Args:
+        runner: The layers.
+        leaves: The tensors of their input that require a gradient.
+        edges: Where the backward enters the graph, one for each gradient of the output. Edges, not
+            tensors, so that the output's memory is free once it is sent.
+        starts: Where it enters too, at losses, each with the first gradient.
+        given, record: The input and the record of the forward, for an R; None if there is no R.
+        promised: Which outputs of the forward get a gradient.
+        versions: Of the tensors in `given`.
     """
 
     runner: LayerRunner
@@ -121,18 +96,17 @@ class SavedRun(NamedTuple):
     edges: Sequence[GradientEdge | None]
     starts: Sequence[tuple[GradientEdge, torch.Tensor]]
     given: State | None = None
-    record: Record | None = None
+    record: ForwardRecord | None = None
     promised: tuple[bool, ...] = ()
     versions: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Saved:
-    """What is kept of one micro-batch between its forward and its backward.
+    """State of one micro-batch, kept between its forward and its backward.
 
-    `num_leaves`: the gradients that each source is given back, if there are several. `deferred`:
-    what takes weight gradients in place of autograd. `host`: where it goes between OFFLOAD and
-    FETCH.
+    `num_leaves`: the number of gradients for each source, if there are several. `deferred`: the
+    weight gradients for W. `host`: the saved tensors, which move between OFFLOAD and FETCH.
     """
 
     num_samples: int
@@ -144,12 +118,16 @@ class Saved:
 
 
 class StageRunner:
-    """Run one stage's actions, and keep what lies between them.
+    """Runs the actions of one stage, and keeps the state of its micro-batches between them.
 
-    An empty micro-batch (no samples) calls no layer and adds nothing. `peers`: the ranks that
-    BatchNorm layers normalise a micro-batch with; None for this one alone. `intake`: what brings
-    targets; None for one of its own. `room`: where OFFLOAD moves to, None if nothing does.
-    `sends`: other ranks get its outputs. `outsiders`: the parameters that backwards may not reach.
+    An empty micro-batch (no samples) calls no layer and adds nothing.
+
+    Args:
+        peers: The ranks over which BatchNorm layers normalise a micro-batch; None for this one.
+        intake: Copies targets to the device; None for one of its own.
+        room: Where OFFLOAD moves saved tensors; None if the table has no OFFLOAD.
+        sends: Whether other ranks get its outputs.
+        outsiders: The parameters that backwards must not reach.
     """
 
     def __init__(
@@ -164,7 +142,7 @@ class StageRunner:
     ) -> None:
         self.stage, self._peers, self._room, self._sends = stage, peers, room, sends
         self._outsiders = outsiders
-        self._intake = intake or Intake(stage.device)
+        self._loss = StageLoss(stage, intake or Intake(stage.device))
         self.saved: dict[int, Saved] = {}
         self._deferred: dict[int, Deferred] = {}
         routes = stage.routes
@@ -183,23 +161,13 @@ class StageRunner:
         self._tracker = RequiresGradTracker()
         self._isolation = OutputIsolation()
         self._backward_draws = BackwardDraws(stage.random, stage.whole)
-        self._loss: tuple[LossFunction, Layer] | None = None
-        self._known_loss: TorchLoss | None = None  # how the loss reduces, if it is one of torch's
-        self._lasting_of_loss = PersistentBuffers()
         self._num_begun = 0
         self._num_looked = self._looked_in = 0  # in how many runs, and in which last
-        self._constants: list[AsyncHostTensor] = []  # losses without a graph, in the step before
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
         self._num_begun += 1
-        if self.stage.loss_watch is not None:
-            self.stage.loss_watch.begin()
-        constants, self._constants = self._constants, []
-        for loss in constants:
-            refuse_constant(float(loss.read()))
-        if self._loss is not None:
-            self._known_loss = torch_loss(self._loss[0])
+        self._loss.begin()
         self._casts.begin()
         self.stage.random.begin()
         self._backward_draws.begin()
@@ -207,7 +175,7 @@ class StageRunner:
         self.stage.within.begin()
 
     def end(self) -> None:
-        """End it, also one that failed: all that layers have changed is where it belongs.
+        """End a step or an evaluation, also one that failed; buffers get their newest values.
 
         Nothing is kept any longer.
         """
@@ -215,56 +183,61 @@ class StageRunner:
         self._deferred.clear()
         self.stage.within.end()
         self.stage.lasting.settle()
-        self._lasting_of_loss.settle()
+        self._loss.end()
 
     def refuse_draws(self) -> None:
-        """Raise ModelError if a backward of the step, which has come to its end, drew numbers."""
+        """Raise ModelError if a backward of the finished step drew random numbers."""
         self._backward_draws.end()
 
     @property
     def num_kept(self) -> int:
-        """Return how many micro-batches something is kept of."""
+        """Return the number of micro-batches with saved state."""
         return len(self.saved) + len(self._deferred)
 
     def forward(
-        self, run: Run, microbatch: int, parts: Sequence[Nest], num_samples: int, plan: ForwardPlan
-    ) -> ForwardResult:
-        """Run the layers, and the loss behind the last, on one part from each source."""
+        self,
+        run: Run,
+        microbatch: int,
+        parts: Sequence[Nest],
+        num_samples: int,
+        plan: ForwardPlan,
+        outcome: Outcome,
+    ) -> list[Nest]:
+        """Run the layers, and the loss after the last, on one part from each source.
+
+        Returns one part for each destination; its tensors that require a gradient get one in B.
+        """
         if num_samples == 0:
             if plan.mode is not RunMode.EVALUATE:
                 self.saved[microbatch] = Saved(0, [0 for _ in parts] if self._is_joined else ())
-            return ForwardResult([None for _ in self.stage.routes.destinations])
+            return [None for _ in self.stage.routes.destinations]
+        outcome.samples[self.stage.index] += num_samples
         state = self.stage.routes.gather(parts) if self._is_joined else State(parts[0], {})
         if plan.mode is RunMode.EVALUATE:
-            return self._evaluate(run, microbatch, num_samples, state)
+            return self._evaluate(run, microbatch, num_samples, state, outcome)
         saved = Saved(num_samples, shares_casts=plan.shares_casts)
         if self._is_joined or plan.splits or plan.offloads:
             self._prepare(saved, parts, plan)
-        noted: list[LayerReports] = []
-        term: LossTerm | None = None
         # Usually one run of all layers. If only some are recomputed, each stretch is a run.
         stretches = self.stage.runners[plan.mode is RunMode.RECORD]
         for number, (runner, recomputes) in enumerate(stretches):
             forward = self._record if recomputes else self._train
             is_end = number == len(stretches) - 1
-            state, term = forward(run, microbatch, runner, state, saved, noted, is_end=is_end)
+            state = forward(run, microbatch, runner, state, saved, outcome, is_end=is_end)
         self.saved[microbatch] = saved
-        if noted:
-            statistics = [pair for each in noted for pair in each.reports.statistics]
-            self.stage.statistics.note(microbatch, statistics)
         if self.stage.parameters.compares_values:
             self.stage.parameters.note_forward()
         if self._is_last:
-            return ForwardResult([], term, noted=noted)
-        outgoing = self.stage.routes.scatter(state) if self._is_parted else [state.nest]
-        return ForwardResult(outgoing, term, noted=noted)
+            return []
+        return self.stage.routes.scatter(state) if self._is_parted else [state.nest]
 
     def _prepare(self, saved: Saved, parts: Sequence[Nest], plan: ForwardPlan) -> None:
         """Prepare for several sources, for a backward in two halves, and for OFFLOAD."""
         if self._is_joined:
             saved.num_leaves = [sum(t.requires_grad for t in tensors_of(part)) for part in parts]
         if plan.offloads:
-            saved.host = self._host_copy()
+            assert self._room is not None, "made for every table with OFFLOAD"
+            saved.host = HostCopy(self._lasting_tensors(), self.stage.device, self._room)
         if plan.splits and not self.stage.is_compiled and can_split_backward():
             saved.deferred = Deferred(None if saved.host is None else saved.host.hold)
 
@@ -275,10 +248,10 @@ class StageRunner:
         runner: LayerRunner,
         given: State,
         saved: Saved,
-        noted: list[LayerReports],
+        outcome: Outcome,
         *,
         is_end: bool,
-    ) -> tuple[State, LossTerm | None]:
+    ) -> State:
         """Run some layers with a graph, which stays for the backward."""
         tensors = _tensors(given)
         leaves = list(filter(REQUIRES_GRAD, tensors))
@@ -289,25 +262,20 @@ class StageRunner:
         edges = list(map(_edge_of, filter(REQUIRES_GRAD, self._left(output.state, is_end))))
         starts = _starts(run, output.losses) if output.losses else ()
         saved.runs.append(SavedRun(runner, leaves, edges, starts))
-        if output.noted:
-            noted += [each.without_graph() for each in output.noted]
         if saved.host is not None:
             saved.host.hold(leaves)
-        state, output.state = output.state, State(None, {})  # whose memory is looked at below
-        if not (is_end and self._is_last):
-            # The next stage must not hold this graph alive: it gets new leaves.
-            if isinstance(state.nest, torch.Tensor) and not state.stashed:
-                state = State(state.nest.detach().requires_grad_(state.nest.requires_grad), {})
-                if not _is_alone(state.nest):
-                    ends = [*edges, *(edge for edge, _ in starts)]
-                    state = self._isolation.copy_if_shared(state, tensors, runner.place, ends)
-            else:
-                buffers = self._places_in_buffers(state, output.returned)
-                state = state.map(lambda t: t.detach().requires_grad_(t.requires_grad))
-                ends = [*edges, *(edge for edge, _ in starts)]
-                state = self._isolation.copy_if_shared(state, tensors, runner.place, ends)
-                state = _with_marks(state, buffers)
-        return state, None if output.term is None else output.term.without_graph()
+        state = self._take_results(output, microbatch, outcome)
+        if is_end and self._is_last:
+            return state
+        # The next stage must not hold this graph alive: it gets new leaves.
+        is_one = isinstance(state.nest, torch.Tensor) and not state.stashed
+        buffers = () if is_one else self._places_in_buffers(state, output.returned)
+        state = _map(_as_leaf, state)
+        if not (is_one and _is_alone(state.nest)):
+            ends = [*edges, *(edge for edge, _ in starts)]
+            state = self._isolation.copy_if_shared(state, tensors, runner.place, ends)
+            state = with_marks(state, buffers)
+        return state
 
     def _record(
         self,
@@ -316,63 +284,78 @@ class StageRunner:
         runner: LayerRunner,
         given: State,
         saved: Saved,
-        noted: list[LayerReports],
+        outcome: Outcome,
         *,
         is_end: bool,
-    ) -> tuple[State, LossTerm | None]:
+    ) -> State:
         """Run some layers that an R will run again, and keep their input alone."""
         tensors = _tensors(given)
         # On leaves of its own: a hook that a layer puts on its input, here or in R, belongs to that
-        # run alone. R's are the ones that gradients come to.
+        # run alone. Gradients arrive at R's leaves.
         own = _map(lambda t: t.detach().requires_grad_() if t.requires_grad else t, given)
         own_tensors = _tensors(own)
-        # Its outputs say which gradients will come. The first forward of all makes a graph, to see
-        # that, unlike those of later steps: so outputs are compared in two steps. On an accelerator
-        # the host waits for that: in the first step alone.
+        # Its outputs show which gradients will arrive. The first forward of all makes a graph, to
+        # find that out, unlike those of later steps: so outputs are compared in two steps. On an
+        # accelerator the host waits for that: in the first step alone.
         kind = runner.place, *map(REQUIRES_GRAD, own_tensors)
         has_graph = kind not in self._tracker.all_require
         steps = (1,) if self.stage.device.is_accelerator else (1, 2)
-        record = Record(compares_all=self._num_begun in steps)
+        record = ForwardRecord(compares_all=self._num_begun in steps)
         options = ForwardOptions(
             RunMode.RECORD, has_graph, record, saved.shares_casts, None, saved.host
         )
         output = self._run(run, microbatch, saved.num_samples, runner, own, options, is_end)
-        if output.noted:
-            noted += [each.without_graph() for each in output.noted]
-        state, output.state = output.state, State(None, {})  # whose memory is looked at below
+        state = self._take_results(output, microbatch, outcome)
+        leaves_stage = not (is_end and self._is_last)
         promised: tuple[bool, ...] = ()
-        if has_graph or not (is_end and self._is_last):
+        if has_graph or leaves_stage:
             flags = self._tracker.flags(kind, own_tensors, _tensors(state), has_graph=has_graph)
-        if not (is_end and self._is_last):
+        if leaves_stage:
             is_one = type(state.nest) is torch.Tensor and not state.stashed
             buffers = () if is_one else self._places_in_buffers(state, output.returned)
             next_flag = iter(flags).__next__
             state = _map(lambda tensor: tensor.detach().requires_grad_(next_flag()), state)
             if not (is_one and _is_alone(state.nest)):
-                state = _with_marks(copy_if_shared(state, own_tensors), buffers)
+                state = with_marks(copy_if_shared(state, own_tensors), buffers)
             promised = tuple(map(REQUIRES_GRAD, self._left(state, is_end)))
         versions = tuple(map(_VERSION, tensors))
         leaves = list(filter(REQUIRES_GRAD, tensors))
         saved.runs.append(SavedRun(runner, leaves, (), (), given, record, promised, versions))
         if saved.host is not None:
             saved.host.hold(tensors)
-        return state, None if output.term is None else output.term.without_graph()
+        return state
 
-    def _evaluate(self, run: Run, microbatch: int, num_samples: int, given: State) -> ForwardResult:
+    def _evaluate(
+        self, run: Run, microbatch: int, num_samples: int, given: State, outcome: Outcome
+    ) -> list[Nest]:
         """Run the layers and keep nothing."""
         options = ForwardOptions(RunMode.EVALUATE)
         output = self._run(run, microbatch, num_samples, self.stage.whole, given, options, True)
-        noted = [each.without_graph() for each in output.noted]
+        state = self._take_results(output, microbatch, outcome)
         if output.term is not None:
-            return ForwardResult([], output.term.without_graph(), noted=noted)
-        state, output.state = output.state, State(None, {})
+            return []
         if self._is_last:
             # Copied: the last layer may write into it again for the next micro-batch.
             copied = map_tensors(lambda tensor: tensor.detach().clone(), state.nest)
-            return ForwardResult([], outputs=(copied,), noted=noted)
-        state = _map(lambda t: t.detach().requires_grad_(t.requires_grad), state)
-        state = copy_if_shared(state, _tensors(given))
-        return ForwardResult(self.stage.routes.scatter(state), noted=noted)
+            outcome.outputs[microbatch] = Output(copied, num_samples)
+            return []
+        state = _map(_as_leaf, state)  # the name must not hold the first tensors: they are counted
+        return self.stage.routes.scatter(copy_if_shared(state, _tensors(given)))
+
+    def _take_results(self, output: LayerOutput, microbatch: int, outcome: Outcome) -> State:
+        """Store loss and reports of a run without their graphs; return its output.
+
+        `output` keeps no tensor of that: who refers to its memory is counted afterwards.
+        """
+        if output.term is not None:
+            outcome.losses[microbatch] = output.term.without_graph()
+        if output.noted:
+            noted = [each.without_graph() for each in output.noted]
+            outcome.noted[microbatch] += noted
+            statistics = [pair for each in noted for pair in each.reports.statistics]
+            self.stage.statistics.note(microbatch, statistics)
+        state, output.state = output.state, State(None, {})
+        return state
 
     def recompute(self, run: Run, microbatch: int) -> bool:
         """Run layers again, this time for the graph; False if there was nothing to do."""
@@ -419,11 +402,8 @@ class StageRunner:
         options: ForwardOptions,
         is_end: bool,
     ) -> LayerOutput:
-        """Run layers, and behind the last one of the model the loss."""
-        loss = None
-        if is_end and self._is_last and run.loss_fn is not None:
-            layer = self._layer_of_loss(run.loss_fn, run.num_layers)
-            loss = Loss(layer, partial(self._loss_of, run, microbatch, num_samples))
+        """Run layers, and the loss after the last layer of the model."""
+        loss = self._loss.of(run, microbatch, num_samples) if is_end and self._is_last else None
         shards = self.stage.gradients.shards
         if shards is not None and shards.is_gathering:
             options = options._replace(wait_for_layer=shards.wait_for_layer)
@@ -436,12 +416,12 @@ class StageRunner:
         output = runner.run(given, run.keys(microbatch), options, loss, around)
         is_one = type(output.state.nest) is torch.Tensor and not output.state.stashed
         if is_end and self._sends and not is_one:
-            self._refuse_subclasses(output.state, runner)
+            refuse_subclasses(output.state, runner.where)
         return output
 
     @contextmanager
     def _around(self, runner: LayerRunner, options: ForwardOptions) -> Iterator[None]:
-        """Return what layers run in besides their random numbers, by the settings."""
+        """Return the context for layers: autocast, offloading, BatchNorm over several ranks."""
         if not casts_keep_their_graph():
             # Within an autocast block of the user's around the whole step, casts of a first forward
             # without a graph are kept to the recomputation: each forward casts its weights itself.
@@ -457,70 +437,8 @@ class StageRunner:
 
     @cached_property
     def _sum_over_peers(self) -> SumOver:
-        """Return how BatchNorm sums over peers; a compiler must not trace a collective."""
-        peers = self._peers
-        assert peers is not None, "asked for only if there are peers"
-
-        def sum_over_peers(tensor: torch.Tensor) -> None:
-            with self.stage.random.let_go():
-                peers.all_reduce(tensor)
-
-        if not self.stage.is_compiled:
-            return sum_over_peers
-        untraced: Any = torch.compiler.disable
-        return cast(SumOver, untraced(sum_over_peers))
-
-    def _layer_of_loss(self, loss_fn: LossFunction, num_layers: int) -> Layer:
-        """Return the loss as the layer behind the last one; a module may have buffers."""
-        if self._loss is None or self._loss[0] is not loss_fn:
-            module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
-            where = f"loss_fn ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})"
-            random, lasting = self.stage.random, self._lasting_of_loss
-            self._loss = loss_fn, Layer(num_layers, module, where, random, lasting)
-            self._known_loss = torch_loss(loss_fn)
-        return self._loss[1]
-
-    def _loss_of(self, run: Run, microbatch: int, num_samples: int, output: Nest) -> LossTerm:
-        """Return what one micro-batch adds to the loss."""
-        assert run.loss_fn is not None and self._loss is not None, "known from the layer"
-        where = self._loss[1].where
-        target = run.target(microbatch, num_samples, self._intake)
-        known, watch = self._known_loss, None
-        if self._num_begun <= NUM_LOOKED and known is None:
-            watch = self._watch_loss(where)
-        try:
-            term = loss_term(run.loss_fn, output, target, num_samples, known, watch)
-            if watch is not None and self.stage.loss_watch is not None:
-                self.stage.loss_watch.note(watch, term, num_samples, is_cut=run.is_cut)
-            # What runs again without a graph, or without one first, is looked at with it.
-            lost = not term.total.requires_grad and torch.is_grad_enabled()
-            if lost and has_graph(output):
-                self._look_at_constant(term.total)
-        except Exception as error:
-            if not isinstance(error, GpipeError):  # ours say so themselves
-                error.add_note(where)
-            raise
-        if self.stage.device.is_accelerator:
-            refuse_astray((term.total, term.weight), self.stage.device, where, ASTRAY, ModelError)
-        return term
-
-    def _watch_loss(self, where: str) -> Reductions | None:
-        """Return what looks at the sums and means that a loss of the user's takes."""
-        if self.stage.is_compiled:
-            return None
-        if self.stage.loss_watch is None:
-            self.stage.loss_watch = LossWatch(self.stage.device, where)
-        return Reductions()
-
-    def _look_at_constant(self, loss: torch.Tensor) -> None:
-        """Refuse a loss without a graph: one of a device when the next step begins, not now.
-
-        The host would wait for it.
-        """
-        if self.stage.device.is_accelerator and self.stage.device.holds(loss):
-            self._constants.append(AsyncHostTensor.of(loss, self.stage.device))
-        else:
-            refuse_constant(float(loss))
+        assert self._peers is not None, "asked for only if there are peers"
+        return self.stage.sum_over(self._peers)
 
     def backward(self, microbatch: int, gradients: Gradients) -> list[Gradients]:
         """Run B or I: accumulate parameter gradients; return for each source those of its leaves.
@@ -575,15 +493,14 @@ class StageRunner:
         return [leaf.grad for leaf in saved.leaves]
 
     def _look_for_outsiders(self, saved: Saved) -> None:
-        """Look at the graphs of one micro-batch in each of the first steps."""
+        """Check the graphs of one micro-batch in each of the first steps for foreign parameters."""
         if self._outsiders is None or self._looked_in == self._num_begun:
             return
         self._looked_in, self._num_looked = self._num_begun, self._num_looked + 1
-        loss_fn = self._loss[0] if self._loss is not None else None
         for each in saved.runs:
             edges = [edge for edge in each.edges if edge is not None]
             edges += [edge for edge, _ in each.starts]
-            self._outsiders.check(edges, f"stage {self.stage.index}", loss_fn)
+            self._outsiders.check(edges, f"stage {self.stage.index}", self._loss.function)
 
     def weights(self, microbatch: int) -> bool:
         """Run W; False if there was nothing left to do."""
@@ -597,27 +514,23 @@ class StageRunner:
         return deferred is not None
 
     def offload(self, microbatch: int) -> None:
-        """Start moving what is kept of a micro-batch to the host."""
+        """Start moving the saved tensors of a micro-batch to the host."""
         host = self.saved[microbatch].host
         if host is not None:
             host.offload()
 
     def fetch(self, microbatch: int) -> None:
-        """Start moving it back."""
+        """Start moving them back to the device."""
         host = self.saved[microbatch].host
         if host is not None:
             host.fetch()
-
-    def _host_copy(self) -> HostCopy:
-        assert self._room is not None, "made for every table with OFFLOAD"
-        return HostCopy(self._lasting_tensors(), self.stage.device, self._room)
 
     def _lasting_tensors(self) -> list[torch.Tensor]:
         modules = self.stage.layers.values()
         return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
     def _left(self, state: State, is_end: bool) -> list[torch.Tensor]:
-        """Return what of an output gradients come back for, in their order."""
+        """Return the output tensors that may get gradients, in the order of those."""
         if not (is_end and self._is_parted):
             return _tensors(state)
         if self._is_last:
@@ -625,36 +538,11 @@ class StageRunner:
         return [each for part in self.stage.routes.scatter(state) for each in tensors_of(part)]
 
     def _places_in_buffers(self, state: State, returned: Sequence[ReturnedBuffer]) -> Sequence[int]:
-        """Return which tensors of a state lie in buffers or frozen parameters, by position.
-
-        Also in those of earlier stages. In the first steps; of several tensors, as one alone is
-        never more than read.
-        """
-        tensors = _tensors(state) if self._num_begun <= NUM_LOOKED else []
-        if len(tensors) < 2:
+        """Return the positions of tensors in buffers or frozen parameters; in the first steps."""
+        if self._num_begun > NUM_LOOKED:
             return ()
-        held = storages_of([each.tensor for each in returned])
-        held |= storages_of([each for each in self._lasting_tensors() if not each.requires_grad])
-        return [
-            at for at, each in enumerate(tensors) if is_buffer(each) or held & storages_of([each])
-        ]
-
-    def _refuse_subclasses(self, left: State, runner: LayerRunner) -> None:
-        """Refuse tensors for other ranks that are of a class of their own.
-
-        They would arrive as plain ones. Here, as not all of them keep their class when detached.
-        """
-        for tensor in left.tensors():
-            kind = type(tensor)
-            is_plain = kind is torch.Tensor or kind is nn.Parameter
-            if not is_plain and not tensor.is_nested:  # the boundary refuses those by that name
-                raise ModelError(
-                    f"{runner.where}: expected plain tensors for the stages of other ranks, got a "
-                    f"{kind.__module__}.{kind.__qualname__} of shape {tuple(tensor.shape)}, which "
-                    f"would arrive as a torch.Tensor, without what its class does; let the layer "
-                    f"return tensor.as_subclass(torch.Tensor), or put the layers that need the "
-                    f"class into one stage"
-                )
+        frozen = [each for each in self._lasting_tensors() if not each.requires_grad]
+        return places_in_buffers(state, [*(each.tensor for each in returned), *frozen])
 
     def _written(self, microbatch: int) -> ModelError:
         layers = self.stage.layers
@@ -666,11 +554,18 @@ class StageRunner:
 
 
 def _starts(run: Run, losses: Sequence[torch.Tensor]) -> list[tuple[GradientEdge, torch.Tensor]]:
-    """Return where a backward begins besides the output, each with its gradient."""
-    return [(_edge_of(loss), run.gradient_of(loss)) for loss in losses if loss.requires_grad]
+    """Return the graph edges and start gradients of losses, where a backward starts too."""
+    # A new gradient each time: a loss of the user's may write into the one it is given.
+    seed = run.seed
+    return [
+        (_edge_of(loss), torch.ones_like(loss) if seed is None else seed.to(loss.dtype, copy=True))
+        for loss in losses
+        if loss.requires_grad
+    ]
 
 
 def _edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Do what `edge_of` does; most tensors need no call of it."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return edge_of(tensor)
@@ -689,18 +584,16 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], state: State) -> Stat
     return state.map(function)
 
 
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def _is_alone(tensor: torch.Tensor) -> bool:
-    """Say whether nobody but the caller's one tensor refers to its memory, as far as is known."""
+    """Return whether only this tensor refers to its memory, as far as is known.
+
+    The caller must hold no other tensor or storage of it.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return True
     memory = tensor.untyped_storage()
     return memory.resizable() and storage_use_count(memory._cdata) == _ALONE
-
-
-def _with_marks(state: State, buffers: Sequence[int]) -> State:
-    """Mark tensors that lie in buffers, but not those that a layer has computed with a graph."""
-    tensors = state.tensors() if buffers else []
-    for place in buffers:
-        if not tensors[place].requires_grad:
-            mark_buffer(tensors[place])
-    return state

@@ -1,4 +1,4 @@
-"""Whole steps of one rank: run a table, put together what all ranks know, finish gradients."""
+"""Whole steps of one rank: run the table, reduce results over all ranks, finish gradients."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,14 +24,14 @@ from gpipe_hpc.data_parallel import (
 from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
-from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.executor import Executor
 from gpipe_hpc.engine.gradient_norms import GradientParts
 from gpipe_hpc.engine.local_sgd import LocalSgd
 from gpipe_hpc.engine.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
 from gpipe_hpc.engine.parameters import refuse_different
 from gpipe_hpc.engine.precision import LossScale, count_overflows
 from gpipe_hpc.engine.recorder import Recorder
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.same_data import SameData
 from gpipe_hpc.engine.stages.assembly import TiedParameter
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
@@ -53,10 +53,23 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 class Steps:
-    """Train, evaluate and predict with the stages of one rank.
+    """Trains, evaluates and predicts with the stages of one rank.
 
-    `portions`: of all replicas. `names`: of all parameters of the model, the same on every rank.
-    `outsiders`: the parameters that backwards of this rank may not reach.
+    Args:
+        site: The rank's position and groups.
+        tables: The tables of steps and evaluations.
+        portions: The micro-batches of all replicas.
+        stages: The stages of this rank by index.
+        wiring: Channels and groups of copies.
+        tied: The tied parameters that this rank has.
+        names: All parameters of the model, the same on every rank.
+        loss_scale: Of float16; else None.
+        buffers: How replicas combine buffers; the setting ``pipeline.buffers``.
+        part_of: The first micro-batch of each one's part, if squared norms of the gradients of
+            parts are measured.
+        outer: Settings of data parallelism.
+        seed: Of the run.
+        outsiders: The parameters that backwards of this rank must not reach.
     """
 
     def __init__(
@@ -146,7 +159,7 @@ class Steps:
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=on)
 
     def _synchronizers(self, buffers: str) -> dict[int, BufferSynchronizer]:
-        """Return what combines the buffers of the copies of each stage."""
+        """Return the synchronizer of each stage's buffers."""
         copies, rank = self._wiring.reductions, self._site.world.rank
         return {
             index: BufferSynchronizer(stage.layers, copies[index], rank, buffers, stage.device)
@@ -167,7 +180,7 @@ class Steps:
         )
 
     def _watch_copied_parameters(self) -> None:
-        """Compare between ranks what forwards write into parameters that several ranks hold."""
+        """Watch parameters with copies on several ranks: forwards must write the same into all."""
         tied = [tie.name for tie in self._tied if tie.group.size > 1]
         for index, stage in self._stages.items():
             is_alone = self._wiring.reductions[index].size == 1
@@ -191,7 +204,7 @@ class Steps:
             stage.gradients.reduce_by(strategy, tables.buckets[index] if is_bucketed else ())
 
     def _counted(self, strategy: ReduceStrategy, size: int) -> ReduceStrategy:
-        """Return a strategy that counts what it sends: as a ring does, whatever the backend does.
+        """Return a strategy that counts sent bytes as for a ring all-reduce on any backend.
 
         If the optimizer is sharded, half of it is sent later, by gathering the parameters.
         """
@@ -210,7 +223,7 @@ class Steps:
 
     @property
     def recorder(self) -> Recorder:
-        """Return what was recorded of the last training step."""
+        """Return the recorder of the last training step."""
         return self._trainer.recorder
 
     def train(self, run: Run, tell: Callable[[], Sequence[float]] | None = None) -> StepResult:
@@ -224,7 +237,8 @@ class Steps:
         for stage in self._stages.values():
             stage.refuse_other_parameters()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        seed = backward_seed(self.weight) * scale
+        is_on_host = not self._site.world.device.is_accelerator
+        seed = backward_seed(self.weight, is_on_host=is_on_host) * scale
         if not self._trained.is_agreed:
             self._agree_on_trained()
         for gradients in self._gradients:
@@ -283,7 +297,7 @@ class Steps:
         return StepResult(loss, is_skipped, scale, parts, known.reported, known.synced_at_s)
 
     def _compare_copies(self) -> None:
-        """Refuse a step that made copies of a parameter differ; waits for all ranks."""
+        """Raise ModelError if copies of a parameter differ after this step; waits for all ranks."""
         site, stages = self._site, [stage.parameters for stage in self._stages.values()]
         together = site.everybody if self.local_sgd is None else site.pipeline
         refuse_different(stages, together, site.everybody)
@@ -313,7 +327,7 @@ class Steps:
             refuse_nothing_trained(len(names))
 
     def _judge_weight(self, loss: StepLoss, weight: torch.Tensor) -> None:
-        """Refuse a negative weight: one of a device when it is read or has come, not now."""
+        """Raise ModelError for a negative weight; on an accelerator once it is read, not now."""
         if self._site.world.device.is_accelerator:
             self._unjudged = loss
         else:
@@ -349,7 +363,7 @@ class Steps:
         return flags
 
     def _agree_on_trained(self) -> None:
-        """Agree with all ranks on what is trained, and make the buckets of it.
+        """Agree with all ranks on the trained parameters, and make their buckets.
 
         Raises ModelError, on every rank, for a parameter that not all its holders train.
         """
@@ -361,7 +375,7 @@ class Steps:
             gradients.rebuild()
 
     def _collect_late(self) -> None:
-        """Look at the gradients of what was unfrozen, which are summed after all ranks agree."""
+        """Collect gradients of unfrozen parameters, which are reduced after all ranks agree."""
         for stage in self._stages.values():
             late = stage.gradients.collect_late()
             if late and stage.squares is not None:
@@ -370,7 +384,7 @@ class Steps:
             tie.gradients.collect_late()
 
     def _sum_late(self, overflows: AsyncHostTensor) -> AsyncHostTensor:
-        """Agree on what is trained and start the sums that waited for it, on all ranks.
+        """Agree on the trained parameters and start their late reductions, on all ranks.
 
         Returns the overflows of all gradients, of which `overflows` is what is known.
         """
@@ -384,7 +398,7 @@ class Steps:
         return AsyncHostTensor.of(found, self._site.world.device)
 
     def _overflows(self) -> torch.Tensor | None:
-        """Return how many summed gradients of this rank are not finite, where the loss is scaled.
+        """Return the number of reduced gradients that are not finite; None without a loss scale.
 
         These are waited for: all ranks skip the step, or none.
         """
@@ -411,12 +425,12 @@ class Steps:
             gradients.finish(divisor, self._flags.used(names, used))
 
     def owned_parameters(self) -> dict[str, OwnedParameter]:
-        """Return what this rank updates of its parameters, by global name."""
+        """Return the parameters, or shards of them, that this rank updates, by global name."""
         not_owned = frozenset() if self.sharding is None else self.sharding.not_owned
         return {n: owned for n, owned in self.owned_gradients().items() if n not in not_owned}
 
     def owned_gradients(self) -> dict[str, OwnedParameter]:
-        """Return what of its parameters this rank has gradients of, by global name."""
+        """Return the parameters, or their shards, whose gradients this rank has, by global name."""
         stages = self._stages.values()
         is_sharded = any(stage.gradients.shards is not None for stage in stages)
         if self._owned is None or is_sharded != self._was_sharded:
@@ -440,7 +454,7 @@ class Steps:
         return loss.weight_of(self._portions.of(self._site.replica))
 
     def outer_state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint keeps of how copies are combined."""
+        """Return the state of compression and local SGD for a checkpoint."""
         local_sgd = {} if self.local_sgd is None else self.local_sgd.state()
         return {**self.compression.state(), **local_sgd}
 
@@ -450,7 +464,7 @@ class Steps:
         return [*self.compression.wanted(stored), *local_sgd]
 
     def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what a checkpoint kept; the parameters are loaded."""
+        """Restore that state from a checkpoint, after the parameters."""
         self.compression.restore(tensors)
         if self.local_sgd is not None:
             self.local_sgd.restore(tensors)
@@ -470,7 +484,7 @@ class Steps:
         return StepResult(self._end(outcome).loss)
 
     def predict(self, run: Run, where: str) -> Nest:
-        """Return the outputs of this replica's micro-batches put together, on each of its ranks.
+        """Return the joined outputs of this replica's micro-batches, on each of its ranks.
 
         `where` names the last layer.
         """
@@ -514,7 +528,7 @@ class Steps:
         return outcome
 
     def _refuse_empty(self, run: Run) -> None:
-        """Raise DataError where replicas would wait in vain to normalise a micro-batch."""
+        """Raise DataError for empty micro-batches if BatchNorm normalises over replicas."""
         if self._wiring.peers is None or run.inputs is None or all(run.inputs.sizes):
             return
         raise DataError(
@@ -525,14 +539,14 @@ class Steps:
         )
 
     def say_all(self) -> None:
-        """Say what is left to be said of the steps so far; waits for the device."""
+        """Log pending warnings of the steps so far; waits for the device."""
         for sync in self._buffer_syncs.values():
             sync.say_all()
         if self.local_sgd is not None:
             self.local_sgd.report_buffers()
 
     def _begin(self) -> None:
-        """Begin a run: note what parameters and buffers are like."""
+        """Begin a run: note versions of parameters and buffers."""
         may_arrive = self.sharding is not None and self.sharding.is_gathering
         for stage in self._stages.values():
             stage.parameters.begin(may_arrive=may_arrive)
@@ -559,7 +573,7 @@ class Steps:
         squares: Mapping[int, torch.Tensor] | None = None,
         digests: Sequence[torch.Tensor | float] = (),
     ) -> StepTotals:
-        """End a run; return its loss and what else all ranks then know.
+        """End a run; return its loss and the other totals over all ranks.
 
         All ranks wait here for all others: none goes on behind a step that failed on one.
         """

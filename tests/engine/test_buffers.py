@@ -17,7 +17,7 @@ def layer_with(values):
 
 
 def forward(buffers, change=lambda: None):
-    before = buffers.begin(returns=False)
+    before = buffers.begin()
     change()
     buffers.end(before, returns=False)
 
@@ -56,7 +56,7 @@ def test_a_write_that_no_version_tells_of_is_seen(size, way):
 @pytest.mark.parametrize("kind", ["added", "taken away", "another name"])
 def test_places_that_a_forward_adds_or_empties_are_changes(kind):
     layer, buffers, _ = layer_with(torch.zeros(3))
-    before = buffers.begin(returns=False)
+    before = buffers.begin()
     if kind != "added":
         del layer.kept
     if kind != "taken away":

@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
@@ -59,11 +59,12 @@ def run(recomputed, splits):
     inputs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(3)]
     keep = RunMode.TRAIN if recomputed == frozenset() else RunMode.RECORD
     parts = [(inputs[0], inputs[1]), (inputs[2],)]
-    made = work.forward(RUN, 0, parts, 2, ForwardPlan(keep, splits))
-    losses = [total.item() for each in made.noted for total in each.reports.losses.values()]
+    outcome = Outcome()
+    made = work.forward(RUN, 0, parts, 2, ForwardPlan(keep, splits), outcome)
+    losses = [total.item() for each in outcome.noted[0] for total in each.reports.losses.values()]
     has_run = work.recompute(RUN, 0) if keep is RunMode.RECORD else False
     assert has_run == bool(recomputed is None or recomputed)
-    flat = [tensor for part in made.parts for tensor in part]
+    flat = [tensor for part in made for tensor in part]
     gradients = work.backward(0, [torch.full_like(t, 0.1 * (i + 1)) for i, t in enumerate(flat)])
     if splits:
         work.weights(0)
@@ -109,9 +110,9 @@ def test_recomputed_layers_keep_their_input_alone():
             )
             work = StageRunner(stage)
             x = torch.ones(2, 4, requires_grad=True)
-            work.forward(RUN, 0, [x], 2, ForwardPlan(RunMode.RECORD))
+            work.forward(RUN, 0, [x], 2, ForwardPlan(RunMode.RECORD), Outcome())
             saved.clear()  # the first one makes a graph, to see which outputs need a gradient
-            work.forward(RUN, 1, [x], 2, ForwardPlan(RunMode.RECORD))
+            work.forward(RUN, 1, [x], 2, ForwardPlan(RunMode.RECORD), Outcome())
         return len(saved)
 
     whole = count(frozenset())

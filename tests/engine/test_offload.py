@@ -10,7 +10,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
@@ -109,7 +109,7 @@ def kept_after(recipe, layers, *, offload):
         room = PinnedBufferPool(stage.device)
         work = StageRunner(stage, room=room)
         x = torch.randn(4, 8).requires_grad_()
-        work.forward(RUN, 0, [x], 4, recipe)
+        work.forward(RUN, 0, [x], 4, recipe, Outcome())
         del x
     finally:
         HostCopy._pack = original

@@ -5,7 +5,7 @@ import torch
 
 from gpipe_hpc import Pipeline
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.run import Intake
+from gpipe_hpc.engine.inputs import Intake
 from tests.played.alone import alone
 from tests.played.world import between, run_played
 from tests.support import batch, gradients_of, linears, square_sum

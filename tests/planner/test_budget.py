@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import stage_routes
 from gpipe_hpc.engine.stages.stage import Stage
@@ -130,7 +130,10 @@ def subsets(items):
 
 
 class Births(TorchDispatchMode):
-    """Note the storage of every tensor that is made, and which of them live on."""
+    """Note the storage of every tensor that is made, and which of them live on.
+
+    Not of single numbers: a loss, and the gradient that its backward starts from.
+    """
 
     def __init__(self, parameters) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ class Births(TorchDispatchMode):
 
     def note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.own:
+        if tensor.dim() and storage._cdata not in self.own:
             self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -149,13 +152,6 @@ class Births(TorchDispatchMode):
 
     def alive(self) -> int:
         return sum(nbytes for storage, nbytes in self.made.values() if not storage.expired())
-
-
-class Given(Run):
-    """A run whose backwards start from one gradient that is there before."""
-
-    def gradient_of(self, loss):
-        return self.seed
 
 
 def total(output, target):
@@ -190,15 +186,15 @@ def kept_by_the_engine(layers, counts, index, recomputed) -> tuple[int, int]:
         recomputed=frozenset(recomputed),
     )
     work = StageRunner(stage)
-    run = Given("test", lambda _: lambda _: 0, 7, loss_fn=total, seed=torch.tensor(1.0))
+    run = Run("test", lambda _: lambda _: 0, 7, loss_fn=total, seed=torch.tensor(1.0))
     recipe = ForwardPlan(RunMode.RECORD)
     # The first time copies inputs, to see whether layers write into them.
-    work.forward(run, 0, parts_of(layers, span.start, routes), SAMPLES, recipe)
+    work.forward(run, 0, parts_of(layers, span.start, routes), SAMPLES, recipe, Outcome())
     parts = parts_of(layers, span.start, routes)
     with Births(stage.named_parameters().values()) as births:
         for part in parts:
             tree_map_only(Tensor, births.note, part)
-        work.forward(run, 1, parts, SAMPLES, recipe)
+        work.forward(run, 1, parts, SAMPLES, recipe, Outcome())
         del part, parts
         kept = births.alive()
         work.recompute(run, 1)

@@ -34,9 +34,9 @@ from gpipe_hpc.data_parallel import ShardSpan
 from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
 from gpipe_hpc.device.deferred import AsyncHostTensor, seconds_between, take_mark
 from gpipe_hpc.device.device import HostDevice
+from gpipe_hpc.engine.inputs import Intake
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.recorder import DeviceClock
-from gpipe_hpc.engine.run import Intake
 from gpipe_hpc.preflight.lines import GroupConnection
 from tests.played.backend import RANKS, OnHost, group_over
 from tests.played.device import PlayedDevice

@@ -1,6 +1,6 @@
-"""Calls of autograd's engine with gradients that are known to fit."""
+"""Edges and nodes of autograd's graphs, and calls of its engine without checks in Python."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Return where the gradient of `tensor`, which requires one, enters its graph."""
+    """Return the graph edge at which the gradient of `tensor`, which requires one, enters."""
     node: Any = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
@@ -23,6 +23,17 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
         with torch.enable_grad():
             return edge_of(tensor.view_as(tensor))
     return GradientEdge(node, tensor.output_nr)
+
+
+def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph that can be reached from some of them, each once."""
+    left, seen = list(nodes), {None}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left.extend(following for following, _ in node.next_functions)
+            yield node
 
 
 def accumulate_gradients(edges: Edges, gradients: Tensors, inputs: Tensors = ()) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that a backward reaches and that no layer of this rank has.
+"""Detection of parameters that a backward reaches but no layer of this rank has.
 
 A loss that is a module with weights, a penalty over the parameters of the whole model, a head that
 keeps the embedding in a plain list: here nobody trains what they read, sums its gradient or saves
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from gpipe_hpc.engine.backward.calls import nodes_behind
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Layer, named_layer_parameters
 
@@ -34,7 +35,7 @@ _MOST: Final = 1000  # objects that are looked at
 
 
 class Outsiders:
-    """What the graphs of a rank's stages may not reach.
+    """The parameters that graphs of a rank's stages must not reach.
 
     `model`: all layers, as they were given. `own`: those that this rank holds, by index. The
     layers that it does not hold are not kept alive.
@@ -53,7 +54,7 @@ class Outsiders:
         self._warned: set[int] = set()
 
     def check(self, edges: Iterable[GradientEdge], where: str, loss_fn: object) -> None:
-        """Raise ModelError for a parameter that is not trained here; `where`: what reaches it."""
+        """Raise ModelError if graphs reach a parameter that this rank does not train."""
         found = {id(leaf): leaf for leaf in _leaves(edges) if id(leaf) not in self._own}
         if not found:
             return
@@ -103,20 +104,12 @@ def _of_loss(name: str, tensor: torch.Tensor) -> ModelError:
 
 
 def _leaves(edges: Iterable[GradientEdge]) -> Iterator[torch.Tensor]:
-    """Yield what gradients would be accumulated in, each once."""
-    nodes: list[Any] = [edge.node for edge in edges]
-    seen: set[Any] = {None}
+    """Yield the leaf tensors that a backward would accumulate gradients in, each once."""
     found: set[int] = set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        following = node.next_functions
-        nodes.extend(each for each, _ in following)
+    for node in nodes_behind(edge.node for edge in edges):
         call = getattr(node, "joined_call", None)  # of a backward that is split
         leaves = [] if call is None else list(call.parameters)
-        if not following and isinstance(getattr(node, "variable", None), torch.Tensor):
+        if not node.next_functions and isinstance(getattr(node, "variable", None), torch.Tensor):
             leaves.append(node.variable)
         for leaf in leaves:
             if id(leaf) not in found:
@@ -139,7 +132,7 @@ def _name_in(loss_fn: object, wanted: torch.Tensor | None) -> str | None:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return what an object refers to, each with what its name adds to a path."""
+    """Return the objects that an object refers to, each with its part of a path."""
     if isinstance(value, partial):
         bound = [*enumerate(value.args), *value.keywords.items()]
         return [("", value.func), *((f"[{name!r}]", each) for name, each in bound)]

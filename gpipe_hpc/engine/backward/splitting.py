@@ -36,6 +36,7 @@ from gpipe_hpc.engine.backward.calls import (
     accumulate_gradients,
     differentiate,
     edge_of,
+    nodes_behind,
 )
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.torch_compat import (
@@ -101,14 +102,8 @@ def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) ->
     """
     inputs = args[1] if start is torch.autograd.grad else keywords.get("inputs")
     asked = {id(each) for each in _listed(inputs) if isinstance(each, nn.Parameter)}
-    nodes = [_node_of(each) for each in _listed(args[0])] if asked else []
-    seen = {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
+    starts = [_node_of(each) for each in _listed(args[0])] if asked else []
+    for node in nodes_behind(starts):
         call: DeferredCall | None = getattr(node, "joined_call", None)
         for parameter in () if call is None else call.parameters:
             if id(parameter) in asked:

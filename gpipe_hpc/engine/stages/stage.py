@@ -1,12 +1,14 @@
-"""One stage: its layers, their parameters and buffers by global name, and what leaves it."""
+"""One stage: its layers, with their parameters and buffers by global name."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.data_parallel import GradientBuckets, OwnedParameter
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.batchnorm_statistics import StageStatistics
@@ -22,6 +24,7 @@ from gpipe_hpc.models import (
     Conversion,
     PooledBatchNorm,
     SkipNames,
+    SumOver,
     Tie,
     Within,
     convert_batchnorm,
@@ -111,16 +114,16 @@ class Stage:
         }
 
     def owned_parameters(self) -> dict[str, OwnedParameter]:
-        """Return what this rank updates of the stage's parameters, by global name."""
+        """Return the parameters, or their shards, that this rank updates, by global name."""
         tied = {name: OwnedParameter.full(parameter) for name, parameter in self.tied.items()}
         return self.gradients.owned() | tied
 
     def owns(self, name: str) -> bool:
-        """Say whether a parameter of the stage has its first place here, or the only one."""
+        """Return whether a parameter of the stage has its first or only place here."""
         return name not in self.tied or name in self._aliases
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that belong into a checkpoint, by global name."""
+        """Return the buffers that a checkpoint stores, by global name."""
         named: dict[str, torch.Tensor] = {}
         for index, layer in self.layers.items():
             kept = layer.state_dict().keys()
@@ -145,10 +148,22 @@ class Stage:
         return named
 
     def run_by(self, compiled: Mapping[int, Call]) -> None:
-        """Let compiled calls, by the index of the layer, run the layers from now on."""
+        """Run the layers by compiled calls, given by layer index, from now on."""
         self.is_compiled = True
         for index in self.layers:
             self._placed[index].call = compiled[index]
+
+    def sum_over(self, peers: Group) -> SumOver:
+        """Return how BatchNorm layers sum over peers; a compiler must not trace a collective."""
+
+        def sum_over_peers(tensor: torch.Tensor) -> None:
+            with self.random.let_go():
+                peers.all_reduce(tensor)
+
+        if not self.is_compiled:
+            return sum_over_peers
+        untraced: Any = torch.compiler.disable
+        return cast(SumOver, untraced(sum_over_peers))
 
     def _cut_runners(self) -> tuple[tuple[LayerRunner, bool], ...]:
         if self.recomputed is None:
@@ -161,7 +176,7 @@ class Stage:
         return LayerRunner(self.index, placed, self.random, self.device)
 
     def refuse_other_parameters(self) -> None:
-        """Raise ModelError for a parameter that was added, or replaced, since the stage was made.
+        """Raise ModelError for a parameter that was added or replaced since the stage was made.
 
         Other modules are taken in: they may have buffers, and draw random numbers.
         """
@@ -171,7 +186,7 @@ class Stage:
                 placed.renew(_sharing(index, homes))
 
     def refuse_changes(self) -> None:
-        """End a step. Raises ModelError or ConfigError for what its forwards may not write.
+        """End a step; raise ModelError or ConfigError if its forwards wrote what they must not.
 
         With ``outer.shard=flat`` an update reaches only the memory that is divided.
         """
@@ -198,7 +213,7 @@ class Stage:
 
 
 def _sharing(index: int, homes: Mapping[int, Sequence[tuple[str, Home]]]) -> list[tuple[str, Home]]:
-    """Return the homes of other layers that hold one of the tensors that a layer's homes hold."""
+    """Return the buffer dicts of other layers that share a tensor with those of a layer."""
     own = {id(home) for _, home in homes[index]}
     held = {
         id(tensor) for _, home in homes[index] for tensor in home.values() if tensor is not None
@@ -213,7 +228,7 @@ def _sharing(index: int, homes: Mapping[int, Sequence[tuple[str, Home]]]) -> lis
 
 @contextmanager
 def training_modes(stages: Iterable[Stage], mode: bool) -> Iterator[None]:
-    """Put all layers into one mode within the block; afterwards each module is as it was.
+    """Set the training mode of all layers within the block; restore each module's afterwards.
 
     A module the user had set to evaluation (a frozen BatchNorm) stays so for training.
     """

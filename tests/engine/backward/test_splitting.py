@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
@@ -197,8 +197,8 @@ def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext,
         stage.gradients.clear()
         with context():
             (output,) = work.forward(
-                RUN, microbatch, [boundary], 2, ForwardPlan(keep, splits)
-            ).parts
+                RUN, microbatch, [boundary], 2, ForwardPlan(keep, splits), Outcome()
+            )
             if recomputes:
                 assert work.recompute(RUN, microbatch)
         ramp = torch.linspace(0.1, 1, output.numel()).view(output.shape).to(output.dtype)
@@ -310,7 +310,7 @@ def test_frozen_input_and_what_is_no_tensor():
         work = StageRunner(Stage(0, {0: layer}, CPU, MIDDLE))
         work.stage.gradients.clear()
         nest = {"x": torch.ones(2, 4), "scale": 2, "none": None}
-        (output,) = work.forward(RUN, 0, [nest], 2, ForwardPlan(RunMode.TRAIN, splits)).parts
+        (output,) = work.forward(RUN, 0, [nest], 2, ForwardPlan(RunMode.TRAIN, splits), Outcome())
         assert work.backward(0, [torch.ones_like(output)]) == [()]
         assert layer.w.grad is None if splits else layer.w.grad.eq(4).all()
         assert work.weights(0) is splits

@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
@@ -36,7 +36,7 @@ def run(layer, splits, between=lambda: None):
     stage.gradients.clear()
     work = StageRunner(stage)
     given = BOUNDARY.clone().requires_grad_()
-    (output,) = work.forward(RUN, 0, [given], 5, ForwardPlan(RunMode.TRAIN, splits)).parts
+    (output,) = work.forward(RUN, 0, [given], 5, ForwardPlan(RunMode.TRAIN, splits), Outcome())
     between()
     work.backward(0, [torch.ones_like(output)])
     if splits:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
@@ -48,7 +48,7 @@ def gradients(layer, *, splits, keep=RunMode.TRAIN):
     """Return whether each parameter has none after I, or B, and all gradients after W."""
     work = work_of(layer)
     boundary = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
-    (output,) = work.forward(RUN, 0, [boundary], 5, ForwardPlan(keep, splits)).parts
+    (output,) = work.forward(RUN, 0, [boundary], 5, ForwardPlan(keep, splits), Outcome())
     if keep is RunMode.RECORD:
         work.recompute(RUN, 0)
     work.backward(0, [torch.ones_like(output)])
@@ -77,7 +77,7 @@ def test_hooks_of_parameters_are_called_once_and_never_with_none():
     for splits in (False, True):
         calls.clear()
         work = work_of(layer)
-        work.forward(RUN, 0, [torch.ones(5, 4)], 5, ForwardPlan(RunMode.TRAIN, splits))
+        work.forward(RUN, 0, [torch.ones(5, 4)], 5, ForwardPlan(RunMode.TRAIN, splits), Outcome())
         work.backward(0, [torch.ones(5, 3)])
         assert len(calls) == (0 if splits else 2)
         work.weights(0)
@@ -214,8 +214,8 @@ def test_i_releases_all_but_what_w_needs_and_w_the_rest():
             lambda tensor: Saved(tensor, census), lambda saved: saved.tensor
         ):
             (output,) = work.forward(
-                RUN, 0, [boundary], 16, ForwardPlan(RunMode.TRAIN, splits=True)
-            ).parts
+                RUN, 0, [boundary], 16, ForwardPlan(RunMode.TRAIN, splits=True), Outcome()
+            )
         gradient = torch.randn_like(output)
         del output, boundary
         # The linear layers keep their inputs, tanh and sigmoid their outputs.
@@ -238,8 +238,8 @@ def test_dozens_of_steps_without_the_garbage_collector_do_not_grow():
         for step in range(71):
             work, boundary = work_of(layer), torch.randn(512, 256, requires_grad=True)
             (output,) = work.forward(
-                RUN, 0, [boundary], 512, ForwardPlan(RunMode.TRAIN, splits=True)
-            ).parts
+                RUN, 0, [boundary], 512, ForwardPlan(RunMode.TRAIN, splits=True), Outcome()
+            )
             work.backward(0, [torch.ones_like(output)])
             work.weights(0)
             if step in (20, 70):

@@ -15,7 +15,7 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads, torch_compat
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
@@ -42,7 +42,9 @@ def engine(layer, boundary, splits, recomputes=False, num_steps=2):
     for number in range(num_steps):
         given = boundary.detach().requires_grad_()
         keep = RunMode.RECORD if recomputes else RunMode.TRAIN
-        (output,) = work.forward(RUN, number, [given], len(given), ForwardPlan(keep, splits)).parts
+        (output,) = work.forward(
+            RUN, number, [given], len(given), ForwardPlan(keep, splits), Outcome()
+        )
         if recomputes:
             work.recompute(RUN, number)
         (back,) = work.backward(number, [ramp(output)])
@@ -216,7 +218,9 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused():
 def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     monkeypatch.setattr(torch_compat, "will_engine_execute", torch_compat._absent)
     work = work_of(Pair(function))
-    (output,) = work.forward(RUN, 0, [torch.randn(5, 4)], 5, ForwardPlan(RunMode.TRAIN, True)).parts
+    (output,) = work.forward(
+        RUN, 0, [torch.randn(5, 4)], 5, ForwardPlan(RunMode.TRAIN, True), Outcome()
+    )
     work.backward(0, [ramp(output)])
     assert not work.weights(0), "nothing was left for W"
     assert_autograds_gradients(partial(Pair, function), True)

@@ -6,7 +6,7 @@ from torch import nn
 
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
-from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
@@ -34,9 +34,14 @@ def stage_of(*layers, first=0):
 def run(stage, boundary, key):
     """Run all layers; return their output."""
     made = StageRunner(stage).forward(
-        Run("test", lambda microbatch: key, 1), 0, [boundary], 1, ForwardPlan(RunMode.EVALUATE)
+        Run("test", lambda microbatch: key, 1),
+        0,
+        [boundary],
+        1,
+        ForwardPlan(RunMode.EVALUATE),
+        Outcome(),
     )
-    return made.parts[0]
+    return made[0]
 
 
 def no_key(layer):
@@ -57,7 +62,12 @@ def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
         boundary = torch.tensor([-1.0, 2.0], requires_grad=True)
         work = StageRunner(stage)
         work.forward(
-            Run("test", lambda microbatch: no_key, 1), 0, [boundary], 2, ForwardPlan(RunMode.TRAIN)
+            Run("test", lambda microbatch: no_key, 1),
+            0,
+            [boundary],
+            2,
+            ForwardPlan(RunMode.TRAIN),
+            Outcome(),
         )
         work.backward(0, [torch.ones(2)])
         assert boundary.grad.tolist() == [0.0, 1.0]
