@@ -1,4 +1,4 @@
-"""torch.compile for the layers of a rank, one at a time.
+"""Compilation of the layers of a rank by torch.compile, one at a time.
 
 Layers of one kind share what is compiled; other kinds do not take from their limit of variants.
 Parameters, their names and the layers themselves stay as they are.
@@ -27,7 +27,7 @@ _MAX_VARIANTS: Final = 64
 
 
 def chosen_backend(wish: bool | str, device: Device) -> str | None:
-    """Return the backend that `compile=` asks for, None for none.
+    """Return the backend that the setting `compile` selects; None for no compilation.
 
     Raises ConfigError for one that torch does not know, or whose compiler is missing.
     """
@@ -46,7 +46,7 @@ def chosen_backend(wish: bool | str, device: Device) -> str | None:
 
 
 def compile_layers(layers: Mapping[int, nn.Module], backend: str) -> dict[int, Call]:
-    """Return what runs each layer compiled; compilation itself comes with the first call.
+    """Return a compiled call for each layer; compilation happens in the first call.
 
     `layers`: of all stages of the rank, so that their layers share what is compiled, too. Random
     numbers are those of uncompiled layers, so a mask is the same in F and R.
@@ -62,7 +62,7 @@ def compile_layers(layers: Mapping[int, nn.Module], backend: str) -> dict[int, C
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """Return what layers have in common that are likely to compile to the same code."""
+    """Return a key that is equal for layers that are likely to compile to the same code."""
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     return (
         type(layer),

@@ -18,14 +18,14 @@ from gpipe_hpc.device.device import Device, Event
 
 
 class _Free(NamedTuple):
-    """A buffer, and the number of the fetch that reads it last."""
+    """A free buffer, and the number of the last fetch that reads it."""
 
     buffer: torch.Tensor
     fetch: int
 
 
 class PinnedBufferPool:
-    """Pinned buffers by size, and the streams that copies to them and from them run on; of a rank.
+    """Pinned buffers of a rank by size, and the two streams of copies to and from them.
 
     A stream for each direction, as links carry both at once: where a schedule moves one micro-batch
     out while another one comes back, neither waits for the other. A buffer is written again once
@@ -49,7 +49,7 @@ class PinnedBufferPool:
 
     @contextmanager
     def going_out(self, who: "HostCopy") -> Iterator[None]:
-        """Return a block of copies out, behind what the current stream has to do so far."""
+        """Return a block for copies to the host, ordered after the current stream's work so far."""
         self.out.wait_stream(self.device.current_stream())
         try:
             with self.device.on(self.out):
@@ -59,18 +59,18 @@ class PinnedBufferPool:
 
     @contextmanager
     def coming_back(self) -> Iterator[None]:
-        """Return a block of copies back, behind what the current stream has to do so far."""
+        """Return a block for copies to the device, after the current stream's work so far."""
         self.back.wait_stream(self.device.current_stream())
         with self.device.on(self.back):
             yield
 
     def before_compute(self) -> None:
-        """Make room for an action of compute; what is on its way out now has that beside it."""
+        """Free memory of overlapped copies before an action of compute, which overlaps others."""
         self.make_room()
         self._left, self._leaving = self._leaving, []
 
     def make_room(self) -> None:
-        """Let the compute wait for what an action of it has run beside, and let go of that."""
+        """Let the compute stream wait for copies that an action overlapped; free their memory."""
         going, self._left = self._left, []
         current = self.device.current_stream()
         for who, is_gone in going:
@@ -78,7 +78,7 @@ class PinnedBufferPool:
             who.let_go()
 
     def take_back(self, who: "HostCopy") -> Event | None:
-        """Return the end of a copy out that nothing ran beside yet, and forget it; None if gone."""
+        """Return the end event of a copy out whose device memory still exists; None if freed."""
         for going in self._leaving:
             if going[0] is who:
                 self._leaving.remove(going)
@@ -86,12 +86,12 @@ class PinnedBufferPool:
         return None
 
     def give_back(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Take buffers back that copies out have written, and nobody reads."""
+        """Return buffers to the pool that copies out have written and that no copy reads."""
         for buffer in buffers:
             self._free[buffer.numel()].append(_Free(buffer, 0))
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return a buffer, uint8[num_bytes], for a copy that is put on the stream of copies out."""
+        """Return a buffer, uint8[num_bytes], for a copy on the stream of copies out."""
         for known in (self._free, self._unused):
             if known[num_bytes]:
                 free = known[num_bytes].popleft()
@@ -100,7 +100,7 @@ class PinnedBufferPool:
         return self.device.pinned((num_bytes,), torch.uint8)
 
     def end_fetch(self, buffers: list[torch.Tensor]) -> Event:
-        """Take buffers back whose copies are on the stream of copies back; return their end."""
+        """Return buffers to the pool after the copies that read them; return the end event."""
         self._num_fetches += 1
         end = self._ends[self._num_fetches] = self.back.record_event()
         for buffer in buffers:
@@ -132,14 +132,14 @@ class PinnedBufferPool:
 
 @dataclass(eq=False)
 class _SavedStorage:
-    """One storage that tensors of the micro-batch view: on the device, or on the host."""
+    """One storage of saved tensors: on the device, on the host, or on its way."""
 
     device: torch.UntypedStorage | None
     host: torch.Tensor | None = None
 
 
-class _View(NamedTuple):
-    """A tensor as autograd saved it, without its memory."""
+class _SavedView(NamedTuple):
+    """A saved tensor as a view of a storage that may move."""
 
     memory: _SavedStorage
     dtype: torch.dtype
@@ -148,7 +148,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor; its memory is on the device."""
+        """Return the tensor, whose storage must be on the device."""
         storage = self.memory.device
         assert storage is not None, "a tensor is used between OFFLOAD and FETCH"
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -156,7 +156,7 @@ class _View(NamedTuple):
 
 
 class HostCopy:
-    """What one micro-batch of a stage keeps, to be moved to the host and back as a whole.
+    """The saved tensors of one micro-batch of a stage, moved to the host and back as a whole.
 
     `lasting`: parameters and buffers, which stay. The copies run on the streams of `room`. What
     leaves has its memory until `room` lets go of it; what comes back is given memory of the
@@ -169,33 +169,33 @@ class HostCopy:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
         self._device, self._room = device, room
         self._memories: dict[int, _SavedStorage] = {}
-        self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
+        self._held: list[tuple[ReferenceType[torch.Tensor], _SavedView]] = []
         self._is_here: Event | None = None
         self._is_back = False
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Take hold of all that autograd saves within the block."""
+        """Collect all tensors that autograd saves within the block."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
     def forget(self) -> None:
-        """Let go of everything: the forward runs once more."""
+        """Forget all tensors, since the forward runs once more."""
         self._memories.clear()
         self._held.clear()
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take hold of tensors that are kept as they are: inputs, which gradients come for.
+        """Collect tensors that are kept themselves: inputs, which get gradients.
 
         Not of those of a recomputation behind `wait`: nothing moves any more.
         """
         for tensor in () if self._is_back else tensors:
             view = self._pack(tensor)
-            if isinstance(view, _View):
+            if isinstance(view, _SavedView):
                 self._held.append((ref(tensor), view))
 
     def offload(self) -> None:
-        """Start moving everything to the host; `room` lets go of the device's memory."""
+        """Start moving everything to the host; the pool frees the device's memory later."""
         for tensor, _ in self._living():
             # The tensor stays, as a place for its gradient; only its memory goes.
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -207,12 +207,12 @@ class HostCopy:
                 self._device.fetch_into(memory.host, source)
 
     def let_go(self) -> None:
-        """Let go of the device's memory, once the compute has waited for the copies."""
+        """Free the device's memory, after the compute stream has waited for the copies."""
         for memory in self._memories.values():
             memory.device = None
 
     def fetch(self) -> None:
-        """Start moving everything back; what has its memory still, keeps it."""
+        """Start moving everything back; what still has its device memory keeps it."""
         self._room.make_room()
         is_gone = self._room.take_back(self)
         if is_gone is not None:
@@ -245,7 +245,7 @@ class HostCopy:
             self._is_here = self._room.end_fetch(read)
 
     def wait(self) -> None:
-        """Let the compute wait for what comes back; from then on it is autograd's alone.
+        """Let the compute stream wait for the copies back; then only autograd refers to them.
 
         Nothing else refers to it, so that a backward frees it as it goes on.
         """
@@ -256,7 +256,7 @@ class HostCopy:
             self._held.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Return a view that outlives the tensor, or the tensor itself where that cannot be."""
+        """Return a description of the tensor's view of its storage, or itself if it cannot move."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
         if not self._device.holds(tensor):
@@ -268,15 +268,15 @@ class HostCopy:
         # A storage that is held here keeps its address to itself.
         memory = self._memories.setdefault(pointer, _SavedStorage(storage))
         offset = int(tensor.storage_offset())
-        return _View(memory, tensor.dtype, offset, tensor.shape, tensor.stride())
+        return _SavedView(memory, tensor.dtype, offset, tensor.shape, tensor.stride())
 
-    def _living(self) -> list[tuple[torch.Tensor, _View]]:
+    def _living(self) -> list[tuple[torch.Tensor, _SavedView]]:
         found = ((reference(), view) for reference, view in self._held)
         return [(tensor, view) for tensor, view in found if tensor is not None]
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    tensor: torch.Tensor = packed.tensor() if isinstance(packed, _View) else packed
+    tensor: torch.Tensor = packed.tensor() if isinstance(packed, _SavedView) else packed
     return tensor
 
 

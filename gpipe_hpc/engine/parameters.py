@@ -1,4 +1,4 @@
-"""Watch the parameters of one stage: no new ones, and no writes that make copies differ.
+"""Checks of a stage's parameters: none is added, and no write makes copies differ.
 
 A pipeline makes its buckets of gradients from the parameters that layers have when it is made. A
 parameter that is added later would not be cleared, summed or saved, so the next step refuses it.
@@ -33,7 +33,7 @@ _Spans = dict[str, tuple[int, int]]
 
 
 class StageParameters:
-    """Compares the parameters of a stage with what they were when a step began.
+    """Compares the parameters of a stage with their state at the begin of a step.
 
     `named`: by global name, as the pipeline was made with them. Versions are compared in every
     step. Values are compared in steps 1 to 3, in every hundredth, and in the step after one that
@@ -68,7 +68,7 @@ class StageParameters:
         """Copied parameters that were written since copies were last compared, and when."""
 
     def watch_copied(self, names: Collection[str]) -> None:
-        """Note writes into these from now on: other ranks hold them too."""
+        """Detect writes into these parameters from now on: other ranks have copies of them."""
         self._copied = {name: p for name, p in self._named.items() if name in names}
 
     def _look_around(self) -> None:
@@ -110,7 +110,7 @@ class StageParameters:
             )
 
     def begin(self, *, may_arrive: bool = False) -> None:
-        """Note what parameters are like before a step's forwards, or those of an evaluation.
+        """Note versions, memory and maybe values of the parameters before a step or an evaluation.
 
         `may_arrive`: values that other ranks have updated may not be here yet.
         """
@@ -124,7 +124,7 @@ class StageParameters:
         self._num_forwards = self._num_again = 0
 
     def note_forward(self) -> None:
-        """Note what a forward of a step has written, if values are compared.
+        """Note which parameters a forward has written, if values are compared in this step.
 
         Forwards that follow have to write the same into copied parameters.
         """
@@ -137,7 +137,7 @@ class StageParameters:
                 self._moves_on = self._moves_on or name
 
     def end(self, *, trains: bool) -> None:
-        """Note what a step, or an evaluation, has written into copied parameters.
+        """Note which copied parameters a step or an evaluation has written.
 
         Raises ModelError if each forward of a step has written something else. What all have
         written alike, `refuse_different` compares.
@@ -170,7 +170,7 @@ class StageParameters:
 
     @contextmanager
     def unchanged(self, where: str) -> Iterator[None]:
-        """Refuse a change of values within the block, a recomputation, beyond rounding.
+        """Raise ModelError if the block, a recomputation, changes values beyond rounding.
 
         What a forward wrote and writes again is no harm if it is the same.
         """
@@ -193,7 +193,7 @@ class StageParameters:
             )
 
     def _writes(self) -> dict[str, tuple[int, int]]:
-        """Return by name what changes if a parameter is written to, or is given other memory."""
+        """Return version and address of each parameter, by name."""
         return {
             name: (p._version, p.data_ptr() if is_plain else 0)
             for name, p, is_plain in self._classed
@@ -208,7 +208,7 @@ class StageParameters:
 def refuse_different(
     stages: Sequence[StageParameters], together: Gathering, everybody: Gathering
 ) -> None:
-    """Raise ModelError, on all ranks, if copies of what was written have different values.
+    """Raise ModelError, on all ranks, if copies of a written parameter have different values.
 
     All ranks call it if one of them has written. `together`: those that may hold copies of this
     rank's parameters.
@@ -276,7 +276,7 @@ def _sum_of_bits(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
-    """Return the bits as int64 if they can be viewed so, which a sum need not convert."""
+    """Return the bits as integers; as int64 if possible, which a sum need not convert."""
     size = piece.itemsize
     whole = not (piece.numel() * size % 8 or piece.storage_offset() * size % 8)
     return piece.view(torch.int64 if whole and piece.numel() else _WORDS[size])

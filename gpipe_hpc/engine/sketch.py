@@ -1,4 +1,4 @@
-"""A few numbers of a nest by which two of them can be told apart, without keeping it.
+"""Sketches: a few numbers of a nest of tensors, by which it can be compared with another.
 
 Of each tensor the sums of 64 classes of its elements, with random signs (Charikar, Chen,
 Farach-Colton: Finding frequent items in data streams, 2002): the length of the difference of two
@@ -29,7 +29,7 @@ def sketch_of(nest: Nest) -> Sketch:
 
 
 def difference(one: Sketch, other: Sketch) -> float:
-    """Return the largest relative difference of two tensors, 0 where it may be rounding.
+    """Return the largest relative difference between tensors, 0 if it may be rounding.
 
     Infinite where the tensors are not of the same number and kind. Waits for the device.
     """

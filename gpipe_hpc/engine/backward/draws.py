@@ -1,4 +1,4 @@
-"""Random numbers that a backward draws: they have no key, so they are refused by name.
+"""Detection of random numbers that a backward draws: they have no key, so they are refused.
 
 Each forward of a layer is keyed by (seed, step, micro-batch, layer). Backwards run in the order of
 the table, each through all layers of a stage. So what one draws (Shake-Shake, stochastic rounding,
@@ -45,13 +45,13 @@ class _Marks(NamedTuple):
 
     @classmethod
     def now(cls, generators: Sequence[torch.Generator], layers: Sequence[Layer]) -> "_Marks":
-        """Return the present ones."""
+        """Return the present states."""
         with GENERATOR_LOCK:
             torchs = [generator.get_state() for generator in generators]
             return cls(torchs, ProcessState.now(can_restore=False), _held(layers))
 
     def drawn(self, now: "_Marks") -> str:
-        """Return the name of a generator that has been drawn from since; empty if none."""
+        """Return the name of a generator that differs in `now`; empty if none does."""
         if not all(map(torch.equal, self.torchs, now.torchs)):
             return "torch's default generator"
         python, numpy = now.process.drawn_since(self.process)
@@ -61,7 +61,7 @@ class _Marks(NamedTuple):
 
 
 class BackwardDraws:
-    """Refuses draws of the backwards of one stage.
+    """Raises ModelError if a backward of one stage draws random numbers.
 
     In steps 1 to 3 the generators are compared around each backward. Then around all of a step's
     actions, of which forwards put back what they drew from; if they differ and it is not known who
@@ -95,7 +95,7 @@ class BackwardDraws:
         self._is_suspected = bool(drawn)
 
     def refused_in_weights(self, runner: LayerRunner) -> AbstractContextManager[object]:
-        """Return a block for a W, which may draw no random numbers either.
+        """Return a block for a W that raises ModelError if it draws random numbers.
 
         A W may wait for other ranks, so it takes no lock. If ranks are threads, they move the
         generators meanwhile: then calls of torch's functions are looked at, on this thread.
@@ -180,7 +180,7 @@ def _running(before: Threads) -> list[str]:
 
 
 def _computed_ns(thread: threading.Thread) -> int:
-    """Return for how long a thread has computed; if nobody knows, a number that always differs.
+    """Return a thread's CPU time in ns; if unknown, a number that differs in each call.
 
     Not by time.pthread_getcpuclockid, which ends the process if the thread has just ended; nor by
     its frames (sys._current_frames): Python 3.11 may crash if the thread runs meanwhile.

@@ -33,7 +33,7 @@ from gpipe_hpc.settings import Outer
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter as every rank knows it."""
+    """Facts about a parameter that every rank knows."""
 
     name: str
     stage: int
@@ -52,7 +52,7 @@ def build_stages(
     recomputed: Sequence[frozenset[int]] | None = None,
     built_on_device: bool = False,
 ) -> dict[int, Stage]:
-    """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else.
+    """Build the stages `indices` of a model that is cut into stages of `counts` layers.
 
     `recomputed`: the layers of each stage that an ``R`` runs again; None for all.
     `built_on_device`: build each `LayerSpec` on the world's device instead of the CPU.
@@ -124,7 +124,7 @@ def _buffers_elsewhere(
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Return what tells the memory of a tensor, or the tensor itself if it has none of its own."""
+    """Return a key for the memory of a tensor; its id if it has no memory of its own."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return id(tensor)
     return tensor.untyped_storage().data_ptr() or id(tensor)
@@ -171,7 +171,7 @@ def by_stage(parameters: Sequence[ParameterInfo]) -> list[dict[str, int]]:
 
 
 def equalise_copies(stages: Mapping[int, Stage], copies: Mapping[int, Group]) -> None:
-    """Give every copy of a stage the parameters and buffers of its first: that of replica 0.
+    """Copy parameters and buffers of each stage from replica 0 to all other replicas.
 
     Stages with the same holders go together, packed into few broadcasts.
     """

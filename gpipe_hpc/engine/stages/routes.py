@@ -1,4 +1,4 @@
-"""What enters and leaves a stage: the boundary to its neighbours, and skips straight to others."""
+"""Inputs and outputs of a stage: boundaries to its neighbours, and skips to other stages."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ BATCH = -1
 
 
 class State(NamedTuple):
-    """What stands between two layers: the nest on its way, and what is stashed for later ones."""
+    """The value between two layers, and the values stashed for later ones."""
 
     nest: Nest
     stashed: dict[str, Nest]
@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """What comes from one stage, or goes to one: skips by name. A neighbour brings the nest too."""
+    """A connection to another stage: its skips by name; to a neighbour also the boundary."""
 
     stage: int
     names: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class StageRoutes(NamedTuple):
     destinations: tuple[Edge, ...]
 
     def gather(self, parts: Sequence[Nest]) -> State:
-        """Put together what came, one part for each source."""
+        """Combine the received parts, one for each source."""
         if len(parts) == 1 and not self.sources[0].names:
             return State(parts[0], {})
         (first, *others), stashed = zip(self.sources, parts, strict=True), dict[str, Nest]()
@@ -59,7 +59,7 @@ class StageRoutes(NamedTuple):
         return State(nest, stashed)
 
     def scatter(self, state: State) -> list[Nest]:
-        """Take apart what leaves, one part for each destination: no stash is carried through."""
+        """Split an output into one part for each destination."""
         nest, stashed = state
         if len(self.destinations) == 1 and not self.destinations[0].names:
             return [nest]

@@ -1,4 +1,4 @@
-"""The tables that are run."""
+"""The tables that a pipeline runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from gpipe_hpc.schedule import Schedule
 
 
 class Tables(NamedTuple):
-    """The lowered tables of a pipeline, all checked, and what the reductions in them are of.
+    """The lowered and checked tables of a pipeline, and the buckets of their reductions.
 
     `buckets`: for each stage the buckets into which its gradients are gathered; empty where no
     stage has another copy. `averaging`: where replicas train apart, the table of a step at whose
@@ -22,12 +22,12 @@ class Tables(NamedTuple):
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Return the tables that there are."""
+        """Return the tables that are not None."""
         tables = self.training, self.evaluation, self.averaging
         return tuple(table for table in tables if table is not None)
 
     def with_schedules(self, schedules: Sequence[Schedule]) -> "Tables":
-        """Return the same with others of the tables that there are."""
+        """Return a copy with other schedules, in the order of `schedules`."""
         training, evaluation, *averaging = schedules
         return self._replace(
             training=training,

@@ -1,4 +1,4 @@
-"""A model given as nn.Sequential still looks whole after training, but each rank trains a part.
+"""A warning if a model given as nn.Sequential is used: each rank trains only a part of it.
 
 `model(inputs)`, `model.state_dict()` and `torch.save(model)` work then, and mix trained weights
 with those from before training. `Pipeline` does not change the user's modules, so a hook on the
@@ -51,7 +51,7 @@ class WholeModel:
                 hook()  # a second pipeline begins with layers that the first one did not train
 
     def watch(self) -> None:
-        """Warn from now on when the container is used, if it has layers that are trained elsewhere.
+        """Warn from now on if the container is used and other ranks train some of its layers.
 
         The container is not kept alive: whoever has dropped it needs no memory for it.
         """
@@ -73,7 +73,7 @@ class WholeModel:
 
 
 def _is_trained(layer: Layer) -> bool:
-    """Say whether training may change a layer: it has parameters to train, or buffers."""
+    """Return whether training may change a layer: it has trained parameters or buffers."""
     if not isinstance(layer, nn.Module):
         return True
     return any(p.requires_grad for p in layer.parameters()) or any(True for _ in layer.buffers())

@@ -12,7 +12,7 @@ from gpipe_hpc.schedule import Channel, Placement, Schedule, digest
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a rank is connected: its channels, and the group of the copies of each of its stages.
+    """Connections of a rank: its channels, and the group of each of its stages' copies.
 
     `copies`: all of them. `reductions`: those over which gradients are summed: where replicas train
     apart, of this replica alone. `peers`: the ranks that normalise each micro-batch with this one,
@@ -69,7 +69,7 @@ class Wiring:
 def _copies(
     world: World, mesh: Mesh, placement: Placement, *, shares_groups: bool
 ) -> dict[int, Group]:
-    """Form, for each stage of this rank, the group of all that hold a copy of it.
+    """Form, for each stage of this rank, the group of all ranks with a copy of it.
 
     Stages of one rank share its group over the replicas. A mirrored stage has a group of its own:
     its holders may come to their reductions in different orders. So has each stage of a rank with
@@ -91,7 +91,7 @@ def _copies(
 
 
 def _within(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:
-    """Form, for each stage of this rank, the group of its replica's ranks that hold the stage."""
+    """Form, for each stage of this rank, the group of its replica's ranks that have the stage."""
     own, replica = mesh.stage_rank_of(world.rank), mesh.replica_of(world.rank)
     groups: dict[int, Group] = {}
     for stage in range(placement.num_stages):
