@@ -47,9 +47,9 @@ class TorchLane(NamedTuple):
     # The group's own calls take half the time of torch's `isend` and `irecv` around them.
 
     def send(self, tensor: torch.Tensor) -> Work:
-        """Start sending."""
+        """Start sending a tensor."""
         return self.group.send([tensor], self.peer, self.tag)
 
     def receive(self, tensor: torch.Tensor) -> Work:
-        """Start receiving."""
+        """Start receiving into a tensor."""
         return self.group.recv([tensor], self.peer, self.tag)

@@ -58,7 +58,7 @@ class Part:
     buffer: Buffer | None = None
 
     def start(self) -> Work:
-        """Start sending."""
+        """Start sending the tensor on its lane."""
         return self.lane.send(self.tensor)
 
 

@@ -19,22 +19,22 @@ class RoutedTransport:
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Send over the channel's transport."""
+        """Send a nest over the channel's transport."""
         self._routes[channel].send(channel, lane, microbatch, nest, num_samples)
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
-        """Post at the channel's transport."""
+        """Post the next receive at the channel's transport."""
         self._routes[channel].post(channel, lane, microbatch)
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
-        """Wait at the channel's transport."""
+        """Return the next message of the channel's transport."""
         self._pulse.waits_for = (channel.source_rank,)
         message = self._routes[channel].wait(channel, lane, microbatch)
         self._pulse.waits_for = None
         return message
 
     def finish(self) -> None:
-        """Finish all transports."""
+        """Block until all transports have sent their messages."""
         self._pulse.waits_for = self._receivers
         for transport in self._transports:
             transport.finish()

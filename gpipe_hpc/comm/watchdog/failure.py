@@ -224,7 +224,7 @@ class FailureBoard:
         return Report.read(self._store.get("failure").decode())
 
     def _report_in_store(self) -> Report | None:
-        """Return the report in the store, for ranks that the watchers do not reach."""
+        """Return the failure report in the store, for ranks that no watcher reaches."""
         try:
             found = _with_time_limit(ANSWER_S, lambda: _read(self._store, "failure"))
         except (RuntimeError, TimeoutError):

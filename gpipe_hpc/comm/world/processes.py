@@ -473,7 +473,7 @@ def _exchange_texts_among(
 
 
 def _await_end(board: weakref.ref[Board]) -> None:
-    """Wait for the board at exit, after it was stopped."""
+    """Wait for the thread of the failure board at exit, after the board was stopped."""
     stopped = board()
     if stopped is not None:
         stopped.await_end()

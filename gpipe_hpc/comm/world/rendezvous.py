@@ -307,7 +307,10 @@ class _Meeting:
         return holder_of(address_outside())
 
     def _await_somebody(self, keys: Store) -> None:
-        """Raise LaunchError unless another rank arrives: MASTER_ADDR seems to be another host."""
+        """Raise LaunchError unless another rank arrives in time.
+
+        Called if MASTER_ADDR does not seem to be an address of this host.
+        """
         launch, deadline = self._launch, time.monotonic() + self._reach_s
         others = range(1, min(launch.world_size, _NUM_LOOKED_FOR))
         while not any(keys.check([RollCall.key(rank)]) for rank in others):

@@ -220,27 +220,27 @@ class ThreadGroup:
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Reduce-scatter along a ring."""
+        """Start a reduce-scatter along a ring."""
         return start_reduce_scatter(self, whole, counts)
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Sum in rank order; each rank exchanges with every other."""
+        """Start summing `tensor` in place in rank order; each rank exchanges with every other."""
         return start_ordered_all_reduce(self, tensor)
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Reduce-scatter in rank order."""
+        """Start a reduce-scatter that adds each element in rank order."""
         return start_ordered_reduce_scatter(self, whole)
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Send its shard to each rank and return the received shards."""
+        """Send its shard of `whole` to each rank and return the shards received from all ranks."""
         return all_to_all(self, whole, counts)
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
-        """Send this rank's shard to every other rank."""
+        """Fill `whole` with the shards of all ranks by direct exchange with every other rank."""
         all_gather(self, whole, counts)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """All-gather along a ring."""
+        """Start an all-gather along a ring."""
         return start_all_gather(self, whole, counts)
 
     def _start(
