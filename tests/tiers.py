@@ -23,7 +23,6 @@ SIMULATED: Final = "tests/played/"
 # They test the simulated device itself, or sample what is trained on it.
 SIMULATED_FAST: Final = ("test_tracker.py", "test_transport.py", "test_astray.py")
 LONG: Final = (
-    "tests/bench/test_collectives.py",
     "tests/bench/test_sweep.py",
     "tests/benchmarks/test_bench.py",
     "tests/benchmarks/test_memory.py",

@@ -60,20 +60,19 @@ def test_a_run_ends_with_replicas_that_hold_the_same(tmp_path, stored_tensors):
     [
         (["outer=diloco", "train.steps=100"], r"outer\.every.*divisor of train\.steps=100.*=50 or"),
         (["outer.compress=gzip"], r"outer\.compress.*none, bfloat16.*gzip"),
-        (["outer.every=4"], r"outer\.every"),
         (["outer.qsgd_levels=3"], r"outer\.qsgd_levels"),
         (["outer.topk_fraction=0.7"], r"outer\.topk_fraction"),
         (["outer=diloco", "outer.evry=64"], r"outer\.every"),
         (["outer=dilocco"], r"diloco"),
         (
             ["outer=diloco", "train.steps=64", "lr.scaling=adascale", "lr.base_batch_size=8"],
-            r"bad lr\.scaling.*replicas train apart \(outer\.every=64\).*outer=allreduce",
+            r"bad lr\.scaling.*outer\.every=64.*got .adascale.*outer=allreduce",
         ),
         (
             ["outer=local_sgd", "train.steps=64", "pipeline.normalise_over_replicas=true"],
-            r"bad pipeline\.normalise_over_replicas.*replicas train apart \(outer\.every=16\)",
+            r"bad pipeline\.normalise_over_replicas.*outer\.every=16.*outer=allreduce",
         ),
-        (["outer=local_sgd", "train.steps=64", "outer.shard=flat"], r"outer\.shard: replicas that"),
+        (["outer=local_sgd", "train.steps=64", "outer.shard=flat"], r"bad outer\.shard.*outer\.every=16"),
         (["outer.shard=flat", "outer.compress=topk"], r"outer\.shard=flat.*outer\.compress=topk"),
     ],
 )
@@ -110,7 +109,7 @@ def test_what_one_replica_has_no_use_for_is_doubted():
 )
 def test_what_nothing_looks_at_is_doubted(words, said):
     doubts = check_config(compose_config([*SMALL, *words]), 2)
-    found = [each for each in doubts if "does nothing" in each]
+    found = [each for each in doubts if "has no effect" in each]
     assert (len(found) == 1 and said in found[0]) if said else not found
 
 

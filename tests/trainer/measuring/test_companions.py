@@ -75,7 +75,7 @@ def test_one_that_cannot_begin_is_told_of_and_layers_are_timed_all_the_same(tiny
         begun = True
     assert begun and children() == before
     (told,) = caplog.messages
-    assert "fewer than 1 other processes" in told and "no_such_package" in told
+    assert "with fewer than 1 load-generating processes" in told and "no_such_package" in told
 
 
 @pytest.mark.slow
