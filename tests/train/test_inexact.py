@@ -72,7 +72,10 @@ def test_a_run_ends_with_replicas_that_hold_the_same(tmp_path, stored_tensors):
             ["outer=local_sgd", "train.steps=64", "pipeline.normalise_over_replicas=true"],
             r"bad pipeline\.normalise_over_replicas.*outer\.every=16.*outer=allreduce",
         ),
-        (["outer=local_sgd", "train.steps=64", "outer.shard=flat"], r"bad outer\.shard.*outer\.every=16"),
+        (
+            ["outer=local_sgd", "train.steps=64", "outer.shard=flat"],
+            r"bad outer\.shard.*outer\.every=16",
+        ),
         (["outer.shard=flat", "outer.compress=topk"], r"outer\.shard=flat.*outer\.compress=topk"),
     ],
 )
