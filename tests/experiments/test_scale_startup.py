@@ -22,7 +22,7 @@ from gpipe_hpc.comm.net.pickling import dumps
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.data_parallel.strategies import join_runs
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.buffer_sync import _Offer, _united
+from gpipe_hpc.engine.buffer_sync import _SourceBuffer, _united
 from gpipe_hpc.trainer.run.identity import Run
 from gpipe_hpc.trainer.start import choosing
 from gpipe_hpc.trainer.start.choosing import with_layout
@@ -184,7 +184,10 @@ def test_what_holders_hear_of_unusual_buffers_stays():
     kind = (4,), torch.float32, torch.strided
     found = []
     for size in SIZES:
-        told = [{"layers.0.last": _Offer(i or -1, i, kind, True, True, True)} for i in range(size)]
+        told = [
+            {"layers.0.last": _SourceBuffer(i or -1, i, kind, True, True, True)}
+            for i in range(size)
+        ]
         merged = reduce(_united, told)
         assert merged == told[0]
         found.append(len(dumps(merged, "offers")))
