@@ -107,7 +107,7 @@ MOST = {
 EACH_LEVEL = {
     "comparing the settings": Part(2, 0, 6000, 0, 3, 0, 0, 0, 6000),
     "opening the copies": Part(5, 0, 350, 0, 3, 0, 0, 0, 350),
-    "opening the session": Part(24, 6, 4400, 2600, 30, 22, 0, 0, 7500),
+    "opening the session": Part(26, 6, 4400, 2600, 30, 22, 0, 0, 7500),
     "looking before the run": Part(8, 0, 1500, 0, 3, 0, 0, 0, 1500),
     "copying to a neighbour": Part(6, 0, 40, 0, 3, 0, 0, 128, 40),
 }
