@@ -23,7 +23,10 @@ BAD_SETTINGS = {
         ["wrong sum of layers", "5 layers", "6 = 3 + 3"],
     ),
     "no checkpoint": (["checkpoint.resume=nowhere"], ["checkpoint.resume", "nowhere"]),
-    "empty folder": (["checkpoint.resume=."], ["checkpoint", "expected", "."]),
+    "empty folder": (
+        ["checkpoint.resume=."],
+        ["checkpoint.resume", "neither a checkpoint nor a run folder"],
+    ),
     "no data": (["data=text", "data.paths=[nowhere/*.txt]"], ["nowhere/*.txt"]),
     "bad run folder": (["run.dir=/proc/run"], ["run.dir", "/proc/run"]),
     "no such model": (["model._target_=nowhere.build"], ["model._target_", "nowhere.build"]),

@@ -103,7 +103,7 @@ def test_that_nothing_was_trained_is_said_last(tiny, tmp_path):
     words = (*tiny, "train.steps=1")
     said(tmp_path, 1, *words)
     *_, last = said(tmp_path, 1, *words).splitlines()
-    assert "nothing to train: the run has 1 steps done" in last
+    assert "nothing to train: the run has already done 1 steps" in last
 
 
 def test_a_vocabulary_that_the_data_do_not_use_is_told():

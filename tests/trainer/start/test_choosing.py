@@ -75,7 +75,7 @@ def test_all_ranks_take_the_winner_of_the_search(tmp_path, searches):
     assert off == best.cut_distance._asdict() and set(off) == {"share", "is_exact"}
     assert f"pipeline.replicas={got.replicas} pipeline.stages={got.stages}" in first.said
     (again, *_) = chosen(tmp_path, "pipeline.memory_bytes=1.3MB")
-    assert again.said.endswith(f"{LAYOUT_FILE} says; {best.cut_distance.text()}")
+    assert again.said.endswith(f"{LAYOUT_FILE}; {best.cut_distance.text()}")
     assert searches == [RANKS]
 
 
