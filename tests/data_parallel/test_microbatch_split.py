@@ -219,12 +219,12 @@ def test_weights_that_are_none_are_refused(bad):
         ([3, 1, 1], {"replicas": 2}, ConfigError, r"a weight for each of 2 replica\(s\), got 3"),
         ([3, 1], {"microbatches": 3}, ConfigError, r"2 x 3 = 6; use 2 or 4 micro-batches"),
         ([5, 1], {"microbatches": 1}, ConfigError, r"use 3 micro-batches"),
-        ([3, 1], {"normalise_over_replicas": True}, ConfigError, r"BatchNorm normalises"),
+        ([3, 1], {"normalise_over_replicas": True}, ConfigError, r"BatchNorm pools"),
         (
             [3, 1],
             {"schedule": build("gpipe", ranks=1, microbatches=3), "microbatches": 2},
             ConfigError,
-            r"outer\.weights: expected a table of 1 micro-batch.*got: schedule 'gpipe'",
+            r"outer\.weights: the schedule does not work with 1 micro-batch.*schedule 'gpipe'",
         ),
     ],
 )
