@@ -1,8 +1,8 @@
-"""`python -m gpipe_hpc.plan`: what a run needs and how long a step takes, before it starts.
+"""`python -m gpipe_hpc.plan`: report the memory and step time of a run before it starts.
 
-Nothing is read or allocated: models of any size are counted in seconds. plan.search=true, or
-plan.costs=counted without plan.flops_per_s, measures the speed of this machine's CPU;
-plan.costs=measured runs every layer here.
+No data is read and no model is allocated, so models of any size are counted in seconds.
+plan.search=true, or plan.costs=counted without plan.flops_per_s, measures the speed of this
+machine's CPU; plan.costs=measured runs every layer on this machine.
 """
 
 import sys
@@ -77,9 +77,15 @@ _OTHERS_S: Final = 10.0  # for settings that are tried where those given do not 
 
 
 class Plan(NamedTuple):
-    """A layout, the counts, what it would need and take, as text too; whether every rank fits.
+    """A planned layout with its memory forecast.
 
-    `step`: its seconds, where something says how fast ranks compute.
+    Args:
+        layout: The layout.
+        model: FLOPs, parameters and activations of the model.
+        forecast: Memory of each rank.
+        text: The report.
+        fits: Whether every rank has enough memory.
+        step: Times of a step; None if the speed of ranks is unknown.
     """
 
     layout: Layout
@@ -91,10 +97,10 @@ class Plan(NamedTuple):
 
 
 def main() -> None:
-    """Compose the settings from Hydra's command line, plan, and exit.
+    """Compose the settings from the command line, plan, and exit.
 
     Exit codes: 0 done, 1 failed, 2 settings that cannot work, 3 a rank needs more memory than
-    pipeline.memory_bytes. Of a sweep (-m) the first that is not 0.
+    pipeline.memory_bytes. A sweep (-m) exits with the first code that is not 0.
     """
     sys.exit(run_jobs(_task, "plan"))
 
@@ -113,9 +119,9 @@ def _task(job: Job) -> int:
 
 
 def make_plan(config: Config) -> Plan:
-    """Count the model, cut it, and forecast a step of one replica.
+    """Count the model, partition it, and forecast memory and time of a step.
 
-    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    Raises ConfigError, ModelError, PartitionError or ScheduleError for settings that cannot work.
     """
     is_fit = config.pipeline.stages == FIT
     doubts = check_planning(config, None if is_fit else config.pipeline.stages or DEFAULT_STAGES)
@@ -193,7 +199,7 @@ def make_plan(config: Config) -> Plan:
 
 
 def _distance_text(layout: Layout, model: ModelCount) -> str:
-    """Say how far the cut is from the best one, by what it was made for, or else by FLOPs."""
+    """Return how far the partition is from the best one, by its own costs or by FLOPs."""
     partition, placement = layout.partition, layout.schedule.placement
     if placement.num_ranks == 1:
         return ""
@@ -204,7 +210,10 @@ def _distance_text(layout: Layout, model: ModelCount) -> str:
 
 
 def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, list[str]]:
-    """Return the layers with what they took in a run, and doubts; ConfigError for another run."""
+    """Return the layers with times that a run measured, and warnings.
+
+    Raises ConfigError if the file is of another run.
+    """
     found, count = read_calibration(path), counted.count
     doubts = check_calibration(
         found,
@@ -218,7 +227,7 @@ def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, lis
 
 
 def _with_known_paces(request: Request, config: Config, num_ranks: int) -> Request:
-    """Return a request whose measured paces are those that plan.links knows."""
+    """Return a request whose measured paces are replaced by those in plan.links."""
     if not isinstance(request.paces, str) or config.plan.links is None:
         return request
     known = cluster_of(config, num_ranks).paces
@@ -227,7 +236,7 @@ def _with_known_paces(request: Request, config: Config, num_ranks: int) -> Reque
 
 
 def _machine(config: Config, request: Request, device: Device, layout: Layout) -> Machine | None:
-    """Return what ranks are; None where nothing says how fast they compute."""
+    """Return the speed, links and overheads of the ranks; None if their speed is unknown."""
     plan = config.plan
     if plan.costs is None and plan.flops_per_s is None and plan.calibration is None:
         return None
@@ -248,7 +257,7 @@ def _warning(doubt: str) -> str:
 
 
 def _lay_out(request: Request, gauge: Gauge) -> Layout:
-    """Lay out as a run would; where nothing fits, show how far off the run is that needs least."""
+    """Return the layout of a run; if none fits, the one that needs the least memory."""
     if request.schedule == "auto":
         hopeless = _without_search(request, gauge)
         if hopeless is not None:
@@ -268,9 +277,9 @@ def _lay_out(request: Request, gauge: Gauge) -> Layout:
 
 
 def _without_search(request: Request, gauge: Gauge) -> Layout | None:
-    """Return one_f_one_b in place of an order, where none fits as one micro-batch alone does not.
+    """Return one_f_one_b instead of searching a schedule if no schedule can fit.
 
-    None where some order may fit, and for placements of several stages a rank.
+    None if a schedule may fit, and for placements with several stages per rank.
     """
     limits = memory_limits(request)
     if limits is None or "placement" in request.options:
@@ -299,14 +308,21 @@ def _without_search(request: Request, gauge: Gauge) -> Layout | None:
 
 
 def _may_help(found: Forecast, limits: Sequence[float]) -> bool:
-    """Say whether some rank has too much, but none before it has any activation."""
+    """Return whether a rank exceeds its limit, but every rank fits without activations."""
     held = [rank.total_bytes for rank in found.ranks]
     lasting = [rank.total_bytes - rank.activation_bytes for rank in found.ranks]
     return excess_bytes(lasting, limits) == 0 < excess_bytes(held, limits)
 
 
 def _others(config: Config, request: Request, gauge: Counted, given_microbatches: int) -> str:
-    """Try a few other settings, and say which of them fit; `given_microbatches`: as they stand."""
+    """Try some other settings and return which of them fit.
+
+    Args:
+        config: The settings on the ranks.
+        request: The requested layout.
+        counted: The counted model.
+        given_microbatches: pipeline.microbatches as given by the user.
+    """
 
     def gauge_of(times: int) -> Gauge:
         if times == 1:
@@ -325,14 +341,14 @@ def _others(config: Config, request: Request, gauge: Counted, given_microbatches
 
 
 def _layers_as(gauge: Gauge) -> str:
-    """Say where the times of layers are from; empty where they are counted."""
+    """Return the source of layer times as text; empty if they are counted."""
     if gauge.measure != MEASURED:
         return ""
     return gauge.how if isinstance(gauge, Measured) else "layers as a run measured them"
 
 
 def _cut_by(config: Config, partition: Partition) -> str:
-    """Say how the layers of each stage were chosen."""
+    """Return how layers were assigned to stages, as text."""
     said = _weighed_by(config, partition)
     return f"{said}; the fastest found, by simulating cuts" if partition.made_on else said
 
@@ -355,7 +371,7 @@ def _weighed_by(config: Config, partition: Partition) -> str:
 
 
 def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> list[str]:
-    """Say of what the plan is, and what it assumes."""
+    """Return the lines that describe the planned run and its assumptions."""
     pipeline, train = config.pipeline, config.train
     ranks, stages = layout.schedule.num_ranks, layout.schedule.num_stages
     shape = "x".join(map(str, sample.inputs.shape))

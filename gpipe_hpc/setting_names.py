@@ -1,4 +1,4 @@
-"""How messages name a setting: as commands take it, and as scripts do."""
+"""Names of settings in messages, for the command line and for scripts."""
 
 
 def setting(name: str, value: object) -> str:

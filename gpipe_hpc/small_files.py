@@ -1,11 +1,11 @@
-"""Read small files that anybody may have written, JSON and texts, within bounds.
+"""Read small JSON and text files from untrusted sources with bounds on size and depth.
 
-Files that say something about a run (settings, manifests, links, prices, locks) are read by these
-functions alone. A file must be a regular one: a FIFO would be waited for without end. Its size, its
-depth and the number of its values are bounded before anything is built of it. YAML: `yaml_files`.
+Files about a run (settings, manifests, links, prices, locks) are read with these functions only. A
+file must be a regular file, because opening a FIFO could block forever. Its size, depth and number
+of values are bounded before objects are built. For YAML, see `yaml_files`.
 
-OSError: the system refused. ValueError: the content is not allowed, in one line. Callers add the
-path and the remedy.
+Raises OSError if the system refuses, and ValueError with a message of one line if the content is
+not allowed. Callers add the path and the remedy.
 """
 
 import errno
@@ -26,7 +26,7 @@ _TOO_LARGE: Final = 2**1000  # for a float, and for what is made of it
 
 
 def read_bytes(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file; ValueError if it is none, or too large."""
+    """Return the bytes of a regular file; ValueError if it is not regular or too large."""
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -35,7 +35,7 @@ def read_bytes(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file to read its bytes; ValueError if it is none."""
+    """Open a regular file for reading bytes; ValueError if it is not regular."""
     # Without O_NONBLOCK, opening a FIFO would wait for somebody who writes into it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -56,12 +56,12 @@ def read_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
-    """Return what a file of JSON holds."""
+    """Parse a JSON file and return its content."""
     return parse_json(read_bytes(path, most_bytes))
 
 
 def parse_json(text: str | bytes, most_values: int = MOST_VALUES) -> Any:
-    """Return what JSON holds; ValueError for what is no JSON, or beyond the bounds."""
+    """Parse JSON; ValueError if it is invalid or exceeds the bounds."""
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > most_values:
         raise ValueError(f"more than {most_values:,} values")
@@ -94,13 +94,19 @@ def parts_of(value: Any) -> Any:
 
 
 class OrNull(NamedTuple):
-    """A value of a shape, or null, or none at all."""
+    """Schema of a value that may be null or missing."""
 
     shape: Any
 
 
 class Number(NamedTuple):
-    """A number from `least` up; `is_whole`: an integer, `is_finite`: neither infinite nor NaN."""
+    """Schema of a number.
+
+    Args:
+        least: Smallest allowed value.
+        is_whole: Only integers are allowed.
+        is_finite: Infinity and NaN are not allowed.
+    """
 
     least: float = -math.inf
     is_whole: bool = False
@@ -108,7 +114,7 @@ class Number(NamedTuple):
 
 
 class Values(NamedTuple):
-    """An object with any keys, whose values are of a shape."""
+    """Schema of an object with any keys, whose values have one schema."""
 
     shape: Any
 
@@ -117,10 +123,15 @@ _NAMES: Final = {str: "a text", dict: "an object", list: "a list", bool: "true o
 
 
 def mismatch(value: Any, shape: Any, where: str = "") -> str | None:
-    """Return what is not as its shape says, in words; None if all is.
+    """Return the first difference between a value and its schema as text; None if there is none.
 
-    A shape is a type, `OrNull`, `Number`, `Values`, an object of shapes by key (more keys are
-    allowed), or a list of the shape of all its entries.
+    A schema is a type, `OrNull`, `Number`, `Values`, a dict of schemas by key (other keys are
+    allowed), or a list with the schema of its entries.
+
+    Args:
+        value: A parsed JSON or YAML value.
+        shape: The schema.
+        where: Name of the value in the text.
     """
     return next(_mismatches(value, shape, where), None)
 

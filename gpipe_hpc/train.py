@@ -7,7 +7,7 @@ from gpipe_hpc.trainer.signals import StopRequest
 
 
 def main() -> None:
-    """Compose the settings from Hydra's command line, train, and exit with the run's code."""
+    """Compose the settings from the command line, train, and exit with the run's exit code."""
     # Torch's C++ logs a lost connection as a warning with 20 stack frames, ahead of our message
     # with the cause. It reads the level once, when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

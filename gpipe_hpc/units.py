@@ -1,20 +1,20 @@
-"""Amounts as people read them."""
+"""Format bytes, FLOPs and ranges of numbers for messages."""
 
 from collections.abc import Iterable, Sequence
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return bytes with a unit of 1000, as memory is sold and set: ``8.00 GB``, ``80.0 GB``."""
+    """Return bytes with a decimal unit, for example ``8.00 GB``."""
     return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def flops_text(flops: float) -> str:
-    """Return FLOPs with a unit of 1000: ``1.50 TFLOP``."""
+    """Return FLOPs with a decimal unit, for example ``1.50 TFLOP``."""
     return _scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def ranges_text(numbers: Iterable[int], most: int = 12) -> str:
-    """Return whole numbers with even runs folded: ``1-4, 7-15 by 2``; at most so many runs."""
+    """Return integers with ranges abbreviated, at most `most`: ``1-4, 7-15 by 2``."""
     left = sorted(numbers)
     runs: list[str] = []
     while left and len(runs) < most:

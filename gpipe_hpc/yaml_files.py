@@ -1,7 +1,7 @@
-"""Read small files of YAML within bounds, as `small_files` reads JSON.
+"""Read small YAML files from untrusted sources with bounds, like `small_files`.
 
-There are no aliases, which let a kilobyte stand for gigabytes, and no tags, which name types to
-build. A module of its own, as a user of the library alone needs no yaml.
+Aliases, with which a kilobyte can expand to gigabytes, and tags, which name types to construct, are
+not allowed. A separate module, because the library does not need PyYAML.
 """
 
 import re
@@ -20,14 +20,15 @@ _NUMBER: Final = re.compile(r"[-+]?[0-9a-fA-FxX_.:+-]+").fullmatch
 
 
 def read_yaml(path: str | Path, most_bytes: int = _MOST_BYTES) -> Any:
-    """Return what a file of YAML holds."""
+    """Parse a YAML file and return its content."""
     return parse_yaml(read_text(path, most_bytes))
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what YAML holds, as OmegaConf reads it; dates are texts.
+    """Parse YAML as OmegaConf does; dates are strings.
 
-    ValueError for what is no YAML, has aliases, tags or equal keys, or is beyond the bounds.
+    Raises ValueError for invalid YAML, aliases, tags, duplicate keys, and content that exceeds the
+    bounds.
     """
     try:
         _check_events(text)
@@ -39,7 +40,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_numbers(found: Any) -> None:
-    """Refuse numbers that no file of ours needs, and that may be too large for a float."""
+    """Raise ValueError for integers of more than 64 bits, which no file of gpipe_hpc needs."""
     level = [found]
     while level:
         for each in level:
@@ -87,7 +88,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode, deep: bool = False) -> Any:
-    """Refuse equal keys, of which the last would count."""
+    """Raise ValueError for duplicate keys; PyYAML would use the last."""
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     if not all(isinstance(key, str | int | float | bool | None) for key in keys):
         raise ValueError(f"line {node.start_mark.line + 1}: a key that is no text or number")
@@ -125,16 +126,16 @@ _Loader.add_implicit_resolver(
 
 
 def flat_settings(text: str) -> dict[str, Any]:
-    """Return what a file of settings says, by full name, unresolved.
+    """Parse YAML and return its settings by dotted name, with interpolations unresolved.
 
-    Empty if it is no mapping. Raises ValueError if it is no YAML.
+    Empty if it is not a mapping. Raises ValueError for invalid YAML.
     """
     settings = parse_yaml(text)
     return flat(settings) if isinstance(settings, dict) else {}
 
 
 def flat(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return settings by full name."""
+    """Return nested settings by dotted name."""
     return dict(_flat("", dict(settings)))
 
 

@@ -166,12 +166,13 @@ class Bench(NamedTuple):
 
 def prices(bench: Bench, ranks: int, precision: str) -> Path:
     """Measure the overhead of a step beyond its layers on a number of ranks; return the file."""
-    path = bench.out / f"prices_{ranks}_{precision}.yaml"
-    words = ("preflight.steps=true", f"preflight.prices={path}", "preflight.out=null")
+    folder = bench.out / f"overheads_{ranks}_{precision}"
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ("preflight.steps=true", f"preflight.out={folder / 'links.yaml'}")
     model = ("model=mlp", "data=synthetic_vectors", f"pipeline.stages={ranks}")
     kind = (f"train.device={bench.device}", f"train.precision={precision}")
     _launch(ranks, "gpipe_hpc.preflight", [*model, *words, *kind])
-    return path
+    return folder / "prices.yaml"
 
 
 class _Ran(NamedTuple):

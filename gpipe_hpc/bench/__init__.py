@@ -1,4 +1,4 @@
-"""`python -m gpipe_hpc.bench`: the speed of a model and settings over a sweep: a table and a plot.
+"""`python -m gpipe_hpc.bench`: measure the speed of a model over a sweep of settings.
 
 `sweep` lists the points, `running` starts the processes of each, `point` runs in them.
 """

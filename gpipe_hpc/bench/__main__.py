@@ -1,4 +1,4 @@
-"""The entry point of `python -m gpipe_hpc.bench`."""
+"""Entry point of `python -m gpipe_hpc.bench`."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def _task(job: Job) -> int:
 
 
 def _refusal(config: Config, point: Point) -> GpipeError | None:
-    """Return why a point's settings cannot work, None if they may; nothing is measured."""
+    """Return why the settings of a point cannot work, without measuring; None if they may work."""
     try:
         own = at_point(config, point)
         check_config(own, point.ranks)
@@ -63,21 +63,21 @@ def _refusal(config: Config, point: Point) -> GpipeError | None:
 
 
 def _check_files(config: Config) -> None:
-    """Raise MissingDataError for files of text or lines that are not there."""
+    """Raise MissingDataError for text or JSON-lines files that do not exist."""
     for name in ("paths", "validation_paths"):
         patterns = getattr(config.data, name, None) or ()
         expand([each for each in patterns if not glob(expanduser(each), recursive=True)])
 
 
 def _time_steps(wanted: Sequence[Point], refused: Mapping[Point, GpipeError], job: Job) -> int:
-    """Measure the steps of every point that can work; return 0 if any could be measured."""
+    """Measure every point that can work; return 0 if any could be measured."""
     found = []
     for number, point in enumerate(wanted, 1):
         say(f"{number}/{len(wanted)}: {point.named()}")
         found.append(
             Measured(point, failed=refusal(refused[point]))
             if point in refused
-            else measure(point, job.words, job.config.bench.limit_s)
+            else measure(point, job.words)
         )
         if found[-1].failed:
             say(f"  {found[-1].failed}")

@@ -1,4 +1,4 @@
-"""What was measured at a point, and all points as a table in Markdown."""
+"""Measurements of the points of a sweep, and their table in Markdown."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ _HEAD: Final = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One point: seconds of each step, and over them; `failed` says why there is nothing.
+    """Measurement of one point.
 
-    `bubble`: idle over total, of all ranks within the pipeline's part of the step.
+    `steps_s` are the seconds of each step, `bubble` is idle time / total time of all ranks in the
+    pipeline's part of the step, and `failed` is the reason if the point could not be measured.
     """
 
     point: Point
@@ -37,21 +38,21 @@ class Measured:
 
     @property
     def median_s(self) -> float:
-        """Return the median step."""
+        """Return the median time of a step."""
         return statistics.median(self.steps_s)
 
     @property
     def samples_per_s(self) -> float:
-        """Return the samples of a batch over the median step."""
+        """Return the batch size divided by the median time of a step."""
         return self.point.batch_size / self.median_s
 
     def told(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the measurement as a dict for JSON."""
         return {**asdict(self), "point": self.point._asdict()}
 
 
 def table(found: Sequence[Measured]) -> str:
-    """Return a line for each point. Speed-ups are over the first point in samples a second."""
+    """Return a table with a row for each point; speed-ups are relative to the first point."""
     first = next((each for each in found if each.steps_s), None)
     lines = [f"| {' | '.join(_HEAD)} |", "|" + "---:|" * len(_HEAD)]
     lines += [f"| {' | '.join(_cells(each, first))} |" for each in found]

@@ -1,4 +1,4 @@
-"""The points of a sweep as a picture, by matplotlib."""
+"""Plot the points of a sweep with matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +9,10 @@ from gpipe_hpc.bench.sweep import varied
 
 
 def draw(found: Sequence[Measured], path: Path) -> bool:
-    """Draw samples a second over what has most values, a line for each of the rest.
+    """Plot samples per second over the setting with most values.
 
-    False where matplotlib is missing, or nothing varies.
+    There is a line for each combination of other settings. Returns False if matplotlib is missing
+    or nothing varies.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What the ranks of one point do: train some steps, and tell what they took."""
+"""Program of the ranks of one point: train some steps and report their times."""
 
 import json
 import sys
@@ -63,7 +63,7 @@ def _measure(config: Config) -> None:
 
 
 def _steps(session: Session, num_steps: int) -> dict[str, Any]:
-    """Train; return what `Measured` holds, the same on every rank."""
+    """Train some steps; return the fields of `Measured`, equal on every rank."""
     pipe, config = session.pipe, session.config
     edge = StepEdge(pipe.everybody)
     own_s, idle_s, pipeline_s = [], 0.0, 0.0
@@ -95,7 +95,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
 
 
 def _finish(world: World) -> None:
-    """Wait for what the device still has to do."""
+    """Wait until the device has finished."""
     world.device.synchronize()
 
 

@@ -1,4 +1,4 @@
-"""The processes of one measurement: started, waited for, ended."""
+"""Start and end the processes of one measurement."""
 
 import contextlib
 import json
@@ -19,26 +19,27 @@ from gpipe_hpc.settings import Config
 
 _POINT: Final = "gpipe_hpc.bench.point"
 _CODE: Final = "exit_code"
+LIMIT_S: Final = 3600.0  # of a combination; ranks that wait in vain end by comm.timeout_s
 _GRACE_S: Final = 45.0  # torchrun itself waits 30 s for its ranks before it ends them by force
 
 
 class Failed(NamedTuple):
-    """Ranks that brought nothing, and why."""
+    """The reason why a measurement failed."""
 
     why: str
 
 
-def measure(point: Point, words: Sequence[str], limit_s: float) -> Measured:
-    """Run a point in processes of its own; `words` are the user's overrides."""
+def measure(point: Point, words: Sequence[str], limit_s: float = LIMIT_S) -> Measured:
+    """Measure a point in processes of its own; `words` are the user's overrides."""
     own = [*words, *point.overrides]
     told = run_ranks(_POINT, point.ranks, point.threads, own, limit_s)
     return Measured(point, failed=told.why) if isinstance(told, Failed) else Measured(point, **told)
 
 
 def run_ranks(
-    module: str, ranks: int, threads: int, words: Sequence[str], limit_s: float
+    module: str, ranks: int, threads: int, words: Sequence[str], limit_s: float = LIMIT_S
 ) -> dict[str, Any] | Failed:
-    """Run a module on ranks of this machine; return what rank 0 wrote to its bench.out, as JSON."""
+    """Run a module on ranks of this machine; return the JSON that rank 0 wrote to its bench.out."""
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as folder:
         result, log = Path(folder) / "point.json", Path(folder) / "log"
         own = [*_without_sweep(words), f"bench.out={result}"]
@@ -60,7 +61,7 @@ def run_ranks(
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                return Failed(f"took longer than bench.limit_s={limit_s:g} s")
+                return Failed(f"took longer than {limit_s:g} s")
             finally:
                 _end(process)
         told: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
@@ -71,7 +72,7 @@ def run_ranks(
 
 
 def say_failure(error: GpipeError, config: Config) -> int:
-    """Print what ended a rank of `run_ranks`, and leave it its exit code; return that."""
+    """Print the error of a rank of `run_ranks`, write its exit code to bench.out, return it."""
     code = say_error(error)
     if config.bench.out is not None and not isinstance(error, PeerError):
         Path(config.bench.out).write_text(json.dumps({_CODE: code}))
@@ -79,12 +80,12 @@ def say_failure(error: GpipeError, config: Config) -> int:
 
 
 def refusal(error: GpipeError) -> str:
-    """Return why a point whose settings cannot work is not measured, as if it had been tried."""
+    """Return the reason why a point is not measured because its settings cannot work."""
     return _failure(f"gpipe_hpc: {error}", ExitCode.BAD_CONFIG)
 
 
 def code_of(is_any: bool, failures: Sequence[str]) -> int:
-    """Return the exit code of a sweep: 0 if it brought anything, 2 if no settings could work."""
+    """Return the exit code of a sweep: 0 if any point was measured, 2 if no settings could work."""
     if is_any:
         return ExitCode.DONE
     are_refused = all(each.startswith(_failure("", ExitCode.BAD_CONFIG)) for each in failures)
@@ -92,13 +93,13 @@ def code_of(is_any: bool, failures: Sequence[str]) -> int:
 
 
 def _mpiexec() -> str:
-    """Return the mpiexec of this environment, as of the mpich wheel; else that of the PATH."""
+    """Return the path of mpiexec in this environment, or the one in PATH."""
     own = Path(sys.executable).with_name("mpiexec")
     return str(own) if own.exists() else "mpiexec"
 
 
 def _without_sweep(words: Sequence[str]) -> list[str]:
-    lists = ("ranks", "threads", "batch_sizes", "microbatches", "backends", "out", "limit_s")
+    lists = ("ranks", "threads", "batch_sizes", "microbatches", "backends", "out")
     return [word for word in words if word.lstrip("+").split("=")[0] not in _named(lists)]
 
 
@@ -107,7 +108,7 @@ def _named(settings: Sequence[str]) -> set[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of a point; torchrun ends its ranks, whose sessions are their own."""
+    """End the processes of a point; torchrun ends its ranks, which have their own sessions."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_S)
@@ -117,7 +118,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(output: str, code: int) -> str:
-    """Return our own message of why a point failed, or the last line there is."""
+    """Return the error message of gpipe_hpc, or the last line of the output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("gpipe_hpc: ")]
     said = (ours or lines[-1:] or ["nothing was said"])[0]

@@ -1,4 +1,4 @@
-"""The points of a sweep: what is varied, and the settings of each."""
+"""The points of a sweep, and the settings of each."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from gpipe_hpc.settings import Config, refuse
 
 
 class Point(NamedTuple):
-    """One combination: processes, CPU threads of each, samples, micro-batches, backend."""
+    """One combination of ranks, CPU threads, batch size, micro-batches and backend."""
 
     ranks: int
     threads: int
@@ -19,13 +19,13 @@ class Point(NamedTuple):
     backend: str
 
     def named(self) -> str:
-        """Return it for a progress line."""
+        """Return the point as text for a progress line."""
         values = zip(self._fields, self, strict=True)
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values)
 
     @property
     def overrides(self) -> list[str]:
-        """Return the settings of a run at this point."""
+        """Return the overrides for a run at this point."""
         return [
             f"train.num_threads={self.threads}",
             f"train.batch_size={self.batch_size}",
@@ -48,7 +48,7 @@ def at_point(config: Config, point: Point) -> Config:
 
 
 def points(config: Config) -> list[Point]:
-    """Return every combination of the lists; ConfigError for one that holds no whole number."""
+    """Return every combination of the lists; raise ConfigError unless entries are integers."""
     bench, own = config.bench, config.pipeline
     for name in ("ranks", "threads", "batch_sizes", "microbatches"):
         for value in getattr(bench, name):
@@ -65,7 +65,7 @@ def points(config: Config) -> list[Point]:
 
 
 def varied(found: list[Point]) -> Iterator[str]:
-    """Yield the names of what differs between the points."""
+    """Yield the names of the settings that differ between points."""
     for name, values in zip(Point._fields, zip(*found, strict=True), strict=True):
         if len(set(values)) > 1:
             yield name

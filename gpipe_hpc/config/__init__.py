@@ -1,6 +1,6 @@
-"""From a command line to settings: composition by Hydra, checks, errors, help, and exit codes.
+"""Composition of settings with Hydra, checks, errors, help, and exit codes of commands.
 
-Names are resolved on first use: the library needs parts of this package, and no Hydra.
+Names are imported on first use, because the library needs parts of this package without Hydra.
 """
 
 from importlib import import_module
@@ -12,12 +12,15 @@ if TYPE_CHECKING:
         check_drawing,
         check_planning,
         check_timing,
+        filled,
+        on_ranks,
+        portions_of,
+        ranks_to_come,
     )
     from gpipe_hpc.config.commands import ExitCode, Job, run_jobs, say_error
     from gpipe_hpc.config.compose import compose_config, conf_dir, config_yaml, written
     from gpipe_hpc.config.help import list_of_commands
     from gpipe_hpc.config.keywords import Keywords, by_keyword
-    from gpipe_hpc.config.ranks import filled, on_ranks, portions_of, ranks_to_come
     from gpipe_hpc.config.removed import REMOVED
     from gpipe_hpc.config.targets import (
         bind_loss,
@@ -57,12 +60,12 @@ __all__ = [
 
 _HOMES = (
     ("checks", "check_config check_drawing check_planning check_timing"),
+    ("checks", "filled on_ranks portions_of ranks_to_come"),
     ("commands", "ExitCode Job run_jobs say_error"),
     ("compose", "compose_config conf_dir config_yaml written"),
     ("removed", "REMOVED"),
     ("help", "list_of_commands"),
     ("keywords", "Keywords by_keyword"),
-    ("ranks", "filled on_ranks portions_of ranks_to_come"),
     ("targets", "bind_loss build_stored_model build_target locate own_call"),
 )
 

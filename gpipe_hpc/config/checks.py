@@ -1,23 +1,33 @@
-"""Settings that cannot work together, and those that hardly make sense.
+"""Checks of settings that must fit each other, and warnings about unlikely ones.
 
-What one setting may be is checked by its field; checks within one section stand beside its
-dataclass in `gpipe_hpc.settings`.
+Single values are checked by their fields; checks within one section are methods of its dataclass in
+`gpipe_hpc.settings`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
-from gpipe_hpc.config.ranks import filled, portions_of, rows_of
-from gpipe_hpc.schedule import nearest_schedule, schedule_names
+from gpipe_hpc.data_parallel import MicrobatchSplit
+from gpipe_hpc.schedule import (
+    Rows,
+    in_rows,
+    nearest_schedule,
+    refuse_whole_replicas,
+    replicas_on,
+    schedule_names,
+)
 from gpipe_hpc.settings import Config, Outer, SGDConfig, TokenDataConfig, refuse, suggestion
 
 
 def check_config(config: Config, world_size: int, *, may_choose: bool = False) -> list[str]:
-    """Refuse settings that cannot work; return warnings about those that hardly make sense.
+    """Raise ConfigError for settings that cannot work; return warnings about unlikely ones.
 
-    `world_size` is the number of started processes. `may_choose`: the layout may still be searched
-    (pipeline.layout=auto); then only what does not depend on it is checked, without warnings.
-    Raises ConfigError that names the setting.
+    Args:
+        config: All settings.
+        world_size: Number of started processes.
+        may_choose: The layout may be searched later (pipeline.layout=auto). Then only settings that
+            do not depend on the layout are checked, and no warnings are returned.
     """
     # Here, since the package above loads torch, which composing and drawing do without.
     from gpipe_hpc.comm.world.mesh import Mesh
@@ -44,7 +54,7 @@ def check_config(config: Config, world_size: int, *, may_choose: bool = False) -
 
 
 def check_values(config: Config) -> None:
-    """Refuse values that are out of range or not among the choices of their setting."""
+    """Raise ConfigError for a value that is out of range or not among its choices."""
     config.check_values()
     for setting, names in (
         ("pipeline.schedule", [config.pipeline.schedule]),
@@ -59,9 +69,9 @@ def check_values(config: Config) -> None:
 
 
 def check_drawing(config: Config) -> None:
-    """Refuse settings with which nothing can be drawn; raises ConfigError that names one.
+    """Raise ConfigError for settings with which no schedule can be drawn.
 
-    What only training needs is not checked, and torch is not loaded.
+    Settings that only training needs are not checked, and torch is not loaded.
     """
     check_values(config)
     _refuse_searching(config)
@@ -70,17 +80,20 @@ def check_drawing(config: Config) -> None:
 
 
 def check_timing(config: Config) -> None:
-    """Refuse settings with which nothing can be timed; raises ConfigError that names one."""
+    """Raise ConfigError for settings that the command bench cannot measure."""
     check_values(config)
     config.bench.check()
     _check_device(config)
 
 
 def check_planning(config: Config, num_stages: int | None) -> list[str]:
-    """Refuse settings with which nothing can be planned; return warnings about odd ones.
+    """Raise ConfigError for settings that cannot be planned; return warnings about unlikely ones.
 
-    `num_stages` is the number of ranks of one pipeline, None if it is searched. Data need not be
-    there. Raises ConfigError that names a setting.
+    The data need not be on this machine.
+
+    Args:
+        config: All settings.
+        num_stages: Ranks of one pipeline; None if they are searched.
     """
     check_values(config)
     _check_device(config)
@@ -91,7 +104,7 @@ def check_planning(config: Config, num_stages: int | None) -> list[str]:
 
 
 def _check_sections(config: Config, num_stages: int | None) -> None:
-    """Check what belongs together within a section."""
+    """Run the checks of each section."""
     config.plan.check()
     config.pipeline.check(num_stages)
     config.outer.check()
@@ -101,7 +114,7 @@ def _check_sections(config: Config, num_stages: int | None) -> None:
 
 
 def _refuse_searching(config: Config) -> None:
-    """Refuse to search a layout in a command that needs a known one."""
+    """Raise ConfigError for pipeline.layout=auto in a command that needs a known layout."""
     if config.pipeline.is_searched:
         raise refuse(
             "pipeline.layout",
@@ -164,7 +177,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    """Refuse sizes of a model of ours that differ from those of data of ours."""
+    """Raise ConfigError if sizes of a built-in model and of built-in data differ."""
     model, data = config.model, config.data
     if not str(model.get("_target_")).startswith("gpipe_hpc.models."):
         return
@@ -196,7 +209,7 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_outer(config: Config) -> None:
-    """Refuse what does not go with outer steps, and a run that would end between two of them."""
+    """Raise ConfigError for settings that local SGD excludes, and for unfit train.steps."""
     outer, steps = config.outer, config.train.steps
     if config.pipeline.num_replicas == 1 or not outer.uses_local_sgd:
         return
@@ -302,7 +315,7 @@ def _outer_doubts(config: Config) -> Iterator[str]:
 
 
 def _idle_outer(config: Config) -> Iterator[str]:
-    """Yield a doubt for each outer setting that has no effect with one replica."""
+    """Yield a warning for each outer setting that has no effect with one replica."""
     every = config.outer.every
     if every:
         yield (
@@ -331,3 +344,84 @@ def _empty_microbatches(config: Config) -> Iterator[str]:
             f"config: {name}={smallest} is less than replicas x accumulation x "
             f"microbatches = {num_microbatches}; some micro-batches stay empty"
         )
+
+
+def filled(config: Config, num_ranks: int) -> Config:
+    """Return the settings with pipeline.replicas set, from the number of ranks if necessary."""
+    pipeline = config.pipeline
+    replicas = replicas_on(num_ranks, pipeline.stages, pipeline.replicas)
+    return replace(config, pipeline=replace(pipeline, replicas=replicas))
+
+
+def rows_of(config: Config, num_ranks: int) -> Rows | None:
+    """Return how pipelines of unequal length run on these ranks; None if all have equal length.
+
+    Raises ConfigError for settings that need pipelines of equal length.
+    """
+    pipeline, outer = config.pipeline, config.outer
+    if pipeline.stages is None or pipeline.stages == "fit":
+        return None
+    rows = in_rows(
+        num_ranks,
+        pipeline.stages,
+        pipeline.num_replicas,
+        pipeline.microbatches,
+        pipeline.schedule,
+        pipeline.options,
+    )
+    if rows is None:
+        return None
+    asked = {
+        "pipeline.normalise_over_replicas": pipeline.normalise_over_replicas,
+        "outer.every": outer.every,
+        "outer.weights": outer.weights,
+        "lr.noise_over": config.lr.scaling == "adascale" and config.lr.noise_over == "replicas",
+    }
+    refuse_whole_replicas(num_ranks, pipeline.stages, asked)
+    return rows
+
+
+def on_ranks(config: Config, num_ranks: int) -> Config:
+    """Return the settings of a run on `num_ranks` ranks, with pipeline.replicas set.
+
+    Pipelines of unequal length are expressed as one pipeline over all ranks.
+    """
+    config = filled(config, num_ranks)
+    rows = rows_of(config, num_ranks)
+    if rows is None:
+        return config
+    pipeline = replace(
+        config.pipeline,
+        stages=rows.ranks,
+        replicas=1,
+        microbatches=rows.microbatches,
+        schedule=rows.schedule,
+        options=rows.options,
+    )
+    return replace(config, pipeline=pipeline)
+
+
+def ranks_to_come(config: Config, default_stages: int) -> int:
+    """Return the number of ranks that a run would have, for commands that start no ranks.
+
+    Raises ConfigError for pipeline.stages=fit without pipeline.ranks.
+    """
+    pipeline = config.pipeline
+    if pipeline.stages == "fit" and pipeline.ranks is None:
+        raise refuse(
+            "pipeline.ranks",
+            "the number of ranks that the stages are to fit (pipeline.stages=fit)",
+            None,
+            "set it, as pipeline.ranks=7",
+        )
+    return pipeline.ranks or (pipeline.stages or default_stages) * pipeline.num_replicas
+
+
+def portions_of(config: Config) -> MicrobatchSplit:
+    """Return the number of micro-batches of each replica in one step, over all accumulation passes.
+
+    Raises ConfigError if outer.weights do not divide the micro-batches.
+    """
+    pipeline, weights = config.pipeline, config.outer.checked_weights()
+    count = pipeline.microbatches * config.train.accumulation
+    return MicrobatchSplit.divide(count, pipeline.num_replicas, weights)

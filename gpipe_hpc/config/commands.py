@@ -1,4 +1,4 @@
-"""From the command line to exit codes: the one job it describes, or each of a sweep in turn."""
+"""Run commands: from the command line to settings, jobs and exit codes, also for sweeps."""
 
 import os
 import signal
@@ -25,10 +25,10 @@ from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.watchdog.tracebacks import users_traceback
 from gpipe_hpc.config.compose import (
     CONF_VARIABLE,
-    HydraChoices,
     compose_config,
     conf_dir,
     load_config,
+    overrides_of,
     register_schemas,
 )
 from gpipe_hpc.config.errors import check_words, composing_error, is_of_composing, unknown_option
@@ -38,7 +38,7 @@ from gpipe_hpc.settings import Config, refuse
 
 
 class ExitCode(IntEnum):
-    """What commands exit with, besides 3 of plan, verify and preflight."""
+    """Exit codes of commands; plan, verify and preflight also use 3."""
 
     DONE = 0
     FAILED = 1
@@ -57,10 +57,13 @@ _YamlLoader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Job(NamedTuple):
-    """The settings of one run; `number` counts the jobs of a sweep from 1, None for one alone.
+    """The settings of one run.
 
-    `words` are the overrides that it was composed from, `environment` what ``hydra.job.env_set``
-    says.
+    Args:
+        config: The settings.
+        number: Number of the job in a sweep, from 1; None if it is no sweep.
+        words: Overrides from the command line.
+        environment: Environment variables from ``hydra.job.env_set``.
     """
 
     config: Config
@@ -73,13 +76,15 @@ Task = Callable[[Job], int]
 
 
 def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
-    """Run `task` on what Hydra's command line says; return the exit code of the process.
+    """Run `task` with the settings of the command line; return the exit code of the process.
 
-    `command`: its name in `COMMANDS`, whose help ``--help`` shows.
+    With ``-m`` (--multirun), all jobs are composed first and then run one after the other in this
+    process, also after a job that fails. The first exit code that is not 0 is returned.
 
-    With ``-m`` (--multirun) all jobs are composed first and then run in turn in this process, also
-    those behind one that fails; the code is the first that is not 0. `unshared` names a setting,
-    a path or null, that no two jobs may have alike: they would write over one another.
+    Args:
+        task: Runs one job and returns its exit code.
+        command: Name of the command in `COMMANDS`, whose help ``--help`` prints.
+        unshared: Setting with an output path that must differ between the jobs of a sweep.
     """
     keep_streams()
     words = sys.argv[1:]
@@ -115,7 +120,7 @@ def _run_all(task: Task, command: str, unshared: str | None) -> int:
 
 
 def _other_launcher(words: Sequence[str]) -> str | None:
-    """Return the launcher of a sweep that runs its jobs elsewhere; None for Hydra's own."""
+    """Return the Hydra launcher that runs the jobs of a sweep elsewhere; None for Hydra's own."""
     if not {"-m", "--multirun"} & set(words):
         return None
     chosen = [word.partition("=")[2] for word in words if word.startswith("hydra/launcher=")]
@@ -124,7 +129,7 @@ def _other_launcher(words: Sequence[str]) -> str | None:
 
 @contextmanager
 def _words(words: Sequence[str]) -> Iterator[None]:
-    """Return a block in which the command line says these words."""
+    """Return a context manager that replaces the arguments in sys.argv."""
     before = sys.argv
     sys.argv = [before[0], *words]
     try:
@@ -134,7 +139,7 @@ def _words(words: Sequence[str]) -> Iterator[None]:
 
 
 def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
-    """Let a launcher of Hydra run all jobs; return the first exit code that is not 0."""
+    """Run all jobs with a Hydra launcher; return the first exit code that is not 0."""
     mark = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = (Path("runs") / f"sweep_{mark}").absolute()
     say(f"gpipe_hpc: {len(jobs)} jobs by {launcher}, in {folder}")
@@ -167,9 +172,10 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
 
 
 def exit_code_of(error: Exception) -> int:
-    """Return 2 for settings that cannot work, which a schedule that does not fit is too.
+    """Return the exit code for an error.
 
-    4 for a loss or gradient that is NaN or infinite, 1 for all else.
+    2 for settings or schedules that cannot work, 4 for a loss or gradient that is NaN or infinite,
+    1 for all other errors.
     """
     if isinstance(error, NonFiniteError):
         return ExitCode.NON_FINITE
@@ -177,10 +183,14 @@ def exit_code_of(error: Exception) -> int:
 
 
 def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = False) -> int:
-    """Print an error to standard error, below the user's own frames; return its exit code.
+    """Print an error to standard error, below the frames of the user's code; return its exit code.
 
-    `says_kind`: the message begins with the error's kind. `is_echo`: another rank has failed
-    before, and says where. torchrun gets the same.
+    The error is also reported to torchrun.
+
+    Args:
+        error: The error.
+        says_kind: Begin the message with the class of the error.
+        is_echo: Another rank has failed first and printed the cause.
     """
     kinds = (each.__name__ for each in type(error).__mro__)
     kind = f"{next(each for each in kinds if each[0] != '_')}: " if says_kind else ""
@@ -200,9 +210,8 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
         environment = {str(name): str(value) for name, value in told.job.env_set.items()}
         try:
             _refuse_of_hydra(told)
-            given = HydraChoices.of(told)
-            config = load_config(composed, given, reads_data=reads_data)
-            jobs.append(Job(config, len(jobs) + 1, tuple(given.words), environment))
+            config = load_config(composed, told, reads_data=reads_data)
+            jobs.append(Job(config, len(jobs) + 1, overrides_of(told), environment))
         except ConfigError as error:
             wrong.append(error)
 
@@ -239,7 +248,7 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
 
 
 def _concerns_hydra(words: Sequence[str]) -> bool:
-    """Say whether Hydra may have more to do than to compose the settings of one job."""
+    """Return whether Hydra may have to do more than compose the settings of one job."""
     is_ours = CONF_VARIABLE not in os.environ  # settings of somebody else's may tell it anything
     if not is_ours or any(word.startswith("-") or "hydra" in word for word in words):
         return True
@@ -253,10 +262,10 @@ def _concerns_hydra(words: Sequence[str]) -> bool:
 
 
 def _composed_alone(words: Sequence[str], *, reads_data: bool) -> Job:
-    """Compose one job by Hydra's interface for programs.
+    """Compose one job with Hydra's compose API.
 
-    Its command line composes all settings twice, the first time to see whether it is a sweep: a
-    quarter of the processor time of a short run, on every rank.
+    Hydra's command line would compose all settings twice, first to find out whether it is a sweep:
+    a quarter of the CPU time of a short run, on every rank.
     """
     config = compose_config(words, reads_data=reads_data)
     return Job(config, 1, tuple(words), {})
@@ -281,7 +290,7 @@ _OPTIONS: Final = frozenset(
 
 
 def _refuse_options(words: Sequence[str]) -> None:
-    """Raise ConfigError for ``--steps=5`` and the like, which Hydra answers with its own usage."""
+    """Raise ConfigError for options such as ``--steps=5``, for which Hydra prints its own usage."""
     for word in words:
         known = word.partition("=")[0] in _OPTIONS
         if word.startswith("-") and not known:
@@ -289,7 +298,7 @@ def _refuse_options(words: Sequence[str]) -> None:
 
 
 def _without_options(words: Sequence[str]) -> list[str]:
-    """Return words without Hydra's options, nor the values that follow them."""
+    """Return the arguments without Hydra's options and their values."""
     pairs = zip(["", *words], words, strict=False)
     return [
         word
@@ -299,7 +308,7 @@ def _without_options(words: Sequence[str]) -> list[str]:
 
 
 def _refuse_of_hydra(told: Any) -> None:
-    """Raise ConfigError for what Hydra does around a job, or with its result: it runs later."""
+    """Raise ConfigError for Hydra settings that have no effect here, such as another sweeper."""
     if told.job.chdir:
         raise refuse("hydra.job.chdir", "false", True, "a run writes under run.dir alone")
     sweeper = told.runtime.choices.get("hydra/sweeper")
@@ -310,7 +319,7 @@ def _refuse_of_hydra(told: Any) -> None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Return a block with these variables in the environment."""
+    """Return a context manager that sets environment variables."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -372,23 +381,23 @@ _LEFT_S: Final = 300.0
 
 
 def without_launcher(words: Sequence[str]) -> list[str]:
-    """Return a command line without what it says of Hydra's launcher."""
+    """Return the arguments without those that configure Hydra's launcher."""
     told = ("hydra/launcher=", "hydra.launcher.", "+hydra.launcher.", "++hydra.launcher.")
     return [word for word in words if not word.startswith(told)]
 
 
 class Elsewhere:
-    """What the launcher calls in each process of each job: the command itself, in a child.
+    """Callable that a Hydra launcher runs in each process of a job: starts the command as a child.
 
-    A process of its own, so that a job's signals and exit code are those of the command, whatever
-    Python the launcher holds around it. The launcher pickles this object.
+    In its own process, the command receives the job's signals and sets its exit code. The launcher
+    pickles this object.
     """
 
     def __init__(self, module: str, folder: Path) -> None:
         self._module, self._folder = module, folder
 
     def __call__(self, composed: object) -> int:
-        """Run the job whose settings Hydra has just composed; return its exit code."""
+        """Run the job whose settings Hydra has composed; return its exit code."""
         told = HydraConfig.get()
         words = [str(word) for word in told.overrides.task]
         environment = os.environ | {str(k): str(v) for k, v in told.job.env_set.items()}
@@ -401,7 +410,7 @@ class Elsewhere:
         return code
 
     def _run(self, words: list[str], environment: dict[str, str]) -> int:
-        """Run the command; hand on what asks it to stop, and nothing else hears of that."""
+        """Run the command as a child, forward stop signals to it, and return its exit code."""
         command = [sys.executable, "-m", self._module, *words]
         for number in _STOP_SIGNALS:
             # A child inherits that it is ignored: until it listens, nothing kills it.
@@ -417,12 +426,12 @@ class Elsewhere:
 
 
 def _is_first() -> bool:
-    """Say whether this is the first process of its job."""
+    """Return whether this is the first process of its job."""
     return os.environ.get("SLURM_PROCID", os.environ.get("SUBMITIT_LOCAL_GLOBALID", "0")) == "0"
 
 
 def _queue_again() -> None:
-    """Let Slurm start this job again, and wait for the end: its launcher must not call it done."""
+    """Requeue this Slurm job and wait to be ended, so that the launcher does not report success."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _is_first():
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
@@ -430,5 +439,5 @@ def _queue_again() -> None:
 
 
 def ended_jobs(folder: Path) -> dict[int, int]:
-    """Return the exit codes of the jobs that have ended, by their number from 0."""
+    """Return the exit codes of the jobs that have ended, by job number from 0."""
     return {int(path.stem): int(path.read_text()) for path in folder.glob("*.code")}

@@ -1,12 +1,11 @@
-"""From YAML files and overrides to plain dataclasses; nothing after this knows Hydra."""
+"""Compose settings with Hydra, from YAML files and overrides to plain dataclasses."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, get_type_hints
+from typing import Any, Final, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -45,10 +44,11 @@ _DATA_FOR: Final = (
 
 
 def conf_dir() -> Path:
-    """Return the folder of the YAML files, from any working directory.
+    """Return the folder of the YAML files.
 
-    The first of $GPIPE_HPC_CONF, ``conf/`` beside the package (a checkout, an editable install)
-    and ``conf/`` inside it (an installed wheel). Raises ConfigError if none is there.
+    It is the first that exists of $GPIPE_HPC_CONF, ``conf/`` next to the package (a checkout or an
+    editable install) and ``conf/`` in the package (an installed wheel). Raises ConfigError if there
+    is none.
     """
     package = Path(__file__).resolve().parent.parent
     named = os.environ.get(CONF_VARIABLE)
@@ -66,7 +66,7 @@ def conf_dir() -> Path:
 
 
 def presets(group: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of each preset of a group, by its name, unresolved."""
+    """Return the settings of each preset of a group by its name, with interpolations unresolved."""
     return {path.stem: _preset(path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
@@ -81,9 +81,9 @@ def _unresolved(section: Any) -> dict[str, Any]:
 
 
 def data_kind(target: object) -> type[DataConfig]:
-    """Return the kind of data that ``data._target_`` names, for a user's own function that of it.
+    """Return the settings class that ``data._target_`` names; OwnDataConfig for a user's function.
 
-    Only a target of a preset of ``conf/data/`` is imported here.
+    Only targets of presets in ``conf/data/`` are imported.
     """
     if not isinstance(target, str):
         remedy = "choose a data=... of conf/data, or data=own data._target_=my.module.dataset"
@@ -103,31 +103,25 @@ def _targets_of_data() -> set[Any]:
 
 
 def _current_target(target: str) -> str:
-    """Return the name that a kind of data has now; any other target as it is."""
+    """Return the current path of a class of data settings that was moved; others unchanged."""
     if target.startswith(_MOVED[0]) and target not in _targets_of_data():
         return target.replace(*_MOVED)
     return target
 
 
-class HydraChoices(NamedTuple):
-    """What Hydra was given: overrides as they came, and the preset of each group."""
-
-    words: Sequence[str] = ()
-    presets: Mapping[str, Any] = MappingProxyType({})
-
-    @classmethod
-    def of(cls, hydra: Any) -> "HydraChoices":
-        """Return what Hydra's own settings say."""
-        # Not resolved: words may hold interpolations, which mean settings, not Hydra's own.
-        words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-        assert isinstance(words, list), f"overrides are a list, got {words!r}"
-        return cls(tuple(map(str, words)), dict(hydra.runtime.choices))
+def overrides_of(hydra: Any) -> tuple[str, ...]:
+    """Return the overrides of a job as given, from Hydra's own settings."""
+    # Not resolved: interpolations in overrides refer to settings, not to Hydra's own.
+    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    assert isinstance(words, list), f"overrides are a list, got {words!r}"
+    return tuple(map(str, words))
 
 
 def register_schemas() -> None:
-    """Give Hydra the schema; ``conf/`` names it as ``/schema/...`` in its defaults lists.
+    """Register the settings in Hydra's ConfigStore.
 
-    Once in a process: that takes a quarter of the time in which settings are composed.
+    ``conf/`` refers to them as ``/schema/...``. Done once in a process: it takes a quarter of the
+    time of composing.
     """
     schemas = {"config": _composed(), **OPTIMIZERS}
     stored = ConfigStore.instance().repo.get("schema", {})
@@ -142,7 +136,7 @@ def register_schemas() -> None:
 
 
 def _composed() -> type:
-    """Return the schema while settings are composed: presets choose data and optimizer."""
+    """Return the schema for composing, while presets still choose data and optimizer."""
     changed: dict[str, tuple[Any, Any]] = {
         "data": (dict[str, Any], field(default_factory=dict)),
         "optimizer": (OptimizerConfig, MISSING),
@@ -161,9 +155,11 @@ def _copy(each: "Field[Any]") -> Any:
 
 
 def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) -> Config:
-    """Compose the settings as the command line would, for tests and for use as a library.
+    """Compose settings from overrides, as the command line does.
 
-    `reads_data`: without, model and data stay empty, and torch is not loaded.
+    Args:
+        overrides: Settings as ``NAME=VALUE``.
+        reads_data: If False, model and data stay empty, and torch is not loaded.
     """
     check_words(overrides)
     register_schemas()
@@ -174,20 +170,23 @@ def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) ->
         if not is_of_composing(error):
             raise
         raise composing_error(error) from None
-    given = HydraChoices.of(composed.hydra)
+    hydra = composed.hydra
     with open_dict(composed):
         del composed["hydra"]
-    return load_config(composed, given, reads_data=reads_data)
+    return load_config(composed, hydra, reads_data=reads_data)
 
 
-def load_config(composed: DictConfig, given: HydraChoices, *, reads_data: bool = True) -> Config:
-    """Turn what Hydra composed into plain dataclasses; raises ConfigError.
+def load_config(composed: DictConfig, hydra: Any, *, reads_data: bool = True) -> Config:
+    """Convert settings that Hydra composed into plain dataclasses; may raise ConfigError.
 
-    `reads_data`: without, model and data stay empty, and torch is not loaded.
+    Args:
+        composed: The settings.
+        hydra: Hydra's own settings.
+        reads_data: If False, model and data stay empty, and torch is not loaded.
     """
     kind = DataConfig
     if reads_data:
-        _drop_replaced(composed, given)
+        _drop_replaced(composed, hydra)
         kind = data_kind(_unresolved(composed.data).get("_target_"))
         _fill_defaults(composed, kind)
     else:
@@ -217,25 +216,25 @@ def load_config(composed: DictConfig, given: HydraChoices, *, reads_data: bool =
     return config
 
 
-def _drop_replaced(composed: DictConfig, given: HydraChoices) -> None:
-    """Drop what a preset sets for a target that another one has replaced.
+def _drop_replaced(composed: DictConfig, hydra: Any) -> None:
+    """Remove the keywords of a preset whose ``_target_`` the user has replaced.
 
-    ``model._target_=my.module.build`` still has the sizes of model=gpt: only keywords that the user
-    has set are meant for that function.
+    With ``model._target_=my.module.build``, sizes from the preset model=gpt are not passed on: only
+    keywords that the user has set are.
     """
     for section in ("model", "data"):
-        chosen = _preset(conf_dir() / section / f"{given.presets.get(section)}.yaml")
+        chosen = _preset(conf_dir() / section / f"{hydra.runtime.choices.get(section)}.yaml")
         now = _unresolved(composed[section])
         if _current_target(str(now.get("_target_"))) == str(chosen.get("_target_")):
             continue
-        kept = _named_by_user(section, given.words)
+        kept = _named_by_user(section, overrides_of(hydra))
         for key, value in chosen.items():
             if key not in kept and key != "_target_" and key in now and now[key] == value:
                 del composed[section][key]
 
 
 def _named_by_user(section: str, words: Sequence[str]) -> set[str]:
-    """Return the settings of a section that overrides name."""
+    """Return the keywords of a section that overrides set."""
     found: set[str] = set()
     for override in OverridesParser.create().parse_overrides(list(words)):
         top, _, rest = override.key_or_group.partition(".")
@@ -247,7 +246,7 @@ def _named_by_user(section: str, words: Sequence[str]) -> set[str]:
 
 
 def _fill_defaults(composed: DictConfig, kind: type[DataConfig]) -> None:
-    """Add the defaults of the kind of data, to which the model's settings may refer."""
+    """Add the defaults of the chosen data, to which settings of the model may refer."""
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))
     assert isinstance(defaults, dict)
     for name in ("target", "keywords") if _is_own(kind) else ():
@@ -260,9 +259,9 @@ def _is_own(kind: type[DataConfig]) -> bool:
 
 
 def _typed_data(kind: type[DataConfig], settings: Mapping[str, Any]) -> DataConfig:
-    """Return the settings of a kind of data with its types; raises ConfigError.
+    """Return the settings of the chosen data as its dataclass; may raise ConfigError.
 
-    What a user's own data set does not share with all kinds are keywords of the function.
+    With data=own, settings that are no fields are keywords of the user's function.
     """
     given = {name: value for name, value in settings.items() if name != "_target_"}
     node = OmegaConf.structured(kind)
@@ -285,6 +284,9 @@ def _typed_data(kind: type[DataConfig], settings: Mapping[str, Any]) -> DataConf
 def _unknown_data_setting(kind: type[DataConfig], name: str) -> ConfigError:
     if name == "tokenizer":
         return unknown_setting("data.tokenizer")
+    removed = refusal_of_removed(f"data.{name}")
+    if removed is not None:
+        return removed
     own = [each.name for each in fields(kind)]
     others = [
         preset
@@ -302,7 +304,7 @@ def _unknown_data_setting(kind: type[DataConfig], name: str) -> ConfigError:
 
 
 def _fitting_groups(composed: DictConfig) -> str:
-    """Name the data that go with the preset from which the model was made."""
+    """Return a sentence that names data for the chosen model preset."""
     model = _unresolved(composed.model)
     # Overrides aside, it is the preset with which most settings agree.
     alike = {
@@ -318,7 +320,7 @@ def _fitting_groups(composed: DictConfig) -> str:
 
 
 def _refuse_forced_keys(section: Any, path: str) -> None:
-    """Refuse what ``++key=value`` forced past the schema: nothing would ever read it."""
+    """Raise ConfigError for unknown settings that ``++NAME=VALUE`` added to the schema."""
     names = [each.name for each in fields(section)]
     for name, value in vars(section).items():
         if name not in names:
@@ -329,9 +331,9 @@ def _refuse_forced_keys(section: Any, path: str) -> None:
 
 
 def _refuse_misplaced(section: Any, path: str) -> None:
-    """Refuse what stands in place of a group, as in ``lr=${train.seed}``.
+    """Raise ConfigError for a value where a section is expected, such as ``lr=${train.seed}``.
 
-    OmegaConf does not check the type of what a reference brings.
+    OmegaConf does not check the type of an interpolated value.
     """
     hints = get_type_hints(type(section))
     for name, value in vars(section).items():
@@ -346,7 +348,7 @@ def _refuse_misplaced(section: Any, path: str) -> None:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """Return all settings as a run folder's file has them: plain dicts, lists and values."""
+    """Return all settings as plain dicts, lists and values, as in the config.yaml of a run."""
     plain = vars(config) | {"data": config.data.written()}
     return {name: _plain(each) for name, each in plain.items()}
 
@@ -361,5 +363,5 @@ def _plain(value: Any) -> Any:
 
 
 def config_yaml(config: Config) -> str:
-    """Return all settings as the YAML text that a run folder keeps."""
+    """Return all settings as the YAML text of a run's config.yaml."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config)))

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, said before Hydra reads it; and Hydra's own messages."""
+"""Check the names on a command line before Hydra does, and shorten Hydra's own messages."""
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ _OF_COMPOSING: Final = (HydraException, OmegaConfBaseException)
 
 @cache
 def all_settings() -> Mapping[str, Setting]:
-    """Return all settings by their dotted names, those of every optimizer and common data too."""
+    """Return all settings by dotted name, including those of every optimizer and common data."""
     found = [setting for kind in OPTIMIZERS.values() for setting in settings_of(kind, "optimizer.")]
     for kind in (TokenDataConfig, ImageDataConfig):
         found += settings_of(kind, "data.")
@@ -59,10 +59,10 @@ _ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse words of a command line that name no setting; raises ConfigError.
+    """Raise ConfigError for arguments of a command line that name no setting.
 
-    Values and names of presets are Hydra's to check. Its messages about names advise what does not
-    work here (``+train.step=5``).
+    Hydra checks values and names of presets. Its own messages about names give advice that does not
+    apply here (``+train.step=5``).
     """
     parser = OverridesParser.create()
     for word in words:
@@ -147,7 +147,7 @@ def _group_names() -> frozenset[str]:
 
 
 def unknown_setting(key: str) -> ConfigError:
-    """Return the error for a name that no setting has, with what was probably meant."""
+    """Return the error for an unknown setting, with the most similar known name."""
     section, _, name = key.rpartition(".")
     own = [each.rpartition(".")[2] for each in all_settings() if each.startswith(f"{section}.")]
     if name == "_target_":
@@ -172,7 +172,7 @@ def unknown_setting(key: str) -> ConfigError:
 
 
 def unknown_option(word: str) -> ConfigError:
-    """Return the error for a word such as ``--steps=5``: settings have no dashes."""
+    """Return the error for an option such as ``--steps=5``, with the setting probably meant."""
     name, _, value = word.lstrip("-").partition("=")
     wanted = name.replace("-", "_")
     last = {each: each.rpartition(".")[2] for each in all_settings()}
@@ -195,7 +195,7 @@ def _by_use(setting: str) -> int:
 
 
 def group_error(key: str, value: object) -> ConfigError:
-    """Return the error for one value in place of a group of settings."""
+    """Return the error for a single value in place of a section of settings."""
     inner = [each for each in all_settings() if each.startswith(f"{key}.")] or [f"{key}.NAME"]
     same = [each for each in all_settings() if each.rpartition(".")[2] == key]
     hint = f"did you mean {same[0]}={value}? " if same else ""
@@ -206,9 +206,11 @@ def group_error(key: str, value: object) -> ConfigError:
 
 
 def composing_error(error: BaseException, section: str = "") -> ConfigError:
-    """Return the error with which Hydra or OmegaConf have refused settings, in one line.
+    """Convert an error of Hydra or OmegaConf into a ConfigError with a message of one line.
 
-    `section`: where they have looked, if not at all settings.
+    Args:
+        error: The error.
+        section: Section of the settings that were composed; empty for all settings.
     """
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
@@ -234,7 +236,7 @@ def composing_error(error: BaseException, section: str = "") -> ConfigError:
 
 
 def _of_another_optimizer(setting: str) -> ConfigError:
-    """Return the error for a setting that only other optimizers have, or none."""
+    """Return the error for a setting that the chosen optimizer does not have."""
     name = setting.removeprefix("optimizer.")
     kinds = [kind for kind, schema in OPTIMIZERS.items() if hasattr(schema(), name)]
     if name == setting or not kinds:
@@ -246,7 +248,7 @@ def _of_another_optimizer(setting: str) -> ConfigError:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the message of Hydra or OmegaConf without its details, which name our schema."""
+    """Return a message of Hydra or OmegaConf in one line, without details about the schema."""
     details = ("full_key:", "object_type=", "reference_type=")
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(details))
@@ -256,7 +258,7 @@ _PACKAGES: Final = frozenset({"hydra", "omegaconf", "antlr4", "yaml"})
 
 
 def is_of_composing(error: Exception) -> bool:
-    """Say whether Hydra has refused the settings: it does not raise its own kinds alone."""
+    """Return whether an error was raised by Hydra, OmegaConf or their parsers."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
     return isinstance(error, _OF_COMPOSING) or module.partition(".")[0] in _PACKAGES

@@ -1,4 +1,4 @@
-"""Help on the screen and the rows of the reference page, from the fields of the settings."""
+"""Generate the help of commands and the rows of docs/reference/settings.md from the settings."""
 
 import re
 import textwrap
@@ -12,7 +12,13 @@ from gpipe_hpc.settings import OPTIMIZERS, Config, Level, Outer, Setting, settin
 
 
 class Command(NamedTuple):
-    """What a command does, an example that works as it stands, and the sections it uses."""
+    """A command in the help.
+
+    Args:
+        about: Description.
+        example: A command line that works as it is.
+        sections: Sections of settings that the command uses.
+    """
 
     about: str
     example: str
@@ -77,7 +83,7 @@ _COMMENTED: Final = re.compile(r"(?P<key>\w+):(?: [^#]*)?# (?P<meaning>.*)")
 
 
 class Row(NamedTuple):
-    """A setting as help shows it."""
+    """Name, default, meaning and level of a setting in the help."""
 
     name: str
     default: str
@@ -86,7 +92,7 @@ class Row(NamedTuple):
 
 
 def list_of_commands() -> str:
-    """Return what ``python -m gpipe_hpc`` prints."""
+    """Return the text that ``python -m gpipe_hpc`` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  python -m gpipe_hpc.{name:<{width}}  {c.about}" for name, c in COMMANDS.items()]
     return "\n".join(
@@ -101,10 +107,12 @@ def list_of_commands() -> str:
 
 
 def help_of(name: str, words: Sequence[str]) -> str:
-    """Return the help of a command: what it does, and the settings that most users need.
+    """Return the help of a command: its description and the settings that most users need.
 
-    `words` may choose the presets whose settings are shown, name the sections to show in full, or
-    be ``all``.
+    Args:
+        name: Name of the command.
+        words: Arguments of the command line. They may choose presets, name sections to show in
+            full, or contain ``all``.
     """
     command = COMMANDS[name]
     shown = command.sections.split()
@@ -134,7 +142,7 @@ def help_of(name: str, words: Sequence[str]) -> str:
 
 
 def rows_of(section: str, preset: str = "") -> list[Row]:
-    """Return the settings of a section; of a group those of one of its presets."""
+    """Return the settings of a section, or of one of its presets."""
     if section not in GROUPS:
         own = [each for each in settings_of(Config) if each.name.partition(".")[0] == section]
         return list(map(row_of, own))
@@ -153,7 +161,7 @@ def rows_of(section: str, preset: str = "") -> list[Row]:
 
 
 def row_of(setting: Setting, *value: Any) -> Row:
-    """Return the row of a setting, with its default or another value."""
+    """Return the row of a setting with its default, or with another value."""
     meaning = setting.meaning
     limits = setting.range
     if limits is not None and (limits.least not in (0, 1) or limits.most < _LARGE):
@@ -164,7 +172,7 @@ def row_of(setting: Setting, *value: Any) -> Row:
 
 
 def rows_of_builder(group: str, preset: str) -> list[Row]:
-    """Return the keywords that a preset gives to a function: its comments say what they mean."""
+    """Return the keywords in a preset of a function; comments in the file are their meanings."""
     path = conf_dir() / group / f"{preset}.yaml"
     if not path.is_file():
         return []
@@ -185,7 +193,7 @@ def about_preset(group: str, preset: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a command line takes it."""
+    """Return a value in the syntax of the command line."""
     if isinstance(value, dict | list):
         return str(value).replace("'", "").replace(", ", ",")
     if value is None or isinstance(value, bool):
@@ -209,7 +217,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _lines(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield each setting with its default, and its meaning in a column next to it."""
+    """Yield the lines of each setting: its default, and its meaning in a second column."""
     for row in rows:
         head = f"  {row.name}={row.default}"
         meaning = textwrap.wrap(row.meaning, _WIDTH - _COLUMN, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""What `Pipeline` is called with: its keywords, checked and spelled as the settings are."""
+"""Keywords of `Pipeline`, with the types, checks and spellings of the settings."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -33,9 +33,10 @@ from gpipe_hpc.torch_compat import refuse_unfit_torch
 
 @dataclass(frozen=True, kw_only=True)
 class Keywords(Settings):
-    """What `Pipeline` takes by keyword: a request, and where and on what it is carried out.
+    """Keywords of `Pipeline`: the requested layout, and the ranks and devices that run it.
 
-    `setting_of` tells which setting of the command line a keyword is: that says what it means.
+    A keyword without a docstring has the meaning of its setting on the command line, see
+    `setting_of`.
     """
 
     replicas: int | None = PipelineConfig.replicas
@@ -52,7 +53,7 @@ class Keywords(Settings):
     environment."""
 
     def request(self) -> Request:
-        """Return the request, spelled and checked as the settings say, on the world's ranks.
+        """Return the request for a layout on the ranks of the world, with canonical spellings.
 
         Raises ConfigError.
         """
@@ -73,7 +74,7 @@ _OTHERWISE: Final = MappingProxyType(
 
 
 def setting_of(keyword: str) -> Setting | None:
-    """Return the setting of the command line for a keyword of `Pipeline`, if there is one."""
+    """Return the setting on the command line for a keyword of `Pipeline`; None if there is none."""
     known = {each.name: each for each in settings_of(Config)}
     names = (f"{section}.{keyword}" for section in ("pipeline", "train", "comm"))
     name = _OTHERWISE.get(keyword) or next((each for each in names if each in known), "")
@@ -95,7 +96,7 @@ TakesKeywords = Callable[Concatenate[Any, Layers, LossFunction, P], None]
 def by_keyword(
     record: Callable[P, Keywords],
 ) -> Callable[[TakesRecord], TakesKeywords[P]]:
-    """Let a constructor be called with the fields of a record as keywords, each with its type."""
+    """Decorate a constructor so that it accepts the fields of `record` as typed keywords."""
 
     def decorate(make: TakesRecord) -> TakesKeywords[P]:
         own, fields_of_record = signature(make), signature(record).parameters
@@ -121,7 +122,7 @@ def by_keyword(
 
 
 def _world_of(given: Mapping[str, Any]) -> World:
-    """Return the world that is given, or else joined as the keywords say."""
+    """Return the given world, or join the ranks as the keywords say."""
     world: World | None = given.get("world")
     if world is not None:
         return world
@@ -129,7 +130,7 @@ def _world_of(given: Mapping[str, Any]) -> World:
 
 
 def _model_and_loss(args: Sequence[Any], given: dict[str, Any]) -> tuple[Layers, LossFunction]:
-    """Return the first two arguments, by place or taken from those by name."""
+    """Return the layers and the loss, which may be positional or keyword arguments."""
     names = ("layers", "loss_fn")
     found = dict(zip(names, args, strict=False))
     twice = [name for name in found if name in given]
@@ -162,12 +163,12 @@ def _refuse_no_loss(loss_fn: object) -> None:
 
 
 def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a call ends up in: a module itself would take anything."""
+    """Return the function that a call runs: for a module its forward."""
     return function.forward if isinstance(function, nn.Module) else function
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Say whether a function can be called with two arguments; also where nobody can know."""
+    """Return whether a function accepts two arguments; True if that is unknown."""
     try:
         taken = signature(_called(function))
     except (TypeError, ValueError):  # some of torch's have none
@@ -180,7 +181,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def _outer_of(given: Outer | Mapping[str, Any]) -> Outer:
-    """Return the settings of the outer data parallelism; raises ConfigError."""
+    """Return the settings of data parallelism from an Outer or a dict; may raise ConfigError."""
     if isinstance(given, Outer):
         return given.checked()
     if not isinstance(given, Mapping):

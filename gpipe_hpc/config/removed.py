@@ -1,4 +1,4 @@
-"""Settings that older versions had, and what to do in their place. Needs no Hydra."""
+"""Settings that older versions had, and what to do instead. Needs no Hydra."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,14 +7,18 @@ from typing import Final, NamedTuple
 from gpipe_hpc.errors import ConfigError
 
 _STUDY: Final = "python -m experiments.outer.collectives measure"
+_IDX_LABELS: Final = (
+    "labels are read from the file that is named as that of the images, with labels for images and "
+    "idx1 for idx3"
+)
 
 
 class Removed(NamedTuple):
     """A setting that was removed.
 
     Args:
-        inert: The value with which older runs computed what every run computes now.
-        instead: What to do now.
+        inert: Value with which older versions computed the same as this version.
+        instead: What to do instead.
     """
 
     inert: object
@@ -39,6 +43,38 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
         "preflight.limit_s": Removed(
             20.0, "comm.reach_s limits how long preflight waits for other ranks, too"
         ),
+        "preflight.bytes": Removed(
+            "4MB", "preflight sends messages of up to 4 MB, and smaller ones on slow links"
+        ),
+        "preflight.prices": Removed(
+            "prices.yaml", "preflight.steps=true writes prices.yaml next to preflight.out"
+        ),
+        "comm.loopback": Removed(
+            None,
+            "ranks listen on the loopback interface if all of them are on one machine; choose "
+            "another interface with comm.interface",
+        ),
+        "comm.mpi_device_pointers": Removed(
+            None,
+            "MPI is asked whether it reads the memory of accelerators; to answer for it, set the "
+            "environment variable MPICH_GPU_SUPPORT_ENABLED to 1 or 0",
+        ),
+        "trace.review_after": Removed(
+            10, "the partition is compared with measured times after 10 steps, once"
+        ),
+        "lr.smoothing": Removed(
+            None, "lr.scaling=adascale uses 1 - parts / 1000, the value of its authors"
+        ),
+        "metrics.project": Removed(
+            "gpipe_hpc",
+            "set the environment variable WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME",
+        ),
+        "report.format": Removed(
+            "auto", "name the file, as report.out=report.md for Markdown; all others are HTML"
+        ),
+        "data.train_labels": Removed("train-labels-idx1-ubyte", _IDX_LABELS),
+        "data.validation_labels": Removed("t10k-labels-idx1-ubyte", _IDX_LABELS),
+        "bench.limit_s": Removed(600.0, "a combination may take an hour"),
         "bench.message_bytes": Removed(None, f"{_STUDY} takes --bytes"),
         "bench.repeats": Removed(None, f"{_STUDY} takes --repeats"),
     }
@@ -46,12 +82,9 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
 
 
 def refusal_of_removed(setting: str, value: str = "") -> ConfigError | None:
-    """Return the error that says what replaces a removed setting; None for others."""
+    """Return the error for a removed setting, which says what to do instead; None for others."""
     removed = REMOVED.get(setting)
     if removed is None:
         return None
     got = f"{setting}={value}" if value else setting
-    return ConfigError(
-        f"config: {setting} was removed, expected it left out, got {got}; leave it out: "
-        f"{removed.instead}"
-    )
+    return ConfigError(f"config: {setting} was removed, got {got}; leave it out: {removed.instead}")

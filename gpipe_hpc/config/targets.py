@@ -1,7 +1,7 @@
-"""From a ``_target_`` in the settings to the object it names: a user's own model, data or loss.
+"""Resolve ``_target_`` in settings: a user's own model, data or loss.
 
-Hydra's `instantiate` calls targets that were given to this command, on its command line or by its
-presets. Settings that lie in a run folder may be anybody's: see `build_stored_model`.
+Hydra's `instantiate` is used for targets from the command line and its presets only. Settings in a
+run folder may come from somebody else: see `build_stored_model`.
 """
 
 import inspect
@@ -23,10 +23,10 @@ _TRUSTED: Final = ("gpipe_hpc.models", "gpipe_hpc.models.huggingface")
 
 
 def build_target(section: str, settings: Mapping[str, Any]) -> Any:
-    """Return what ``<section>._target_`` returns, called with the section's other settings.
+    """Call ``<section>._target_`` with the other settings of the section; return the result.
 
-    Only for settings that were given to this command. Raises ConfigError for a target that cannot
-    be imported, does not take a keyword, or fails; the cause has the user's traceback.
+    Only for settings from the command line. Raises ConfigError for a target that cannot be
+    imported, does not accept a keyword, or fails; the cause has the user's traceback.
     """
     target = locate(section, settings["_target_"])
     _check_types(section, target, settings)
@@ -37,10 +37,10 @@ def build_target(section: str, settings: Mapping[str, Any]) -> Any:
 
 
 def bind_loss(settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the loss that ``loss._target_`` names: what a class makes, or a function.
+    """Return the loss that ``loss._target_`` names, with its keywords.
 
-    ``loss._target_=torch.nn.CrossEntropyLoss`` is made with the keywords, then called as
-    ``loss(output, target)``; a function gets the keywords at each call.
+    A class such as ``torch.nn.CrossEntropyLoss`` is instantiated with the keywords and called as
+    ``loss(output, target)``. A function receives the keywords at each call.
     """
     target = locate("loss", settings["_target_"])
     if isinstance(target, type):
@@ -50,11 +50,16 @@ def bind_loss(settings: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def build_stored_model(settings: Mapping[str, Any], source: str, *, trusts: bool) -> Any:
-    """Return the model that settings of a run folder describe.
+    """Build the model that the settings of a run folder describe.
 
-    Such settings may come from somebody else, and a target may be any function. Unless the user
-    `trusts` them, only functions that `gpipe_hpc.models` exports are called, directly, so that no
-    nested ``_target_`` is followed. `source`: the file, for the message. Raises ConfigError.
+    Such settings may come from somebody else, and a target may be any function. Without `trusts`,
+    only functions that `gpipe_hpc.models` exports are called, directly, so that nested targets are
+    not called. Raises ConfigError.
+
+    Args:
+        settings: The section ``model``.
+        source: The file, for messages.
+        trusts: Whether the user trusts the settings.
     """
     if trusts:
         return build_target("model", settings)
@@ -66,7 +71,7 @@ def build_stored_model(settings: Mapping[str, Any], source: str, *, trusts: bool
 
 
 def trusted_function(settings: Mapping[str, Any], source: str) -> Callable[..., Any]:
-    """Return the function of our models that stored settings name; ConfigError for any other."""
+    """Return the function of `gpipe_hpc.models` that stored settings name, or raise ConfigError."""
     path = settings.get("_target_")
     module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     if module in _TRUSTED:
@@ -84,7 +89,7 @@ def trusted_function(settings: Mapping[str, Any], source: str) -> Callable[..., 
 def locate(section: str, path: str) -> Callable[..., Any]:
     """Return the function or class that ``<section>._target_`` names.
 
-    Raises ConfigError if there is none, or importing its module fails.
+    Raises ConfigError if there is none, or if importing its module fails.
     """
     # Modules of the current folder are found after all others, however we were started.
     if not {"", os.getcwd()} & set(sys.path):
@@ -110,7 +115,7 @@ def locate(section: str, path: str) -> Callable[..., Any]:
 
 
 def _holder(path: str) -> Any:
-    """Return a module, or a class in one."""
+    """Return the module, or the class in a module, with this dotted path."""
     try:
         return import_module(path)
     except ModuleNotFoundError as error:
@@ -135,16 +140,16 @@ def _failed(section: str, settings: Mapping[str, Any], error: Exception) -> Conf
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return what has failed in the user's code, of what Hydra reports."""
+    """Return the error of the user's code that Hydra's error was raised from."""
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _check_types(section: str, target: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    """Refuse values of another type than a function of ours takes; ConfigError names the setting.
+    """Raise ConfigError for a keyword of another type than a built-in function declares.
 
-    The annotations of users' functions may say more than they mean.
+    Annotations of users' functions are not checked.
     """
     if not getattr(target, "__module__", "").startswith("gpipe_hpc."):
         return
@@ -158,10 +163,14 @@ def _check_types(section: str, target: Callable[..., Any], keywords: Mapping[str
 def own_call(
     where: str, kind: type[GpipeError], remedy: str = "correct it, or what it is called with"
 ) -> Iterator[None]:
-    """Return a block that calls the user's code: what it raises becomes our error of a `kind`.
+    """Return a context manager that converts errors of the user's code into a GpipeError.
 
-    The message names `where` it was called, and what to do; the cause keeps the user's traceback.
-    Errors of ours pass.
+    Errors of gpipe_hpc are not converted. The cause has the user's traceback.
+
+    Args:
+        where: What was called, for the message.
+        kind: Class of the new error.
+        remedy: What to do, for the message.
     """
     try:
         yield

@@ -1,17 +1,18 @@
-"""Data parallelism: sum gradients over the ranks that hold the same parameters.
+"""Data parallelism: all-reduce gradients over the ranks that hold the same parameters.
 
-It knows parameters and groups of ranks, not stages, layers or schedules. In import order:
+This package knows parameters and process groups, not stages, layers or schedules. Its replicas are
+the ranks with the same parameters. In import order:
 
-- `settings`: what a user chooses, and how micro-batches are divided over replicas.
-- `layout`: arithmetic of flat buffers, buckets and shards, which the planner uses too.
-- `strategies`: how a bucket is summed: all-reduce, in rank order, by hosts, reduce-scatter.
-- `buckets`: the gradients of a bucket: summed, sharded, or of this rank alone.
-- `reducer`: when buckets are summed: `GradientReducer`, as DDP's.
-- `optimizer_checks`, `optimizers`: optimizers over a part of the parameters.
-- `fairscale_oss`, `sharding`: optimizers whose state is sharded (ZeRO).
-- `compressors`, `compression`: sums in fewer bytes, with error feedback.
+- `settings`: how micro-batches are divided over replicas.
+- `layout`: arithmetic of flat buffers, buckets and shards, also used by the planner.
+- `strategies`: how a bucket is summed: all-reduce, ordered, hierarchical, reduce-scatter.
+- `buckets`: the gradients of a bucket: all-reduced, sharded, or local.
+- `reducer`: when buckets are all-reduced; `GradientReducer` corresponds to DDP's Reducer.
+- `optimizers`: optimizers over a part of the parameters.
+- `sharding`: sharded optimizer state (ZeRO).
+- `compressors`, `compression`: compressed all-reduce with error feedback.
 
-Names are resolved on first use, so that settings load no torch.
+Names are imported on first use, so that settings load no torch.
 """
 
 from importlib import import_module

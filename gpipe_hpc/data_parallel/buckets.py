@@ -1,10 +1,10 @@
-"""Buckets: gradients of parameters of one dtype, summed over copies and divided at once.
+"""Buckets: gradients of parameters of one dtype that are all-reduced together.
 
-    Bucket            all copies get the whole sum (DDP)
-    ShardedBucket     each copy gets its shard of the sum, and owns that of the parameters (ZeRO)
-    LocalGradients    no other copy: nothing to sum, no memory before the first backward
+    Bucket            every replica gets the whole sum (DDP)
+    ShardedBucket     every replica gets its shard of the sum and owns that shard (ZeRO)
+    LocalGradients    no other replica: no communication, no memory before the first backward
 
-All three have the same methods, in the order of a step: `clear`, `start_reduction`, `wait`,
+All three have the same methods, called in this order in a step: `clear`, `start_reduction`, `wait`,
 `finish`.
 """
 
@@ -29,14 +29,14 @@ _UNSHARED: Final = 2
 
 
 class Divisor:
-    """Divide gradients of any dtypes by one number: the same bits on every device, few kernels.
+    """Divides gradients of any dtype by one number, with the same bits on every device.
 
-    Gradients are divided in their own precision, those of 16 bits in float32. A CPU does so by
-    itself; an accelerator would round the divisor to 16 bits too, so they are widened there.
+    Gradients are divided in their own precision, 16-bit ones in float32. On an accelerator the
+    latter are converted, because it would round the divisor to 16 bits, too.
 
     Args:
         value: The number, float64[], on a device.
-        device: Where gradients are.
+        device: Device of the gradients.
     """
 
     def __init__(self, value: Tensor, device: Device) -> None:
@@ -80,7 +80,7 @@ def _divide_wide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
 
 
 def by_kind(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Return the parameters of each dtype and device."""
+    """Return the parameters grouped by dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
     for name, parameter in named.items():
         kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
@@ -88,10 +88,10 @@ def by_kind(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
 
 
 class Bucket:
-    """Gradients of parameters of one dtype in one flat buffer, summed over the copies of a stage.
+    """Gradients of parameters of one dtype in one flat buffer, all-reduced over replicas.
 
-    Autograd accumulates into views of the buffer in place. Each view has a version counter of its
-    own, which shows whether a micro-batch used the parameter, without a hook.
+    Autograd accumulates into views of the buffer in place. Each view has its own version counter,
+    which shows without a hook whether a micro-batch used the parameter.
 
     Args:
         named: The parameters by global name, in the order of their memory.
@@ -113,7 +113,7 @@ class Bucket:
         self._pending: Pending | None = None
 
     def clear(self) -> None:
-        """Set all gradients to zero and give the parameters their views as `.grad`.
+        """Set all gradients to zero and assign their views to `.grad`.
 
         Raises ModelError for a parameter whose dtype, shape or device has changed.
         """
@@ -132,23 +132,23 @@ class Bucket:
                 raise _changed_kind(name, parameter, view) from error
 
     def unshare(self) -> None:
-        """Do nothing: the memory is the bucket's."""
+        """Do nothing: the gradients are in the bucket's own buffer."""
 
     def used(self) -> list[bool]:
-        """Return for each parameter whether this replica used it before the reduction started."""
+        """Return for each parameter whether this replica had used it when the reduction started."""
         return self._used
 
     def start_reduction(self, strategy: ReduceStrategy | None) -> Pending | None:
-        """Start summing the buffer over the copies; None if there is no other copy.
+        """Start summing the buffer over replicas; return None if there is no other replica.
 
-        Every parameter has its last gradient.
+        All gradients must be complete.
         """
         self.collect()
         self._pending = None if strategy is None else strategy(self._flat, self._items())
         return self._pending
 
     def collect(self) -> None:
-        """Note which parameters were used, and copy gradients that hooks have replaced."""
+        """Record which parameters were used, and copy gradients that user hooks replaced."""
         triples = zip(self.parameters, self._views, self._versions, strict=True)
         self._used = [
             p.grad is not None and (p.grad is not view or view._version != old)
@@ -165,7 +165,7 @@ class Bucket:
     def late(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients changed after the reduction had started.
 
-        What was added then may be missing from the sum.
+        Such a change may be missing from the sum.
         """
         rows = zip(self.parameters, self._views, self._collected, strict=True)
         return [p for p, view, old in rows if p.grad is not view or view._version != old]
@@ -191,7 +191,7 @@ class Bucket:
 
 
 def _allocate(named: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-    """Return zeros for the gradients of parameters of one kind, and the part of each."""
+    """Return a buffer of zeros for the gradients of these parameters, and the part of each."""
     kinds = {(p.dtype, p.device) for p in named.values()}
     assert len(kinds) == 1, f"a bucket is of one dtype and device, got {kinds}"
     dtype, device = kinds.pop()
@@ -213,16 +213,16 @@ def _kind(tensor: Tensor) -> str:
     return f"{dtype}{list(tensor.shape)} on {tensor.device}"
 
 
-class ShardedBucket:
-    """Parameters of one dtype and their gradients in two flat buffers, sharded over the copies.
+class ShardedBucket(Bucket):
+    """Parameters of one dtype and their gradients in two flat buffers, sharded over replicas.
 
-    A reduce-scatter gives each copy its shard of the summed gradients. What an optimizer then
-    updates, `owned`, the other copies get when the parameters are gathered. The parameters become
-    views of the parameter buffer.
+    A reduce-scatter gives each replica its shard of the summed gradients. The optimizer updates the
+    replica's parameters in `owned`; an all-gather then sends them to the other replicas. The
+    parameters become views of the parameter buffer.
 
     Args:
         named: The parameters by global name, in the order of their memory.
-        group: The copies of the stage.
+        group: The replicas.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], group: Group) -> None:
@@ -245,21 +245,22 @@ class ShardedBucket:
             self._owned_places[name] = at
             part = nn.Parameter(self._values[at])
             self.owned[name] = OwnedParameter(part, named[name], start, layout, name)
-        self._trained: list[str] = []
-        self._bucket = Bucket({}, self._memory())
-        self._used: dict[str, bool] = {}
+        self._have_gradients: set[str] = set()
         self._gathering: Pending | None = None
+        self._reset([])
 
-    def _memory(self) -> tuple[Tensor, list[Tensor]]:
-        return self._gradients, [self._gradients[self._places[n]] for n in self._trained]
+    def _reset(self, trained: Sequence[str]) -> None:
+        """Use the buffers for these trained parameters."""
+        parts = [self._gradients[self._places[name]] for name in trained]
+        super().__init__({name: self._named[name] for name in trained}, (self._gradients, parts))
 
     @property
     def whole(self) -> list[nn.Parameter]:
-        """Return the parameters whose shards these are."""
+        """Return the whole parameters of the bucket."""
         return list(self._named.values())
 
     def check_memory(self) -> None:
-        """Raise ConfigError for a parameter with other memory: updates would not reach it."""
+        """Raise ConfigError if the data of a parameter is not in the buffer (`p.data` was set)."""
         for name, parameter in self._named.items():
             # A parameter without elements has no memory to lose.
             if (
@@ -273,64 +274,39 @@ class ShardedBucket:
                 )
 
     def begin(self) -> None:
-        """Begin a step; parameters may have been frozen or unfrozen."""
+        """Begin a step; the set of trained parameters may have changed."""
         self.check_memory()
         trained = [name for name, p in self._named.items() if p.requires_grad]
-        if trained != self._trained:
-            self._trained = trained
-            self._bucket = Bucket({name: self._named[name] for name in trained}, self._memory())
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Return those that are trained in this step."""
-        return self._bucket.parameters
-
-    def clear(self) -> None:
-        """Set all gradients to zero and give the trained parameters their views as `.grad`."""
-        self._bucket.clear()
-
-    def unshare(self) -> None:
-        """Do nothing: the memory is the bucket's."""
-
-    def used(self) -> list[bool]:
-        """Return for each trained parameter whether a micro-batch of this replica used it."""
-        return self._bucket.used()
-
-    def late(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients changed after the reduction had started."""
-        return self._bucket.late()
-
-    def start_reduction(self, strategy: ReduceStrategy | None) -> Pending | None:
-        """Start summing: each copy gets its shard of the sum."""
-        return self._bucket.start_reduction(strategy)
+        if trained != self._names:
+            self._reset(trained)
 
     def wait(self) -> None:
-        """Wait for this copy's shard of the sum; whole gradients do not exist afterwards."""
-        self._bucket.wait()
+        """Wait for this replica's shard of the sum and release the whole gradients."""
+        super().wait()
         for parameter in self._named.values():
             parameter.grad = None
         for name, owned in self.owned.items():
             owned.parameter.grad = self._gradients[self._owned_places[name]]
 
     def finish(self, divisor: Divisor, used: Sequence[bool]) -> None:
-        """Wait for the shard of the sum, divide it, and give it to what an optimizer steps on."""
+        """Wait for the shard of the sum, divide it, and assign it to the owned parameters."""
         self.wait()
         divisor.divide([self._gradients[self._shard]])
-        self._used = dict(zip(self._trained, used, strict=True))
+        self._have_gradients = {n for n, is_used in zip(self._names, used, strict=True) if is_used}
         for name, owned in self.owned.items():
-            if not self._used.get(name, False):
+            if name not in self._have_gradients:
                 owned.parameter.grad = None
 
     def drop(self) -> None:
-        """Discard the gradients of the step; all copies do so."""
-        self._used = {}
+        """Discard the gradients of the step on all replicas."""
+        self._have_gradients = set()
         for owned in self.owned.values():
             owned.parameter.grad = None
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
-        """Return copies of the whole gradients; a collective call of all copies.
+        """Return copies of the whole gradients, None for a parameter that no replica used.
 
-        None for a parameter that no replica used.
+        All replicas must call this.
         """
         gathered = self._gradients.clone()
         for name, owned in self.owned.items():
@@ -338,36 +314,36 @@ class ShardedBucket:
                 gathered[self._owned_places[name]] = owned.parameter.grad
         self._group.start_all_gather(gathered).wait()
         return {
-            name: gathered[at].view_as(self._named[name]) if self._used.get(name) else None
+            name: gathered[at].view_as(self._named[name]) if name in self._have_gradients else None
             for name, at in self._places.items()
         }
 
     def start_gathering(self) -> Pending:
-        """Start gathering the parameters, each copy's shard from that copy.
+        """Start the all-gather of the updated parameters.
 
-        Twice a step if an optimizer's `step` calls that of its base class: torch runs the hooks of
-        both.
+        Called twice in a step if an optimizer's `step` calls that of its base class, because torch
+        runs the hooks of both.
         """
         self.wait_for_parameters()
         self._gathering = self._group.start_all_gather(self._values)
         return self._gathering
 
     def wait_for_parameters(self) -> None:
-        """Wait for the parameters, if their gathering was started."""
+        """Wait for the all-gather of the parameters, if one was started."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             gathering.wait()
 
 
 class LocalGradients:
-    """Gradients of parameters of one dtype that no other rank adds to.
+    """Gradients of parameters of one dtype on a rank without other replicas.
 
-    They take no memory before the first backward makes them: a schedule that keeps all
-    micro-batches needs the most just before that.
+    They use no memory until the first backward pass allocates them: schedules that keep all
+    micro-batches need the most memory just before.
 
     Args:
         parameters: Parameters of one dtype and device.
-        device: Where the stage computes.
+        device: Device of the stage.
     """
 
     def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
@@ -382,11 +358,11 @@ class LocalGradients:
         self._without = self.parameters
 
     def unshare(self) -> None:
-        """Copy gradients that the last backward made and whose memory is shared.
+        """Copy gradients of the last backward pass whose memory is shared with other tensors.
 
-        Autograd may use what a backward function returns as it is. Its memory may also be that of
-        another parameter's gradient, or of one that is sent to another stage: both terms of a sum
-        get the same tensor. The next micro-batch adds in place.
+        Autograd may assign the tensor that a backward function returns. Its memory may also belong
+        to the gradient of another parameter, or to one that is sent to another stage (both terms of
+        a sum get the same tensor), and the next micro-batch accumulates in place.
         """
         come = [parameter for parameter in self._without if parameter.grad is not None]
         if not come:
@@ -406,16 +382,16 @@ class LocalGradients:
         return [parameter.grad is not None for parameter in self.parameters]
 
     def late(self) -> list[nn.Parameter]:
-        """Return nothing: there is no reduction that could have started too early."""
+        """Return an empty list: nothing is reduced, so nothing is late."""
         return []
 
     def start_reduction(self, strategy: ReduceStrategy | None) -> Pending | None:
-        """Check that there is nothing to sum."""
+        """Return None: there is no other replica."""
         assert strategy is None, "the stage's gradients are summed over other ranks"
         return None
 
     def wait(self) -> None:
-        """Return at once: nothing is summed."""
+        """Do nothing: nothing is reduced."""
 
     def finish(self, divisor: Divisor, used: Sequence[bool]) -> None:
         """Divide the gradients."""
@@ -424,10 +400,10 @@ class LocalGradients:
 
 
 def _is_unshared(gradient: Tensor) -> bool:
-    """Return whether a tensor fills memory that torch allocated for it alone.
+    """Return whether a tensor is the only user of its storage, and torch allocated the storage.
 
-    A needless copy costs more than its time: malloc cannot reuse the many small blocks that are
-    freed, so that on a CPU a stage's gradients would at times take their memory twice.
+    Unneeded copies cost more than their time: malloc cannot reuse the many small blocks that are
+    freed, so gradients of a stage on a CPU would sometimes need twice their memory.
     """
     memory = gradient.untyped_storage()
     return (
@@ -438,7 +414,7 @@ def _is_unshared(gradient: Tensor) -> bool:
 
 
 def _copy_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give parameters copies of their gradients, by one kernel."""
+    """Replace the gradients of parameters by copies, with one kernel."""
     present = [(p, p.grad) for p in parameters if p.grad is not None]
     gradients = [gradient for _, gradient in present]
     copies = [torch.empty_like(gradient) for gradient in gradients]

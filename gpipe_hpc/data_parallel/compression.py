@@ -1,13 +1,13 @@
-"""Compressed sums over the copies of a stage, with error feedback.
+"""Compressed all-reduce of gradients with error feedback.
 
-Every copy keeps what its message lost, the compression error or residual, and adds it to its next
-gradient (Seide et al., 2014; Karimireddy et al., 2019). `Compression` does so for all stages of a
-rank; `CompressedReduction` for the buckets of one, in the background while the rank computes.
+Every replica keeps its compression error (residual) and adds it to its next gradient (Seide et al.,
+2014; Karimireddy et al., 2019). `Compression` manages all stages of a rank; `CompressedReduction`
+reduces the buckets of one stage in the background.
 """
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from gpipe_hpc.comm.collectives.turns import Turn, Turns
 from gpipe_hpc.comm.collectives.wide import WideGroup
 from gpipe_hpc.comm.watchdog.noting import unheard
 from gpipe_hpc.data_parallel.compressors import (
-    CompressionTask,
     Compressor,
     check_fits,
     make_compressor,
@@ -34,15 +33,52 @@ _RESIDUAL: Final = re.compile(r"residual\.(.*)\.(\d+)_of_(\d+)")
 _KEPT: Final = "compressor."
 
 
-class ThreadQueue:
-    """Carries out jobs on tensors of the host one after the other, on a thread."""
+class JobQueue:
+    """Runs jobs in order in the background: on a thread for the CPU, on a stream for accelerators.
 
-    def __init__(self, name: str) -> None:
-        self._turns = Turns(name)
+    Not tested on two GPUs.
+
+    Args:
+        name: Name of the thread.
+        device: Where the tensors of the jobs are.
+        ranks_are_threads: Jobs block until other ranks, which are threads of this process, arrive.
+            A thread then launches the jobs on the stream.
+    """
+
+    def __init__(self, name: str, device: Device, *, ranks_are_threads: bool = False) -> None:
+        self._device = device
+        self._turns: Turns | None = None
+        self._launcher: PutByThread | None = None
+        if not device.is_accelerator:
+            self._turns = Turns(name)
+        else:
+            self._stream = device.stream()
+            self._launcher = PutByThread(name, device) if ranks_are_threads else None
 
     def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
-        """Start a job after those before it; `uses`: the caller's tensors that it uses."""
-        return _ThreadJob(self._turns.start(lambda note: job()))
+        """Start a job after the earlier ones and, on a device, after the current stream's work.
+
+        `uses`: the caller's tensors that the job reads or writes.
+        """
+        if self._turns is not None:
+            return _ThreadJob(self._turns.start(lambda note: job()))
+        if self._launcher is not None:
+            return self._launcher.start(lambda: self._launch(job, uses))
+        return self._launch(job, uses)
+
+    def _launch(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on(self._stream):
+            job()
+            done = self._stream.record_event()
+        for tensor in uses:
+            self._device.lend(tensor, self._stream)
+        return OnStream(done, self._device)
+
+    def finish_on_thread(self) -> None:
+        """Wait until the thread has run all jobs; return at once if jobs run on a stream."""
+        if self._turns is not None:
+            self.start(lambda: None, ()).wait()
 
 
 class _ThreadJob:
@@ -56,49 +92,11 @@ class _ThreadJob:
         self._turn.wait(unheard)  # the exchanges of the job report for whom they wait
 
 
-class StreamQueue:
-    """Carries out jobs on tensors of an accelerator on a stream. Not tested on two GPUs."""
-
-    def __init__(self, device: Device) -> None:
-        self._stream, self._device = device.stream(), device
-
-    def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
-        """Launch a job after what the current stream has to do so far."""
-        self._stream.wait_stream(self._device.current_stream())
-        with self._device.on(self._stream):
-            job()
-            done = self._stream.record_event()
-        for tensor in uses:
-            self._device.lend(tensor, self._stream)
-        return OnStream(done, self._device)
-
-
-class ThreadedStreamQueue:
-    """A `StreamQueue` that a thread fills, as jobs wait for ranks that are threads too."""
-
-    def __init__(self, name: str, device: Device) -> None:
-        self._queue, self._put = StreamQueue(device), PutByThread(name, device)
-
-    def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
-        """Start a job after those before it, and after what the current stream has to do."""
-        return self._put.start(lambda: self._queue.start(job, uses))
-
-
-Queue = ThreadQueue | StreamQueue | ThreadedStreamQueue
-
-
-def make_queue(name: str, device: Device, group: Group) -> Queue:
-    """Return what carries out, on a device, jobs that send within a group."""
-    if not device.is_accelerator:
-        return ThreadQueue(name)
-    is_of_threads = group.torch_group is None
-    return ThreadedStreamQueue(name, device) if is_of_threads else StreamQueue(device)
-
-
 class Residuals:
-    """The compression errors of parameters, those of a bucket in one flat buffer.
+    """Compression errors by parameter; those of a bucket are in one flat buffer.
 
-    Parameters may change their bucket, as when others are frozen; their residuals move along.
+    If a parameter moves to another bucket, for example because others were frozen, its residual
+    moves too.
     """
 
     def __init__(self) -> None:
@@ -106,7 +104,7 @@ class Residuals:
         self._loose: dict[str, Tensor] = {}  # in no bucket so far
 
     def of(self, items: Sequence[BucketItem], like: Tensor) -> Tensor:
-        """Return the residuals of a bucket, float64[n] if `like` is, else float32[n]."""
+        """Return the residuals of a bucket: float64[n] if `like` is float64, else float32[n]."""
         names = tuple(item.name for item in items)
         if names in self._flats:
             return self._flats[names][0]
@@ -122,12 +120,12 @@ class Residuals:
         return flat
 
     def named(self) -> dict[str, Tensor]:
-        """Return the residual of each parameter that has one, in its shape."""
+        """Return the residuals by parameter name, in the shapes of the parameters."""
         placed = {i.name: _part(flat, i) for flat, items in self._flats.values() for i in items}
         return {**self._loose, **placed}
 
     def restore(self, named: Mapping[str, Tensor]) -> None:
-        """Replace all residuals by these."""
+        """Replace all residuals."""
         self._flats.clear()
         self._loose = dict(named)
 
@@ -136,36 +134,29 @@ def _part(flat: Tensor, item: BucketItem) -> Tensor:
     return flat[item.start : item.stop].view(item.shape)
 
 
-class _Copy(NamedTuple):
-    """One of the copies of a stage."""
-
-    number: int
-    of: int
-
-
 class CompressedReduction:
-    """Sums the buckets of one stage over its copies; each copy adds what it lost before.
+    """All-reduces the buckets of one stage with compression and error feedback.
 
-    Residuals are kept in units of the gradient of the summed loss: what a backward starts from, a
-    power of two, may change from step to step, so they are multiplied and divided by it, which
-    changes no bit. A parameter that this replica did not use in a step keeps its residual: if no
-    replica used it, its gradient is None, and what was sent would be lost.
+    Residuals are stored in units of the gradient of the summed loss. The scale with which a
+    backward pass starts, a power of two, may change between steps; residuals are multiplied and
+    divided by it, which is exact. A parameter that this replica did not use in a step keeps its
+    residual: if no replica used it, its gradient is None, and the sent residual would be lost.
 
     Args:
-        compressor: What sums a bucket.
-        group: The copies.
-        queue: What carries out the sums over `group` in the background, in one order for all stages
-            that share the group.
-        stage: Index of the stage, part of the key of random numbers.
+        compressor: Sums a bucket.
+        group: The replicas.
+        queue: Runs the reductions over `group` in the background, in one order for all stages that
+            share the group.
+        stage: Index of the stage, part of the random seed.
         seed: The seed of the run.
-        may_skip: Steps may be skipped for an overflow; residuals are then restored.
+        may_skip: Steps may be skipped after an overflow; residuals are then restored.
     """
 
     def __init__(
         self,
         compressor: Compressor,
         group: Group,
-        queue: Queue,
+        queue: JobQueue,
         *,
         stage: int,
         seed: int,
@@ -180,38 +171,38 @@ class CompressedReduction:
         self._kept_before: dict[str, Tensor] = {}
 
     def begin(self, step: int, unit: Tensor) -> None:
-        """Begin a step whose backward starts from `unit`, a scalar."""
+        """Begin a step whose backward pass starts with the scalar `unit`."""
         self._step, self._number, self._unit = step, 0, unit
         self._before.clear()
         self._kept_before = dict(self._compressor.state())
 
     def start(self, flat: Tensor, items: Sequence[BucketItem]) -> Pending:
-        """Start summing in place, as a `ReduceStrategy`; all copies get the same bits."""
+        """Start summing a bucket in place, with equal bits on all replicas (a `ReduceStrategy`)."""
         own = self._residuals.of(items, flat)
         if self._may_skip:
             self._before.append((own, own.clone()))
         words = (self._seed, self._step, self._group.position, self._stage, self._number)
         self._number += 1
-        task = CompressionTask(self._group, tuple(items), message_key(*words))
+        key = message_key(*words)
         unit = self._unit.to(device=flat.device, dtype=own.dtype)
-        return self._queue.start(lambda: self._sum(flat, own, task, unit), (flat, own, unit))
+        return self._queue.start(lambda: self._sum(flat, own, items, key, unit), (flat, own, unit))
 
-    def _sum(self, flat: Tensor, own: Tensor, task: CompressionTask, unit: Tensor) -> None:
-        kept = [
-            (part, part.clone())
-            for part in (own[i.start : i.stop] for i in task.items if not i.is_used)
-        ]
+    def _sum(
+        self, flat: Tensor, own: Tensor, items: Sequence[BucketItem], key: int, unit: Tensor
+    ) -> None:
+        unused = [own[i.start : i.stop] for i in items if not i.is_used]
+        kept = [(part, part.clone()) for part in unused]
         own.mul_(unit).add_(flat)
         for part, _ in kept:
             part.zero_()
-        flat.copy_(self._compressor.sum(own, task))
+        flat.copy_(self._compressor.sum(own, self._group, items, key))
         # What is not finite was sent; kept, it would spoil every later step.
         own.div_(unit).nan_to_num_(0.0, 0.0, 0.0)
         for part, before in kept:
             part.add_(before)
 
     def end(self, *, is_kept: bool) -> None:
-        """End a step; one that is not kept changes nothing."""
+        """End a step; if it is skipped, restore the residuals and the compressor's state."""
         if not is_kept:
             assert self._may_skip, "steps are skipped only if the loss is scaled"
             for own, before in self._before:
@@ -220,13 +211,13 @@ class CompressedReduction:
         self._before.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps: residuals by copy, and the compressor's state."""
+        """Return this replica's residuals and the compressor's state, for a checkpoint."""
         own = self._own_copy
         residuals = {_residual_name(n, own): t for n, t in self._residuals.named().items()}
         return residuals | {_KEPT + n: t for n, t in self._compressor.state().items()}
 
     def wanted(self, stored: Collection[str], parameters: Collection[str]) -> list[str]:
-        """Return which tensors of a checkpoint `restore` needs for these parameters."""
+        """Return the names of the tensors in a checkpoint that `restore` needs."""
         found = [_KEPT + name for name in parameters if _KEPT + name in stored]
         for name, copies in _residuals_in(stored).items():
             if name in parameters:
@@ -235,9 +226,9 @@ class CompressedReduction:
         return found
 
     def restore(self, tensors: Mapping[str, Tensor], parameters: Collection[str]) -> None:
-        """Continue with what a checkpoint kept.
+        """Restore residuals and the compressor's state from a checkpoint.
 
-        If it is of another number of copies, each takes an equal part of the sum of all residuals,
+        If the number of replicas has changed, each takes an equal part of the sum of all residuals,
         so that nothing is lost.
         """
         named = {}
@@ -254,56 +245,60 @@ class CompressedReduction:
         self._compressor.restore({n: t for n, t in kept.items() if n in parameters})
 
     @property
-    def _own_copy(self) -> _Copy:
-        return _Copy(self._group.position, self._group.size)
+    def _own_copy(self) -> tuple[int, int]:
+        return self._group.position, self._group.size
 
 
-def _residual_name(parameter: str, copy: _Copy) -> str:
-    """Return the name under which a checkpoint keeps a copy's residual of a parameter."""
-    return f"residual.{parameter}.{copy.number}_of_{copy.of}"
+def _residual_name(parameter: str, copy: tuple[int, int]) -> str:
+    """Return the name in a checkpoint of a parameter's residual on replica (number, of)."""
+    return f"residual.{parameter}.{copy[0]}_of_{copy[1]}"
 
 
-def _residuals_in(names: Iterable[str]) -> dict[str, list[_Copy]]:
-    """Return the copies whose residuals are among the names of a checkpoint, by parameter."""
-    found: dict[str, list[_Copy]] = {}
+def _residuals_in(names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
+    """Return the replicas (number, of) with a residual in a checkpoint, by parameter name."""
+    found: dict[str, list[tuple[int, int]]] = {}
     for match in filter(None, map(_RESIDUAL.fullmatch, names)):
-        found.setdefault(match[1], []).append(_Copy(int(match[2]), int(match[3])))
+        found.setdefault(match[1], []).append((int(match[2]), int(match[3])))
     return {name: sorted(copies) for name, copies in found.items()}
 
 
 class Compression:
-    """Makes the compressed reductions of a rank's stages and leads them through its steps.
+    """Compressed all-reduce of all stages of a rank.
 
     Args:
         outer: The settings.
         seed: The seed of the run.
-        may_skip: Steps may be skipped for an overflow.
+        may_skip: Steps may be skipped after an overflow.
     """
 
     def __init__(self, outer: Outer, seed: int, *, may_skip: bool) -> None:
         self._outer, self._seed, self._may_skip = outer, seed, may_skip
         self._reductions: list[tuple[CompressedReduction, frozenset[str]]] = []
-        self._queues: dict[Group, Queue] = {}
+        self._queues: dict[Group, JobQueue] = {}
 
     def reduction(
         self, index: int, gradients: GradientBuckets, copies: Group, *, is_wide: bool = False
     ) -> CompressedReduction:
-        """Return how a stage's buckets are summed.
+        """Return the reduction of the buckets of a stage.
 
         Args:
             index: Index of the stage.
             gradients: Its parameters.
-            copies: The ranks that hold them.
-            is_wide: What is summed is in float32 at least.
+            copies: The replicas.
+            is_wide: Gradients are summed in float32 or wider.
 
-        Raises ModelError for a parameter of a dtype that the compressor does not support.
+        Raises ModelError for a parameter whose dtype the compressor does not support.
         """
         for name, parameter in gradients.named.items():
             if parameter.requires_grad:
                 least = torch.float32 if is_wide else parameter.dtype
                 check_fits(self._outer.compress, name, torch.promote_types(parameter.dtype, least))
         if copies not in self._queues:
-            self._queues[copies] = make_queue("compressed sums", gradients.device, copies)
+            self._queues[copies] = JobQueue(
+                "compressed sums",
+                gradients.device,
+                ranks_are_threads=copies.torch_group is None,
+            )
         reduction = CompressedReduction(
             make_compressor(self._outer),
             copies,
@@ -316,42 +311,42 @@ class Compression:
         return reduction
 
     def wait_until_idle(self, copies: Group) -> None:
-        """Wait until no sum of a group is under way, before another collective of a wide group.
+        """Wait until no reduction is running in a wide group.
 
-        A wide group carries out its collectives in one order, which has to be the same on all
-        ranks: a sum that a job starts, and one that the caller starts meanwhile, have no order.
+        Call this before another collective: a wide group runs its collectives in the order in which
+        they start, which must be the same on all ranks, but background jobs start theirs at any
+        time.
         """
-        queue = self._queues.get(copies)
-        if isinstance(copies, WideGroup) and isinstance(queue, ThreadQueue):
-            queue.start(lambda: None, ()).wait()
+        if isinstance(copies, WideGroup) and copies in self._queues:
+            self._queues[copies].finish_on_thread()
 
     def begin(self, step: int, unit: Tensor) -> None:
-        """Begin a step whose backward starts from `unit`."""
+        """Begin a step whose backward pass starts with `unit`."""
         for reduction, _ in self._reductions:
             reduction.begin(step, unit)
 
     def end(self, *, is_kept: bool) -> None:
-        """End a step; one that is not kept changes nothing."""
+        """End a step; a skipped step changes nothing."""
         for reduction, _ in self._reductions:
             reduction.end(is_kept=is_kept)
 
     @property
     def sent_bytes(self) -> int:
-        """Return how much this rank has sent so far."""
+        """Return the number of bytes that this rank has sent so far."""
         return sum(group.sent.num_bytes for group in self._queues)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps."""
+        """Return the tensors for a checkpoint."""
         return {
             name: t for reduction, _ in self._reductions for name, t in reduction.state().items()
         }
 
     def wanted(self, stored: Collection[str]) -> Iterator[str]:
-        """Yield which tensors of a checkpoint `restore` needs."""
+        """Yield the names of the tensors in a checkpoint that `restore` needs."""
         for reduction, parameters in self._reductions:
             yield from reduction.wanted(stored, parameters)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what a checkpoint kept; what it lacks starts from zero."""
+        """Restore the state from a checkpoint; missing residuals start from zero."""
         for reduction, parameters in self._reductions:
             reduction.restore(tensors, parameters)

@@ -1,10 +1,10 @@
-"""Compressors: sum flat tensors over the copies of a stage in fewer bytes.
+"""Compressors: sum flat tensors over replicas with less communication.
 
-    bfloat16, float16, qsgd   codes of fewer bits a number, exchanged by `CodedAllReduce`
-    topk                      the largest numbers and their places
+    bfloat16, float16, qsgd   codes of fewer bits per number, exchanged by `CodedAllReduce`
+    topk                      the numbers of largest magnitude and their indices
     powersgd                  low-rank factors of matrices
 
-Every copy gets the same bits, and keeps what its message lost: see `compression`.
+All replicas get the same bits. Each keeps its compression error: see `compression`.
 """
 
 import math
@@ -26,74 +26,65 @@ from gpipe_hpc.models import mix64
 from gpipe_hpc.settings import Outer
 
 
-class CompressionTask(NamedTuple):
-    """What a compressor sums over `group`: the items of a bucket.
+class Compressor:
+    """Sums flat tensors over the replicas of a stage in fewer bytes."""
 
-    `key`: seed of all randomness, another one for each copy, step and bucket (0 <= key < 2**63).
-    """
+    def sum(
+        self, own: torch.Tensor, group: Group, items: Sequence[BucketItem], key: int
+    ) -> torch.Tensor:
+        """Return an approximate sum of every replica's `own`, as a new tensor.
 
-    group: Group
-    items: tuple[BucketItem, ...]
-    key: int
+        All replicas get the same bits. On return, `own` contains this replica's compression error:
+        the errors of all replicas and the result add up to the exact sum. All replicas call this in
+        the same order, possibly on a background thread.
 
-
-class Compressor(Protocol):
-    """Sums flat tensors over the copies of a stage in fewer bytes."""
-
-    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
-        """Return about the sum of every copy's `own`, float32[n] or float64[n]: a new tensor.
-
-        All copies get the same bits. Leaves in `own` the compression error of this copy: the errors
-        of all copies and the result together are the exact sum. All copies call it in the same
-        order, perhaps on a thread in parallel with the main one.
+        Args:
+            own: The bucket of this replica, float32[n] or float64[n].
+            group: The replicas.
+            items: The parameters in the bucket.
+            key: Random seed, different for each replica, step and bucket (0 <= key < 2**63).
         """
+        raise NotImplementedError
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return what it keeps from step to step, the same on all copies, by parameter."""
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue with what a checkpoint kept."""
-
-
-class Stateless:
-    """A compressor that keeps nothing from step to step."""
-
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """Return nothing."""
+        """Return the tensors kept between steps, equal on all replicas, by parameter name."""
         return {}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Ignore the state, which is empty."""
+        """Restore the tensors of `state` from a checkpoint."""
 
 
 class Code(Protocol):
-    """Encodes numbers in fewer bits."""
+    """Interface of encodings of numbers in fewer bits."""
 
     def num_bytes(self, count: int) -> int:
-        """Return the bytes of the code of `count` numbers; 0 for 0."""
+        """Return the size in bytes of `count` encoded numbers; 0 for 0."""
 
     def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
-        """Return the code of float[n], uint8[num_bytes(n)]; `key` seeds its randomness."""
+        """Return float[n] encoded as uint8[num_bytes(n)]; `key` is the random seed."""
 
     def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the decoded numbers, float[count] of `dtype`."""
 
 
-class CodedAllReduce(Stateless):
-    """Exchange encoded shards, add them in float32 or wider, and gather the encoded sums.
+class CodedAllReduce(Compressor):
+    """All-reduce that exchanges encoded shards and all-gathers the encoded sums.
 
-    Numbers are encoded twice: on their way to the copy that sums a shard, and as that shard's sum.
-    The sender keeps the error of the first code, the copy that sums that of the second. A rank
-    sends 2 (n-1) shards of 1/n of the numbers, n the number of copies: as many as a ring. If copies
-    are not all connected, codes are forwarded by others.
+    Numbers are encoded twice: when they are sent to the replica that sums a shard, and as the sum
+    of that shard. The sender keeps the error of the first encoding, the summing replica that of the
+    second. A rank sends 2 (n-1) shards of 1/n of the numbers, like a ring all-reduce; n is the
+    number of replicas. If replicas are not all connected, others forward the encoded shards. Sums
+    are in float32 or wider.
     """
 
     def __init__(self, code: Code) -> None:
         self._code = code
 
-    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
-        """Return the sum of decoded numbers; see `Compressor`."""
-        group, code = task.group, self._code
+    def sum(
+        self, own: torch.Tensor, group: Group, items: Sequence[BucketItem], key: int
+    ) -> torch.Tensor:
+        """Return the sum of the decoded numbers; see `Compressor`."""
+        code = self._code
         size, position = group.size, group.position
         counts = even_counts(own.numel(), size)
         shards = torch.split(own, list(counts))
@@ -102,7 +93,7 @@ class CodedAllReduce(Stateless):
         parts = torch.split(codes, sizes)
         for at in range(size):
             if at != position:
-                coded = code.encode(shards[at], _mix_key(task.key, at))
+                coded = code.encode(shards[at], _mix_key(key, at))
                 parts[at].copy_(coded)
                 shards[at].sub_(code.decode(coded, counts[at], own.dtype))
         received = group.all_to_all(codes, sizes)
@@ -110,7 +101,7 @@ class CodedAllReduce(Stateless):
         for at in range(size):
             is_own = at == position
             total += shards[at] if is_own else _decoded(code, received[at], len(total), own.dtype)
-        parts[position].copy_(code.encode(total, _mix_key(task.key, size)))
+        parts[position].copy_(code.encode(total, _mix_key(key, size)))
         group.all_gather(codes, sizes)
         numbered = zip(parts, counts, strict=True)
         result = torch.cat([_decoded(code, part, count, own.dtype) for part, count in numbered])
@@ -119,7 +110,7 @@ class CodedAllReduce(Stateless):
 
 
 def _decoded(code: Code, part: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Decode a part of a message; a copy is aligned, as decoders read whole words."""
+    """Decode a part of a message; the copy is aligned, because decoders read whole words."""
     return code.decode(part.clone(), count, dtype)
 
 
@@ -135,11 +126,11 @@ class BFloat16Code:
         return 2 * count
 
     def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
-        """Return the numbers rounded to the nearest."""
+        """Return the numbers rounded to nearest."""
         return as_bytes(numbers.to(torch.bfloat16))
 
     def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rounded numbers."""
+        """Return the decoded numbers."""
         return code.view(torch.bfloat16).to(dtype)
 
 
@@ -153,9 +144,9 @@ _MAX_SHIFT_OF_DOUBLE: Final = 1000
 class Float16Code:
     """Numbers rounded to float16: half the bytes of float32, with 11 bits of precision.
 
-    The range of float16 is small: 6e-8 to 65504. So each message is multiplied by a power of two,
-    whose exponent is sent first and brings the largest number near the top: nothing overflows, and
-    what underflows next to the largest remains in the compression error.
+    The range of float16 is small: 6e-8 to 65504. So each message is multiplied by a power of two
+    that brings its largest number near the top of the range; the exponent is sent first. Nothing
+    overflows, and numbers that underflow remain in the compression error.
     """
 
     def num_bytes(self, count: int) -> int:
@@ -163,9 +154,9 @@ class Float16Code:
         return 2 * count + _SCALE_BYTES if count else 0
 
     def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
-        """Return the exponent and the scaled numbers, rounded to the nearest.
+        """Return the exponent and the scaled numbers, rounded to nearest.
 
-        Infinities and NaN arrive as such.
+        Infinities and NaN are preserved.
         """
         if not numbers.numel():
             return numbers.new_empty(0, dtype=torch.uint8)
@@ -178,7 +169,7 @@ class Float16Code:
         return torch.cat([as_bytes(shift), as_bytes(scaled)])
 
     def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rounded numbers, scaled back."""
+        """Return the decoded numbers with the original scale."""
         if not count:
             return code.new_empty(0, dtype=dtype)
         shift = code[:_SCALE_BYTES].view(torch.int32)
@@ -195,10 +186,10 @@ _FLOAT64_FRACTION_BITS: Final = 52
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2 ** exponent, float64, for whole numbers from -1022 to 1023.
+    """Return 2 ** exponent as float64, for exponents from -1022 to 1023.
 
-    Made of its bits: `torch.ldexp` multiplies by `torch.pow(2, n)` in float32, which a device may
-    round.
+    The bits are set directly: `torch.ldexp` multiplies by `torch.pow(2, n)` in float32, which a
+    device may round.
     """
     bits = (exponent.to(torch.int64) + _FLOAT64_BIAS) << _FLOAT64_FRACTION_BITS
     return bits.view(torch.float64)
@@ -213,18 +204,19 @@ _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class QsgdCode:
-    """QSGD: numbers rounded at random to one of 2 s + 1 levels (Alistarh et al., arXiv 1610.02132).
+    """QSGD: numbers rounded stochastically to 2 s + 1 levels (Alistarh et al., arXiv 1610.02132).
 
-    Legend: d numbers of a group, s levels, u uniform in [0, 1).
+    Legend: d numbers of a group, s levels, u uniform in [0, 1), m the largest magnitude of the
+    group.
 
-    A group's numbers x become ``sign(x) floor(|x| / m * s + u)`` of -s to s, and m, the largest
-    magnitude of the group, is sent too. (The paper divides by the group's 2-norm, or by m, which
-    loses less.) The expectation of what arrives is x. One group loses at most ``sqrt(d) / (2 s) -
-    1/2`` of its squared norm: less than 1, so that error feedback stays bounded, for d = 256 from
-    s = 7 on. A level takes 4 bits up to s = 7, else 8.
+    A number x becomes ``sign(x) floor(|x| / m * s + u)``, an integer from -s to s; m is sent, too.
+    (The paper divides by the 2-norm of the group, or by m, which has less error.) The expected
+    value of the decoded number is x. A group loses at most ``sqrt(d) / (2 s) - 1/2`` of its squared
+    norm. For d = 256 this is less than 1 from s = 7 on, so that error feedback stays bounded. A
+    level takes 4 bits for s = 7, otherwise 8.
 
-    m is sent as float32. If m is float64 and float32 cannot hold it, the next power of two is used:
-    its exponent, plus 2048, is sent with a negative sign.
+    m is sent as float32. A float64 m outside the range of float32 is replaced by the next power of
+    two, sent as -(exponent + 2048).
     """
 
     def __init__(self, levels: int) -> None:
@@ -237,12 +229,12 @@ class QsgdCode:
         self._per_byte = 2 if levels <= _MIN_LEVELS else 1
 
     def num_bytes(self, count: int) -> int:
-        """Return 4 or 8 bits per number, in whole groups, and four bytes per group."""
+        """Return 4 or 8 bits per number in whole groups, and four bytes per group."""
         num_groups = -(-count // QSGD_GROUP)
         return num_groups * (QSGD_GROUP // self._per_byte + 4)
 
     def encode(self, numbers: torch.Tensor, key: int) -> torch.Tensor:
-        """Return the largest number of each group, then the levels."""
+        """Return the largest magnitude of each group, then the levels."""
         count, device = numbers.numel(), numbers.device
         num_groups = -(-count // QSGD_GROUP)
         padded = numbers.new_zeros(num_groups * QSGD_GROUP)
@@ -261,7 +253,7 @@ class QsgdCode:
         return torch.cat([as_bytes(sent), shifted])
 
     def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the levels as numbers."""
+        """Return the decoded numbers."""
         num_groups = -(-count // QSGD_GROUP)
         largest = _decode_largest(code[: 4 * num_groups].view(torch.float32).view(-1, 1), dtype)
         shifted = code[4 * num_groups :]
@@ -272,7 +264,7 @@ class QsgdCode:
 
 
 def _encode_largest(largest: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each group as it is sent, float32[groups, 1]."""
+    """Return the largest magnitude of each group in the format that is sent, float32[groups, 1]."""
     _, exponent = torch.frexp(largest)
     exponent = exponent.clamp(max=_MAX_EXPONENT)
     is_held = (largest == 0) | ((largest >= _TINY) & (largest <= _HUGE))
@@ -291,12 +283,13 @@ def _decode_largest(sent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 _MAX_FRACTION: Final = 0.5  # an index takes as many bytes as a number
 
 
-class TopK(Stateless):
-    """Send a fraction of a bucket's numbers, those of the largest magnitude; all copies sum all.
+class TopK(Compressor):
+    """Sends a fraction of the numbers in a bucket, those of largest magnitude.
 
-    A number takes 4 bytes (8 in float64) and its index 4. Each copy receives those of all others.
-    Sources: Aji and Heafield, Sparse communication for distributed gradient descent, 2017; Lin et
-    al., Deep gradient compression, 2018 (without its momentum correction, masks and warm-up).
+    A number takes 4 bytes (8 in float64) and its index 4. Each replica receives the numbers of all
+    others and adds them. Sources: Aji and Heafield, Sparse communication for distributed gradient
+    descent, 2017; Lin et al., Deep gradient compression, 2018 (without its momentum correction,
+    masking and warm-up).
     """
 
     def __init__(self, fraction: float) -> None:
@@ -308,20 +301,22 @@ class TopK(Stateless):
         self._fraction = fraction
 
     def num_kept(self, count: int) -> int:
-        """Return how many of a bucket's `count` numbers are sent."""
+        """Return how many of `count` numbers are sent."""
         return min(count, math.ceil(self._fraction * count))
 
-    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
-        """Return the sum of what was chosen, in the order of ranks; see `Compressor`."""
+    def sum(
+        self, own: torch.Tensor, group: Group, items: Sequence[BucketItem], key: int
+    ) -> torch.Tensor:
+        """Return the sum of the selected numbers, added in rank order; see `Compressor`."""
         count = own.numel()
         assert count < 2**31, f"a bucket of {count} numbers needs longer indices"
         kept = self.num_kept(count)
         chosen = own.abs().topk(kept, sorted=False).indices.sort().values
         message = torch.cat([as_bytes(chosen.to(torch.int32)), as_bytes(own[chosen])])
         total = torch.zeros_like(own)
-        sizes = [message.numel()] * task.group.size
-        gathered = message.repeat(task.group.size)
-        task.group.all_gather(gathered, sizes)
+        sizes = [message.numel()] * group.size
+        gathered = message.repeat(group.size)
+        group.all_gather(gathered, sizes)
         for each in torch.split(gathered, sizes):
             places, values = each[: 4 * kept].clone().view(torch.int32), each[4 * kept :]
             # A copy names each place once, so nothing depends on the order within.
@@ -331,7 +326,7 @@ class TopK(Stateless):
 
 
 class _Matrix(NamedTuple):
-    """A parameter of a bucket as a matrix; `rank`: the columns of its two factors."""
+    """A parameter viewed as a matrix; `rank` is the number of columns of its factors."""
 
     item: BucketItem
     rows: int
@@ -339,23 +334,23 @@ class _Matrix(NamedTuple):
     rank: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the view of it in the bucket's buffer."""
+        """Return the view of the matrix in the bucket's buffer."""
         return flat[self.item.start : self.item.stop].view(self.rows, self.columns)
 
 
-class PowerSGD:
-    """Sum matrices as products of low rank (Vogels et al., 2019, arXiv 1905.13727).
+class PowerSGD(Compressor):
+    """Sums low-rank approximations of matrices (Vogels et al., 2019, arXiv 1905.13727).
 
     Legend: M a gradient as a matrix of n rows (its first dimension) and m columns, r its rank.
 
-    Each copy multiplies its M by Q, m x r, which is the same on all; the products are summed and
-    orthonormalised: P, n x r. The sum of the copies' ``M^T P`` is the next Q, with which the next
-    step starts; ``P Q^T`` is the sum of the projections of the copies' M on the space of P. A copy
-    keeps the rest of its own: ``M - P P^T M``.
+    Each replica multiplies its M by Q (m x r, equal on all replicas). The products are summed and
+    orthonormalised: P (n x r). The sum of ``M^T P`` over replicas is the next Q, with which the
+    next step starts. ``P Q^T`` is the sum of the projections of all M onto the columns of P. A
+    replica keeps its error ``M - P P^T M``.
 
-    ``r (n + m)`` numbers are summed for a matrix; vectors, and matrices that factors would not
-    shorten, are summed whole. The sums use our own ring, which gives the same bits on all copies; P
-    is computed on each, so copies must be computers of one kind.
+    ``r (n + m)`` numbers are all-reduced for a matrix. Vectors, and matrices that factors would not
+    shorten, are summed uncompressed. The ring all-reduce gives the same bits on all replicas; P is
+    computed on each, so all replicas must have the same kind of hardware.
     """
 
     def __init__(self, rank: int) -> None:
@@ -366,12 +361,13 @@ class PowerSGD:
         self._rank = rank
         self._starts: dict[str, torch.Tensor] = {}
 
-    def sum(self, own: torch.Tensor, task: CompressionTask) -> torch.Tensor:
-        """Return the sum of low rank; see `Compressor`."""
-        group = task.group
-        matrices = [found for item in task.items if (found := self._matrix(item))]
+    def sum(
+        self, own: torch.Tensor, group: Group, items: Sequence[BucketItem], key: int
+    ) -> torch.Tensor:
+        """Return the low-rank approximation of the sum; see `Compressor`."""
+        matrices = [found for item in items if (found := self._matrix(item))]
         taken = {found.item.name for found in matrices}
-        whole = [item for item in task.items if item.name not in taken]
+        whole = [item for item in items if item.name not in taken]
         starts = [self._start(each, own) for each in matrices]
         products = [each.of(own) @ start for each, start in zip(matrices, starts, strict=True)]
         vectors = [own[item.start : item.stop] for item in whole]
@@ -392,15 +388,15 @@ class PowerSGD:
         return total
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return Q of each matrix."""
+        """Return Q of each matrix, by parameter name."""
         return self._starts
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Start from these Q."""
+        """Set the Q of each matrix with which the next step starts."""
         self._starts = dict(state)
 
     def _matrix(self, item: BucketItem) -> _Matrix | None:
-        """Return the parameter as a matrix; None if factors would not be shorter."""
+        """Return the parameter as a matrix; None if its factors would not be shorter."""
         if len(item.shape) < 2:
             return None
         rows, columns = item.shape[0], item.shape[1:].numel()
@@ -410,7 +406,7 @@ class PowerSGD:
         return _Matrix(item, rows, columns, rank)
 
     def _start(self, each: _Matrix, like: torch.Tensor) -> torch.Tensor:
-        """Return the Q to start from: the last one, or the same random one on all copies."""
+        """Return Q for the next step: the stored one, or random numbers equal on all replicas."""
         name, shape = each.item.name, (each.columns, each.rank)
         kept = self._starts.get(name)
         if kept is None or kept.shape != shape:
@@ -420,7 +416,7 @@ class PowerSGD:
 
 
 def _ring_sum(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Return the sums of tensors over the group, in their shapes."""
+    """Return the sums of tensors over the group, with their shapes."""
     if not parts:
         return []
     flat = torch.cat([part.reshape(-1) for part in parts])
@@ -446,12 +442,12 @@ _MAKERS: Final[Mapping[str, Callable[[Outer], Compressor]]] = MappingProxyType(
 
 
 def make_compressor(outer: Outer) -> Compressor:
-    """Return the compressor of ``outer.compress``."""
+    """Return the compressor for ``outer.compress``."""
     return _MAKERS[outer.compress](outer)
 
 
 def check_fits(compress: str, name: str, dtype: torch.dtype) -> None:
-    """Raise ModelError for a parameter of a dtype that the compressor does not support."""
+    """Raise ModelError for a parameter whose dtype the compressor does not support."""
     if compress == "none":
         return
     kind = str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Where parameters lie in flat buffers, and which elements each copy of a stage owns.
+"""Positions of parameters in flat buffers, and the elements that each replica owns.
 
-Arithmetic alone: the engine makes its buckets by these functions, and the planner predicts their
-memory by the same ones.
+Arithmetic only: the engine allocates its buckets with these functions, and the planner predicts
+their memory with the same ones.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 Buckets = tuple[tuple[str, ...], ...]
-"""The parameters of each bucket of a stage, by global name, in the order of their memory."""
+"""Global names of the parameters in each bucket of a stage, in the order of their memory."""
 
 ALIGNED: Final = 16
-"""Elements: each tensor in a flat buffer begins at a multiple of so many.
+"""Alignment in elements of tensors in a flat buffer.
 
-A tensor of its own begins at such an address, and kernels then load several numbers at once. At any
-other address they add the numbers up in another order: on a GPU the norm of a gradient had another
-last bit in a bucket than alone.
+Separate tensors begin at such addresses, where kernels load several numbers at once. At other
+addresses, kernels add numbers in another order: on a GPU, the norm of a gradient in a bucket
+differed in the last bit from that of a separate tensor.
 """
 
 
@@ -30,17 +30,16 @@ class GradientSize(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of the gradient."""
+        """Return the size of the gradient in bytes."""
         return self.num_elements * self.dtype.itemsize
 
 
 def fill_buckets(parameters: Mapping[str, GradientSize], bucket_bytes: float) -> Buckets:
-    """Divide a stage's parameters into buckets of one dtype and at most `bucket_bytes` each.
+    """Assign the parameters of a stage to buckets of one dtype and at most `bucket_bytes` each.
 
-    A backward makes the gradients of the last layers first, so buckets are filled from the end of
-    the model, and numbered in the order in which their last gradient is complete. A parameter of
-    more than `bucket_bytes` has a bucket of its own. Padding between tensors (`ALIGNED`) does not
-    count.
+    A backward pass computes the gradients of the last layers first. So buckets are filled from the
+    end of the model and numbered in the order in which they are complete. A parameter larger than
+    `bucket_bytes` has a bucket of its own. Padding between tensors (`ALIGNED`) does not count.
 
     Args:
         parameters: Sizes by global name, in the model's order.
@@ -62,9 +61,14 @@ def fill_buckets(parameters: Mapping[str, GradientSize], bucket_bytes: float) ->
 
 
 class BucketItem(NamedTuple):
-    """A parameter in a bucket: global name, shape, and elements `start` to `stop` of the buffer.
+    """A parameter in a bucket.
 
-    `is_used`: whether a micro-batch of this replica used it in this step.
+    Args:
+        name: Global name.
+        shape: Shape of the parameter.
+        start: First element in the buffer.
+        stop: End of the elements in the buffer.
+        is_used: Whether a micro-batch of this replica used the parameter in this step.
     """
 
     name: str
@@ -75,7 +79,7 @@ class BucketItem(NamedTuple):
 
 
 class ShardSpan(NamedTuple):
-    """Elements of a flattened parameter that the copy of its stage at `position` owns."""
+    """Elements of a flattened parameter that the replica at `position` owns."""
 
     position: int
     start: int
@@ -83,13 +87,14 @@ class ShardSpan(NamedTuple):
 
 
 class FlatLayout:
-    """Parameters one after the other in a flat buffer, divided into one equal shard per copy.
+    """Parameters in consecutive parts of a flat buffer that is divided into equal shards.
 
-    The buffer is padded so that shards are equal. With few elements the last copies own none.
+    There is one shard for each replica. The buffer is padded so that shards are equal; with few
+    elements, the last replicas own none.
 
     Args:
-        sizes: Elements of each parameter, in the order of their memory.
-        num_copies: Copies of the stage that share the buffer.
+        sizes: Number of elements of each parameter, in the order of their memory.
+        num_copies: Number of replicas that share the buffer.
     """
 
     def __init__(self, sizes: Mapping[str, int], num_copies: int = 1) -> None:
@@ -103,14 +108,14 @@ class FlatLayout:
         self.padded_elements = self.shard_elements * num_copies
 
     def span(self, position: int) -> tuple[int, int]:
-        """Return where the shard of the copy at `position` begins and ends, without padding."""
+        """Return the first element and the end of a replica's shard, without padding."""
         start = min(position * self.shard_elements, self.num_elements)
         return start, min(start + self.shard_elements, self.num_elements)
 
     def slices(self, position: int) -> Iterator[tuple[str, int, int]]:
-        """Yield name, start and stop of the elements of each parameter in the shard of a copy.
+        """Yield (name, start, stop) for the elements of each parameter in a replica's shard.
 
-        A parameter without elements is in no shard.
+        Parameters without elements are in no shard.
         """
         first, last = self.span(position)
         for name, size in self.sizes.items():
@@ -120,9 +125,9 @@ class FlatLayout:
                 yield name, start, stop
 
     def spans_of(self, name: str) -> list[ShardSpan]:
-        """Return what each copy owns of a parameter with elements, the first elements first.
+        """Return the elements of a parameter that each replica owns, in order.
 
-        Every copy computes the same, without communication.
+        Computed without communication; the result is equal on all replicas.
         """
         first, last = self.offsets[name], self.offsets[name] + self.sizes[name]
         assert first < last, f"{name} has no elements, so no copy owns any"
@@ -135,11 +140,15 @@ class FlatLayout:
 
 
 class OwnedParameter(NamedTuple):
-    """What this rank's optimizer updates of a parameter: all of it, or a span of its elements.
+    """The elements of a parameter that this rank's optimizer updates: all, or a span.
 
-    `parameter` is what an optimizer steps on and keeps state for: `whole` itself, or a
-    one-dimensional view of the elements of `whole` from `start` on. `layout` and `name`: where the
-    parameter lies in a sharded bucket, if it does.
+    Args:
+        parameter: The tensor that the optimizer updates: `whole`, or a one-dimensional view of its
+            elements.
+        whole: The parameter of the model.
+        start: First element of the view.
+        layout: Layout of the sharded bucket that contains the parameter; None if it is not sharded.
+        name: Name of the parameter in that layout.
     """
 
     parameter: nn.Parameter
@@ -150,21 +159,21 @@ class OwnedParameter(NamedTuple):
 
     @classmethod
     def full(cls, parameter: nn.Parameter) -> "OwnedParameter":
-        """Return that this rank updates all elements of a parameter."""
+        """Return an instance for a parameter that this rank updates as a whole."""
         return cls(parameter, parameter)
 
     @property
     def spans(self) -> list[ShardSpan]:
-        """Return what each copy of the stage owns of a parameter in a sharded bucket.
+        """Return the span that each replica owns of a parameter in a sharded bucket.
 
-        Not stored: a parameter may lie on thousands of ranks.
+        Computed each time: a parameter may be divided over thousands of ranks.
         """
         assert self.layout is not None, "only parameters in a sharded bucket have spans"
         return self.layout.spans_of(self.name)
 
     @property
     def stop(self) -> int:
-        """Return where the elements that this rank owns end."""
+        """Return the end of the elements that this rank owns."""
         return self.start + self.parameter.numel()
 
     @property
@@ -178,28 +187,28 @@ class OwnedParameter(NamedTuple):
         return self.parameter.numel() < self.whole.numel()
 
     def is_elementwise(self, state: torch.Tensor) -> bool:
-        """Return whether a state of the optimizer has one number for each owned element."""
+        """Return whether a tensor of optimizer state has one number for each owned element."""
         return self.is_view and state.shape == self.parameter.shape
 
     def part_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a state of the whole parameter, a view if possible."""
+        """Return this rank's part of an optimizer state of the whole parameter."""
         if self.is_view and state.shape == self.whole.shape:
             return state.reshape(-1)[self.start : self.stop]
         return state
 
 
 def in_owner_order(sizes: Mapping[str, int]) -> list[str]:
-    """Return the names of tensors, the largest first, so that the last ones even out the loads."""
+    """Return the names of tensors by decreasing size, the order in which owners are assigned."""
     return sorted(sizes, key=lambda name: -sizes[name])
 
 
 def assign_owners(
     sizes: Mapping[str, int], trained: Mapping[str, bool], num_copies: int
 ) -> dict[str, int]:
-    """Return the owner of each whole tensor, as fairscale's OSS assigns them.
+    """Return the owner of each whole tensor, assigned as fairscale's OSS does.
 
-    Tensors go, `in_owner_order`, to the copy that has least so far; a frozen one counts as one
-    element. A test compares this with OSS.
+    Tensors are assigned, `in_owner_order`, to the replica with the least load so far; a frozen
+    tensor counts as one element. A test compares the result with OSS.
     """
     load = [0] * num_copies
     owner: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""Sum the gradients of sets of parameters over their copies, as soon as they are complete.
+"""All-reduce the gradients of sets of parameters as soon as they are complete.
 
-`GradientBuckets` are the gradients of one set: parameters that the same ranks hold, such as those
-of a stage. `GradientReducer` starts the reductions of all sets of a rank in one order, during the
-last backward if it may, as DDP's reducer does.
+`GradientBuckets` are the gradients of one set: parameters with the same replicas, such as those of
+a stage. `GradientReducer` starts the reductions of all sets of a rank in one order, if possible
+during the last backward pass, like DDP's Reducer.
 """
 
 from collections import Counter
@@ -28,16 +28,16 @@ from gpipe_hpc.errors import ConfigError, ModelError
 
 
 class ParameterShards:
-    """Parameters of a set, each bucket sharded over the copies, and gathered after updates.
+    """Parameters of a set in buckets that are sharded over replicas and all-gathered after updates.
 
-    A parameter that is frozen now is in no shard and has to stay frozen. Buckets keep their
-    numbers: one without a trained parameter has no shards.
+    A parameter that is frozen now is in no shard and must stay frozen. A bucket without trained
+    parameters keeps its number and has no shards.
 
     Args:
         named: The parameters by global name.
-        buckets: The names of each bucket.
-        layers: The layer that uses each parameter.
-        group: The copies.
+        buckets: The names in each bucket.
+        layers: Index of the layer that uses each parameter.
+        group: The replicas.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ParameterShards:
 
     @property
     def owned(self) -> dict[str, OwnedParameter]:
-        """Return what this rank updates, by global name; a frozen parameter as it is."""
+        """Return the parameters that this rank updates, by global name; frozen ones are whole."""
         owned = {name: OwnedParameter.full(p) for name, p in self._frozen.items()}
         for bucket in self._each():
             owned |= bucket.owned
@@ -85,7 +85,7 @@ class ParameterShards:
             bucket.begin()
 
     def check_memory(self) -> None:
-        """Raise ConfigError for a parameter with other memory than its bucket's."""
+        """Raise ConfigError if the data of a parameter is no longer in the buffer of its bucket."""
         for bucket in self._each():
             bucket.check_memory()
 
@@ -95,7 +95,7 @@ class ParameterShards:
             bucket.drop()
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
-        """Return copies of all whole gradients; a collective call of all copies."""
+        """Return copies of all whole gradients; all replicas must call this."""
         gradients: dict[str, Tensor | None] = dict.fromkeys(self._frozen)
         for bucket in self._each():
             gradients |= bucket.gather_gradients()
@@ -110,18 +110,18 @@ class ParameterShards:
         ]
 
     def start_gathering(self, number: int) -> list[Pending]:
-        """Start gathering the parameters of a bucket, whose shards all copies have updated."""
+        """Start the all-gather of a bucket's parameters, whose shards all replicas have updated."""
         self._gathering[number] = [bucket.start_gathering() for bucket in self.buckets[number]]
         return self._gathering[number]
 
     @property
     def is_gathering(self) -> bool:
-        """Return whether some parameters may not have arrived yet."""
+        """Return whether parameters may not have arrived yet."""
         return bool(self._gathering)
 
     @property
     def gathering(self) -> Iterator[tuple[int, Pending]]:
-        """Yield what was started and not waited for, with the number of its bucket."""
+        """Yield each all-gather that was not waited for, with the number of its bucket."""
         for number, started in self._gathering.items():
             for pending in started:
                 yield number, pending
@@ -144,13 +144,13 @@ class ParameterShards:
 
 
 class GradientBuckets:
-    """The gradients of parameters that the same ranks hold, in buckets.
+    """The gradients, in buckets, of parameters with the same replicas.
 
     Args:
         named: The parameters by global name.
-        device: Where their layers compute.
-        layers: The layer that uses each parameter, for `shard`.
-        is_flat: Use flat buffers even if no other rank adds to the gradients.
+        device: Device of their layers.
+        layers: Index of the layer that uses each parameter, for `shard`.
+        is_flat: Use flat buffers even if there is no other replica.
     """
 
     def __init__(
@@ -174,25 +174,27 @@ class GradientBuckets:
     def reduce_by(
         self, strategy: ReduceStrategy | None, buckets: Sequence[Sequence[str]] = ()
     ) -> None:
-        """Choose how gradients are summed over the copies, and the parameters of each bucket.
+        """Set how gradients are reduced, and the parameters of each bucket.
 
-        No strategy: there is no other copy. No buckets: one for each dtype and device.
+        Args:
+            strategy: Starts a reduction; None if there is no other replica.
+            buckets: Names in each bucket; if empty, one bucket for each dtype and device.
         """
         self._strategy, self._names, self._trained = strategy, buckets, None
 
     def shard(self, buckets: Sequence[Sequence[str]], group: Group) -> None:
-        """Leave to each copy its shard of gradients and parameters from now on."""
+        """Shard gradients and parameters over the replicas from now on."""
         self.shards = ParameterShards(self.named, buckets, self._layers, group)
         self._late = []
 
     def owned(self) -> dict[str, OwnedParameter]:
-        """Return what this rank has gradients of, by global name."""
+        """Return the parameters for which this rank has gradients, by global name."""
         if self.shards is not None:
             return self.shards.owned
         return {name: OwnedParameter.full(p) for name, p in self.named.items()}
 
     def rebuild(self) -> None:
-        """Make the buckets of what is trained now, on which all copies agree; shards stay."""
+        """Create buckets for the parameters that are trained now, unless they are sharded."""
         trained = [p.requires_grad for p in self.named.values()]
         if self.shards is None and trained != self._trained:
             self._trained = trained
@@ -202,8 +204,8 @@ class GradientBuckets:
     def clear(self) -> None:
         """Begin a step.
 
-        A parameter that was frozen since `rebuild` stays in its bucket, with a gradient of zeros;
-        one that was unfrozen has a bucket of its own, which is reduced late.
+        A parameter that was frozen since `rebuild` stays in its bucket with a gradient of zeros.
+        One that was unfrozen gets a bucket of its own, which is reduced at the end of the step.
         """
         if self.shards is not None:
             self.shards.begin()
@@ -217,7 +219,7 @@ class GradientBuckets:
             bucket.clear()
 
     def _unfrozen(self) -> dict[str, nn.Parameter]:
-        """Return what is trained now and is in no bucket."""
+        """Return the trained parameters that are in no bucket."""
         if self._trained is None:
             return self.named
         pairs = zip(self.named.items(), self._trained, strict=True)
@@ -234,12 +236,12 @@ class GradientBuckets:
         return [Bucket(kind) for kind in kinds]
 
     def _each(self) -> list[Bucket | LocalGradients | ShardedBucket]:
-        """Return all of this step's buckets, those of one number after the other."""
+        """Return all buckets of this step by number."""
         return [bucket for buckets in (*self._buckets, self._late) for bucket in buckets]
 
     @property
     def num_buckets(self) -> int:
-        """Return how many numbers of buckets there are; one may hold no trainable parameter."""
+        """Return the number of buckets, including those without a trained parameter."""
         return len(self._buckets)
 
     def parameters_of(self, number: int) -> list[nn.Parameter]:
@@ -248,33 +250,33 @@ class GradientBuckets:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def unshare(self) -> None:
-        """Copy gradients that the last backward made, if their memory is shared."""
+        """Copy gradients of the last backward pass whose memory is shared with other tensors."""
         for bucket in self._each():
             bucket.unshare()
 
     def start_reduction(self, number: int) -> list[Pending]:
-        """Start the reduction of a bucket, whose gradients are complete."""
+        """Start the reduction of a bucket whose gradients are complete."""
         started = [bucket.start_reduction(self._strategy) for bucket in self._buckets[number]]
         return [pending for pending in started if pending is not None]
 
     def late(self, number: int) -> list[nn.Parameter]:
-        """Return the parameters of a bucket whose gradients changed after it was reduced."""
+        """Return the parameters of a bucket whose gradients changed after its reduction started."""
         return [parameter for bucket in self._buckets[number] for parameter in bucket.late()]
 
     def collect_late(self) -> list[nn.Parameter]:
-        """Return the parameters that are reduced late, and note which of them were used."""
+        """Return the parameters that are reduced at the end, and record which of them were used."""
         for bucket in self._late:
             if isinstance(bucket, Bucket):
                 bucket.collect()
         return [parameter for bucket in self._late for parameter in bucket.parameters]
 
     def start_late(self) -> None:
-        """Start the late reductions: all copies have reported that they unfroze the same."""
+        """Start the reductions of unfrozen parameters, which must be the same on all replicas."""
         for bucket in self._late:
             bucket.start_reduction(self._strategy)
 
     def used_flags(self) -> list[bool]:
-        """Return for each of `trained_names` whether this replica used it."""
+        """Return for each of `trained_names` whether this replica used the parameter."""
         return [flag for bucket in self._each() for flag in bucket.used()]
 
     def trained_names(self) -> list[str]:
@@ -287,14 +289,16 @@ class GradientBuckets:
         return self._names_by_id[id(parameter)]
 
     def wait(self) -> None:
-        """Wait for all sums."""
+        """Wait for all reductions."""
         for bucket in self._each():
             bucket.wait()
 
     def finish(self, divisor: Divisor, used: Sequence[bool]) -> None:
-        """Wait for all sums and divide them.
+        """Wait for all reductions and divide the gradients.
 
-        `used`: for each of `trained_names`, whether any replica used it.
+        Args:
+            divisor: Divides the gradients.
+            used: For each of `trained_names`, whether any replica used the parameter.
         """
         start = 0
         for bucket in self._each():
@@ -304,7 +308,7 @@ class GradientBuckets:
 
 
 class AccumulationHook:
-    """A hook on a parameter that autograd calls after each addition to its gradient."""
+    """Hook on a parameter that autograd calls after each accumulation into its gradient."""
 
     __slots__ = ("_call",)
 
@@ -312,24 +316,23 @@ class AccumulationHook:
         self._call = call
 
     def __call__(self, parameter: Tensor) -> None:
-        """Report that autograd has added to the gradient."""
+        """Report an accumulation into the gradient."""
         self._call()
 
 
 Place = tuple[int, int]
-"""The index of a set of parameters, and the number of one of its buckets."""
+"""Index of a set of parameters, and number of one of its buckets."""
 
 
 class GradientReducer:
-    """Starts the reductions of a rank in one order, the same on all copies.
+    """Starts the reductions of a rank in an order that is the same on all replicas.
 
-    A bucket is reduced when its turn in the table comes (`reach`), or during the last backward of
-    its set (`overlapping`) as soon as its gradients are complete, but never before a bucket that
-    precedes it in the order.
+    A bucket is reduced when the schedule reaches its action (`reach`), or earlier, as soon as its
+    gradients are complete, during the last backward pass of its set (`overlapping`), but never
+    before a bucket that precedes it in the order.
 
     Args:
-        order: The sets in the order of their reductions, each with the number of a bucket, or None
-            for all its buckets.
+        order: Index of a set and number of a bucket (None: all its buckets) of each reduction.
         gradients: The sets by index.
         start: Called to reduce a bucket.
     """
@@ -349,7 +352,7 @@ class GradientReducer:
         self._seen: dict[int, Counter[nn.Parameter]] = {}
 
     def begin(self) -> None:
-        """Begin a step, for which the buckets are made."""
+        """Begin a step, after the buckets were created."""
         self._num_started = 0
         self._seen = {index: Counter() for index in self._gradients}
         self._order = [place for index, number in self._turns for place in self._of(index, number)]
@@ -360,7 +363,7 @@ class GradientReducer:
         return [(index, each) for each in range(self._gradients[index].num_buckets)]
 
     def reach(self, index: int, number: int | None) -> None:
-        """Reduce a bucket, or all of a set, unless that was started earlier."""
+        """Reduce a bucket, or all buckets of a set, unless their reduction has started earlier."""
         for place in self._of(index, number):
             if place in self._order[self._num_started :]:
                 assert self._order[self._num_started] == place, f"{place} is out of turn"
@@ -373,12 +376,12 @@ class GradientReducer:
 
     @contextmanager
     def overlapping(self, index: int, *, is_last: bool) -> Iterator[None]:
-        """Reduce buckets of a set while the block runs a backward of its last micro-batch.
+        """Return a context manager that reduces buckets during the last backward pass of a set.
 
         Args:
             index: The set.
-            is_last: Whether this is the last backward, in which buckets may be reduced. The ``I``
-                before a last ``W`` is not, but makes some of the gradients.
+            is_last: Whether this is the last backward pass of the set. If the backward pass is
+                split, an ``I`` before the last ``W`` is not, but computes some of the gradients.
 
         Raises ModelError if a gradient changes after its bucket was reduced.
         """
@@ -417,7 +420,7 @@ class GradientReducer:
             expected |= seen
 
     def _start_complete(self, index: int, awaited: Mapping[int, set[nn.Parameter]]) -> None:
-        """Reduce the next buckets in the order while their gradients are complete."""
+        """Reduce the next buckets in the order whose gradients are complete."""
         while self._num_started < len(self._order):
             at, number = self._order[self._num_started]
             if at != index or awaited[number]:

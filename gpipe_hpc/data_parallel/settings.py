@@ -1,4 +1,5 @@
-"""What a user asks of data parallelism, and how the micro-batches of a step are divided."""
+"""Division of the micro-batches of a step over replicas, and a log message about inexact
+settings."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ class MicrobatchSplit:
     """How many consecutive micro-batches of the global batch each replica runs.
 
     Args:
-        runs: Pairs (number of consecutive replicas, micro-batches of each): few numbers, also for
+        runs: Pairs (number of consecutive replicas, micro-batches of each), which are few even for
             thousands of replicas.
     """
 
@@ -26,14 +27,14 @@ class MicrobatchSplit:
 
     @classmethod
     def of_counts(cls, counts: Iterable[int]) -> "MicrobatchSplit":
-        """Return the split with these micro-batches of each replica."""
+        """Return the split with this number of micro-batches for each replica."""
         return cls(tuple((len(list(equal)), count) for count, equal in groupby(counts)))
 
     @classmethod
     def divide(
         cls, microbatches: int, replicas: int, weights: Sequence[int] | None
     ) -> "MicrobatchSplit":
-        """Divide replicas x `microbatches` in the proportion of the weights; None divides evenly.
+        """Divide replicas x `microbatches` in proportion to the weights; None divides evenly.
 
         Raises ConfigError unless there is one weight per replica and the division is exact.
         """
@@ -61,7 +62,7 @@ class MicrobatchSplit:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return the micro-batches of each replica."""
+        """Return the number of micro-batches of each replica."""
         return tuple(count for number, count in self.runs for _ in range(number))
 
     @property
@@ -86,11 +87,11 @@ class MicrobatchSplit:
 
     @property
     def are_equal(self) -> bool:
-        """Return whether all replicas run equally many."""
+        """Return whether all replicas run the same number of micro-batches."""
         return len({count for _, count in self.runs}) == 1
 
     def of(self, replica: int) -> range:
-        """Return the global micro-batches of a replica."""
+        """Return the indices of a replica's micro-batches in the global batch."""
         first = skipped = 0
         for number, count in self.runs:
             if replica < skipped + number:
@@ -100,14 +101,14 @@ class MicrobatchSplit:
         raise IndexError(f"expected one of {skipped} replicas, got {replica}")
 
     def owner(self, microbatch: int) -> tuple[int, int]:
-        """Return the replica that runs a global micro-batch, and its index within that replica."""
+        """Return the replica that runs a global micro-batch, and the index within that replica."""
         ends = list(accumulate(self.counts))
         replica = next(number for number, end in enumerate(ends) if microbatch < end)
         return replica, microbatch - self.of(replica).start
 
 
 def log_inexact(outer: Outer) -> None:
-    """Log which choices make a run differ from one process; log nothing for exact ones."""
+    """Log which settings make results differ from those of one process, if there are any."""
     if not outer.uses_local_sgd:
         if outer.compress != "none":
             log.info(

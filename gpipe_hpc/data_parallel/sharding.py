@@ -1,17 +1,22 @@
-"""The state of optimizers sharded over the copies of a stage (ZeRO)."""
+"""Optimizers whose state is sharded over replicas (ZeRO)."""
 
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gpipe_hpc.comm.collectives.group import Group, Pending
-from gpipe_hpc.data_parallel.layout import Buckets
-from gpipe_hpc.data_parallel.optimizer_checks import check_elementwise
-from gpipe_hpc.data_parallel.optimizers import OptimizerSharding, replace_parameters
+from gpipe_hpc.data_parallel.layout import Buckets, in_owner_order
+from gpipe_hpc.data_parallel.optimizers import (
+    OptimizerSharding,
+    check_elementwise,
+    replace_parameters,
+)
 from gpipe_hpc.data_parallel.reducer import GradientBuckets
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.settings import Outer
@@ -23,13 +28,13 @@ def choose_sharding(
     copies: Mapping[int, Group],
     buckets: tuple[Buckets, ...],
 ) -> OptimizerSharding | None:
-    """Return how copies share the state of optimizers; None: each has its own, or is the only one.
+    """Return how replicas share optimizer state; None if it is not sharded.
 
     Args:
         outer: The settings.
         gradients: This rank's sets of parameters.
-        copies: The ranks that hold each set.
-        buckets: The buckets of each set of the model; none if there are no copies.
+        copies: The replicas of each set.
+        buckets: The buckets of each set of the model; empty if there are no replicas.
 
     Raises ConfigError for ``outer.shard=oss`` without fairscale.
     """
@@ -37,26 +42,18 @@ def choose_sharding(
         return None
     if outer.shard == "flat":
         return FlatSharding(gradients, copies, buckets)
-    try:
-        from gpipe_hpc.data_parallel.fairscale_oss import OssSharding  # takes a second to load
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"outer.shard: expected fairscale for oss, got none ({error}); install it, or use "
-            f"outer.shard=flat"
-        ) from None
-
     return OssSharding(gradients, copies)
 
 
 class FlatSharding:
-    """``outer.shard=flat``: each copy updates an equal shard of every bucket, then all gather.
+    """``outer.shard=flat``: each replica updates an equal shard of every bucket; then all-gather.
 
-    The parameters are divided when the first optimizer is made. A set without other copies stays
-    whole, and so does a tied parameter, which ranks of several stages hold.
+    Parameters are sharded when the first optimizer is made. A set without other replicas is not
+    sharded; nor is a tied parameter, which ranks of several stages have.
 
     Args:
         gradients: This rank's sets of parameters.
-        copies: The ranks that hold each set.
+        copies: The replicas of each set.
         buckets: The buckets of each set of the model.
     """
 
@@ -77,9 +74,9 @@ class FlatSharding:
         weakref.finalize(self, _finish, self._pending)
 
     def attach(self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter]) -> None:
-        """Let an optimizer update this rank's shards; the others are gathered after each step.
+        """Make an optimizer update this rank's shards, and all-gather after each of its steps.
 
-        Raises ConfigError unless it updates each element by itself, and has no state yet.
+        Raises ConfigError unless it updates each element independently and has no state yet.
         """
         check_elementwise(optimizer)
         if not self._is_sharded:
@@ -114,9 +111,9 @@ class FlatSharding:
                 each.shard(self._buckets[index], self._copies[index])
 
     def _places_of(self, parameters: set[nn.Parameter]) -> list[tuple[int, int]]:
-        """Return set and number of the buckets with some of these, in the order of their gathering.
+        """Return (set, bucket) of the buckets with some of these parameters, in all-gather order.
 
-        Those of the first layers come first; the same on all copies.
+        Those of the first layers come first. The result is equal on all replicas.
         """
         return [
             (index, number)
@@ -133,7 +130,7 @@ class FlatSharding:
 
     @property
     def is_gathering(self) -> bool:
-        """Return whether some parameters that other ranks have updated may not have arrived."""
+        """Return whether parameters that other ranks have updated may not have arrived."""
         return bool(self._pending)
 
     def wait(self) -> None:
@@ -159,3 +156,114 @@ def _finish(pending: list[Pending]) -> None:
     for each in pending:
         with suppress(Exception):
             each.wait()
+
+
+class _NoOptimizer(Optimizer):
+    """Optimizer within an OSS that does nothing: the user's optimizer has already stepped."""
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        super().__init__(groups, options)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Do nothing."""
+
+
+class OssSharding:
+    """``outer.shard=oss``: each replica updates whole tensors and broadcasts them after each step.
+
+    fairscale's OSS clips and by default broadcasts over the world, where stages are different
+    models. It has no state by name and gathers its state by pickles; its flat buffers have one
+    dtype; tied parameters belong to ranks of several stages. So there is one OSS for each group of
+    replicas and dtype, which assigns owners and broadcasts updated tensors. The user's optimizer
+    steps on this rank's tensors. All replicas have the same gradients. A tied parameter is updated
+    by all ranks that have it.
+
+    Args:
+        gradients: This rank's sets of parameters.
+        copies: The replicas of each set.
+
+    Raises ConfigError without fairscale, and if ranks are threads: OSS needs process groups.
+    """
+
+    shards_gradients = False
+    is_gathering = False
+
+    def __init__(
+        self, gradients: Mapping[int, GradientBuckets], copies: Mapping[int, Group]
+    ) -> None:
+        try:
+            from fairscale.optim.oss import OSS  # takes a second to load
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"outer.shard: expected fairscale for oss, got none ({error}); install it, or use "
+                f"outer.shard=flat"
+            ) from None
+        self._oss = OSS
+        self._gradients, self._copies = dict(sorted(gradients.items())), copies
+        if any(group.size > 1 and group.torch_group is None for group in copies.values()):
+            raise ConfigError(
+                "outer.shard=oss: expected ranks that are processes of torch.distributed, which "
+                "fairscale's OSS needs, got threads; start processes, or use outer.shard=flat"
+            )
+        self.not_owned: set[str] = set()
+
+    def attach(self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter]) -> None:
+        """Make an optimizer update this rank's tensors, and broadcast after each of its steps."""
+        given = {p for group in optimizer.param_groups for p in group["params"]}
+        shards: list[Any] = []
+        named: dict[str, nn.Parameter] = {}
+        others: set[str] = set()
+        for group, kind in self._kinds(given):
+            oss = self._make(group, kind)
+            shards.append(oss)
+            named |= kind
+            others |= {name for name, p in kind.items() if p not in _owned_by(oss)}
+        self.not_owned |= others
+        replace_parameters(optimizer, {whole[name]: None for name in others})
+        known = _memory_of(named.values())
+
+        def after_step(each: Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal known
+            # OSS broadcasts buffers of its own, which the parameters lie in until they are moved.
+            has_changed = _memory_of(named.values()) != known
+            for oss in shards:
+                if has_changed:
+                    oss.refresh_trainable()
+                oss.step()
+            known = _memory_of(named.values()) if has_changed else known
+
+        optimizer.register_step_post_hook(after_step)
+
+    def _kinds(self, given: set[nn.Parameter]) -> list[tuple[Group, dict[str, nn.Parameter]]]:
+        """Return the parameters that each OSS divides: those of one group, dtype and device.
+
+        The order is equal on all replicas.
+        """
+        kinds: dict[tuple[int, torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
+        groups = {id(group): group for group in self._copies.values()}
+        for index, each in self._gradients.items():
+            group = self._copies[index]
+            for name, p in each.named.items():
+                if group.size > 1 and p in given and p.numel():
+                    kinds.setdefault((id(group), p.dtype, p.device), {})[name] = p
+        return [(groups[key[0]], named) for key, named in kinds.items()]
+
+    def _make(self, group: Group, named: Mapping[str, nn.Parameter]) -> Any:
+        sizes = {name: parameter.numel() for name, parameter in named.items()}
+        parameters = [named[name] for name in in_owner_order(sizes)]
+        with warnings.catch_warnings():  # it calls torch by a deprecated name
+            warnings.filterwarnings("ignore", category=FutureWarning, module="fairscale")
+            return self._oss(parameters, optim=_NoOptimizer, group=group.torch_group)
+
+    def wait(self) -> None:
+        """Do nothing: broadcasts end with the optimizer's step."""
+
+
+def _owned_by(oss: Any) -> set[nn.Parameter]:
+    """Return the parameters that this rank updates."""
+    return {p for group in oss.partition_parameters()[oss.rank] for p in group["params"]}
+
+
+def _memory_of(parameters: Iterable[nn.Parameter]) -> list[tuple[bool, int]]:
+    """Return whether each parameter is trained, and the address of its memory."""
+    return [(parameter.requires_grad, parameter.data_ptr()) for parameter in parameters]

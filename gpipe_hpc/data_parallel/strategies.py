@@ -1,4 +1,4 @@
-"""How a bucket of gradients is summed over the copies of a stage."""
+"""Strategies of summing a bucket of gradients over replicas."""
 
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
@@ -13,31 +13,31 @@ from gpipe_hpc.device.host.machine import shared_identity
 from gpipe_hpc.settings import Outer
 
 ReduceStrategy = Callable[[torch.Tensor, Sequence[BucketItem]], Pending]
-"""Starts summing a flat tensor over the copies of a stage, in place.
+"""Starts summing a flat tensor over replicas in place, and returns a handle to wait for.
 
-The second argument says what lies in the tensor. The sum is complete after waiting for the result.
-All copies start the same sums in one order.
+The second argument describes the contents of the tensor. All replicas start the same sums in the
+same order.
 """
 
 _HOST_ID_BYTES: Final = 8
 
 
 def choose_strategy(outer: Outer, group: Group, *, is_tied: bool = False) -> ReduceStrategy | None:
-    """Return how the settings sum a bucket; None if the group has no other rank.
+    """Return how a bucket is summed with these settings; None if the group has no other rank.
 
-    - ``outer.shard=flat``: a reduce-scatter. Each copy gets its equal part of the sum, and the rest
-      of the buffer means nothing afterwards.
-    - ``outer.hierarchy``: within hosts first, then between them.
-    - ``outer.order=rank``: each element in the order of ranks, wherever it lies in a bucket.
-    - else the backend's all-reduce: the same bits on all copies, in an order of its choice.
+    - ``outer.shard=flat``: a reduce-scatter. Each replica gets its shard of the sum; the rest of
+      the buffer is undefined afterwards.
+    - ``outer.hierarchy``: within hosts first, then between hosts.
+    - ``outer.order=rank``: each element is summed in the order of ranks.
+    - otherwise the backend's all-reduce, in an order of its choice with equal bits on all replicas.
 
     Args:
         outer: The settings.
-        group: The ranks that hold the parameters; all of them call it.
-        is_tied: Of a tied parameter, whose holders are ranks of several stages, only the order of
-            summing applies.
+        group: The ranks with the same parameters; all of them must call this.
+        is_tied: Whether the group shares a tied parameter. Its ranks are of several stages, so only
+            outer.order applies.
 
-    Raises ConfigError for a hierarchy that does not divide the number of copies.
+    Raises ConfigError for a hierarchy that does not divide the number of replicas.
     """
     if group.size == 1:
         return None
@@ -54,14 +54,16 @@ def choose_strategy(outer: Outer, group: Group, *, is_tied: bool = False) -> Red
 
 
 def _collective(start: Callable[[torch.Tensor], Pending]) -> ReduceStrategy:
-    """Return a strategy that sums the whole buffer, whatever lies in it."""
+    """Return a strategy that sums the whole buffer, whatever it contains."""
     return lambda flat, items: start(flat)
 
 
 def _hosts(group: Group, hierarchy: str | int) -> list[Hashable]:
-    """Return the host of each copy; the same call on all copies.
+    """Return the host of each replica; all replicas must call this.
 
-    `hierarchy`: ``host``, or how many consecutive copies count as one host.
+    Args:
+        group: The replicas.
+        hierarchy: ``host``, or the number of consecutive replicas that count as one host.
     """
     if isinstance(hierarchy, int):
         return [position // hierarchy for position in range(group.size)]
@@ -73,11 +75,11 @@ def _hosts(group: Group, hierarchy: str | int) -> list[Hashable]:
 
 
 _Runs = list[tuple[str, int]]
-"""Hosts, each with the number of consecutive copies there: short, however many copies."""
+"""Hosts, each with the number of consecutive replicas on it: short for any number of replicas."""
 
 
 def join_runs(first: _Runs, second: _Runs) -> _Runs:
-    """Join the runs of hosts of some copies with those of the copies that follow."""
+    """Join the host runs of some replicas with those of the following replicas."""
     (host, count), (next_host, next_count) = first[-1], second[0]
     if host != next_host:
         return [*first, *second]

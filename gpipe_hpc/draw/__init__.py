@@ -1,4 +1,4 @@
-"""`python -m gpipe_hpc.draw`: draw a schedule as simulated, or a run as measured."""
+"""`python -m gpipe_hpc.draw`: draw a simulated schedule, or the measured timeline of a run."""
 
 from gpipe_hpc.draw.pictures import draw
 

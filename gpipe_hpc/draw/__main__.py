@@ -1,4 +1,4 @@
-"""The entry point of `python -m gpipe_hpc.draw`."""
+"""Entry point of `python -m gpipe_hpc.draw`."""
 
 import sys
 
@@ -8,10 +8,10 @@ from gpipe_hpc.errors import GpipeError
 
 
 def main() -> None:
-    """Compose the settings from Hydra's command line, draw, and exit.
+    """Compose the settings from the command line, draw, and exit.
 
-    Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
-    not 0.
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work. A sweep (-m) exits with the first
+    code that is not 0.
     """
     sys.exit(run_jobs(_task, "draw", unshared="draw.out"))
 

@@ -1,4 +1,4 @@
-"""What is drawn, and in which format."""
+"""Select timelines to draw, and render them in the requested format."""
 
 import shutil
 import sys
@@ -45,9 +45,9 @@ Table = Sequence[Sequence[str]]
 
 
 class Subject(NamedTuple):
-    """Timelines to draw one above the other, on one time scale, and a table that belongs to them.
+    """Timelines to draw below each other on one time scale, and a table for their caption.
 
-    `unit` names the unit of their time, if it has a name.
+    `unit` is the unit of their time, if it has one.
     """
 
     timelines: tuple[Timeline, ...]
@@ -56,7 +56,7 @@ class Subject(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How wide a picture is asked to be, and how many columns the page of a text has, if any."""
+    """Width of a picture, and columns of a text page; None if not limited."""
 
     width: int | None = None
     columns: int | None = None
@@ -76,12 +76,16 @@ _ENDINGS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def draw(config: Config, columns: int | None = None, given: Collection[str] = ()) -> str | bytes:
-    """Return the picture, page, trace or table that the settings ask for.
+    """Return the picture, page, trace or table that the settings request.
 
-    `columns` is the width of the terminal that shows a text: longer lines go on in panels below.
-    Of run.dir the typical measured step above its simulation, and above those of draw.compare;
-    without, schedules as simulated. `given`: the names of the settings that were typed; beside a
-    run pipeline.schedule is another schedule to compare only if it is one of them.
+    With run.dir: the measured step of median time, then its simulation, then the schedules of
+    draw.compare. Otherwise simulated schedules.
+
+    Args:
+        config: The settings.
+        given: Names of the settings on the command line. With run.dir, pipeline.schedule is
+            compared only if it is one of them.
+        columns: Width of the terminal; longer lines continue in panels below.
     """
     check_drawing(config)
     if config.pipeline.stages == "fit":
@@ -99,9 +103,9 @@ def draw(config: Config, columns: int | None = None, given: Collection[str] = ()
 
 
 def format_of(config: Config) -> str:
-    """Return the format to draw in: where none is named the one that draw.out ends in, or text.
+    """Return draw.format, or the format of the file name extension of draw.out, or text.
 
-    Raises ConfigError for an ending that is none.
+    Raises ConfigError for an unknown extension.
     """
     settings = config.draw
     ending = Path(settings.out or "").suffix.lower()
@@ -118,7 +122,7 @@ def format_of(config: Config) -> str:
 
 
 def put(picture: str | bytes, out: str | None) -> None:
-    """Write a picture to a file; to standard output if none is named."""
+    """Write a picture to a file, or to standard output if there is no file."""
     if out:
         data = picture.encode("utf-8") if isinstance(picture, str) else picture
         try:
@@ -141,16 +145,16 @@ def put(picture: str | bytes, out: str | None) -> None:
 
 
 def columns_of_terminal(out: str | None) -> int | None:
-    """Return how many columns what is written has room for; None where it is no terminal."""
+    """Return the width of the terminal in columns; None if the output is not a terminal."""
     return None if out or not sys.stdout.isatty() else shutil.get_terminal_size().columns
 
 
 def measured(run_folder: Path, config: Config, given: Collection[str]) -> Subject:
-    """Return the typical measured step of a run, that of median time, above simulations.
+    """Return the measured step of median time of a run, followed by simulations.
 
-    The first one is of the order that was measured, each op at its measured mean on each stage,
-    transfers free: what is left is the time that costs do not explain. Those of other schedules
-    have the same costs.
+    The first simulation runs the measured schedule with the mean time of each operation on each
+    stage and free transfers: the difference is time that these costs do not explain. Simulations of
+    other schedules have the same costs.
     """
     for setting in _OF_THE_RUN:
         if setting in given:
@@ -194,7 +198,7 @@ _OF_THE_RUN: Final = (
 def _elsewise(
     timeline: Timeline, name: str, options: Mapping[str, Any], recompute: str
 ) -> Timeline:
-    """Return how another schedule would run what a run measured, on the same ranks."""
+    """Return a simulation of another schedule with the measured costs of a run."""
     costs = costs_for_others(timeline)
     ranks, microbatches = timeline.num_ranks, timeline.num_microbatches
     if name == "auto":
@@ -213,15 +217,15 @@ def _splits(schedule: Schedule) -> bool:
 
 
 def _chosen(config: Config) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return pipeline.schedule and those of draw.compare; those without pipeline.options."""
+    """Return pipeline.schedule with its options, and the schedules of draw.compare."""
     pipeline = config.pipeline
     return [(pipeline.schedule, pipeline.options), *((name, {}) for name in config.draw.compare)]
 
 
 def simulated(config: Config) -> Subject:
-    """Return pipeline.schedule and those of draw.compare.
+    """Return simulations of pipeline.schedule and of the schedules in draw.compare.
 
-    All are of the same model on the same ranks: of draw.costs a number is that of a rank's share.
+    All have the same model and ranks: a number in draw.costs is the time for a rank's share.
     """
     pipeline = config.pipeline
     costs = Costs(
@@ -253,7 +257,7 @@ def simulated(config: Config) -> Subject:
 
 
 def _ranks_of(config: Config) -> int:
-    """Return the ranks of one pipeline; refuse a number of all ranks that makes none."""
+    """Return the number of ranks of a pipeline; raise ConfigError if none is possible."""
     pipeline = config.pipeline
     if pipeline.ranks is None or pipeline.stages == pipeline.ranks:
         return pipeline.stages or DEFAULT_STAGES
@@ -269,7 +273,7 @@ def _ranks_of(config: Config) -> int:
 
 
 def _with_outer(schedule: Schedule, config: Config) -> Schedule:
-    """Add transfers and reductions, and gatherings where parameters are divided over replicas."""
+    """Add transfers, gradient reductions and, if parameters are sharded, all-gathers."""
     if schedule.is_lowered:
         return schedule
     buckets = dict.fromkeys(range(schedule.num_stages), config.draw.buckets)

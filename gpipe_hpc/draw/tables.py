@@ -1,4 +1,4 @@
-"""How schedules stand beside one another, as text."""
+"""A table that compares schedules, as text."""
 
 from gpipe_hpc.config import portions_of
 from gpipe_hpc.schedule import compare, comparison_table, gains_table, search_gains
@@ -6,9 +6,9 @@ from gpipe_hpc.settings import Config
 
 
 def standings(config: Config, num_stages: int) -> str:
-    """Return the table of all schedules; for costs by stage also what a search would gain.
+    """Return the table of all schedules; for costs by stage, also the gain of a search.
 
-    The table is for equal stages: of a cost that is a list by stage it takes the mean.
+    The table is for equal stages: it uses the mean of costs that are lists.
     """
     costs = config.draw.costs
     num_microbatches = portions_of(config).most

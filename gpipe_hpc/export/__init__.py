@@ -1,7 +1,7 @@
-"""Export trained weights to safetensors, the format that others read.
+"""Export trained weights as safetensors, a format that other libraries read.
 
-A model of transformers is stored under its own names with its config.json, so that
-`from_pretrained` reads the folder; any other model under `layers.<index>.<name>`.
+A transformers model is stored under its own names with its config.json, so that `from_pretrained`
+reads the folder; any other model under `layers.<index>.<name>`.
 """
 
 from gpipe_hpc.export.checkpoints import export_checkpoint

@@ -1,7 +1,7 @@
-"""`python -m gpipe_hpc.export run.dir=FOLDER`: the weights of a run as safetensors.
+"""`python -m gpipe_hpc.export run.dir=FOLDER`: export the weights of a run as safetensors.
 
-Takes the newest checkpoint, or the one of `checkpoint.resume`, and writes `export.out`, by default
-`run.dir/exported/<checkpoint>`. What the run's folder holds is read, not run: see `export.trust`.
+Exports the newest checkpoint, or the one of `checkpoint.resume`, to `export.out`, by default
+`run.dir/exported/<checkpoint>`. Code named in the run folder is not executed: see `export.trust`.
 """
 
 import os
@@ -22,10 +22,10 @@ from gpipe_hpc.yaml_files import read_yaml
 
 
 def main() -> None:
-    """Compose the settings from Hydra's command line, export, and exit.
+    """Compose the settings from the command line, export, and exit.
 
-    Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
-    not 0.
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work. A sweep (-m) exits with the first
+    code that is not 0.
     """
     sys.exit(run_jobs(_task, "export", unshared="export.out"))
 
@@ -39,10 +39,10 @@ def _task(job: Job) -> int:
 
 
 def export_run(config: Config) -> Path:
-    """Export a checkpoint of the run in `run.dir`; return the folder.
+    """Export a checkpoint of the run in `run.dir`; return the new folder.
 
-    Raises ConfigError where there is no run or checkpoint, or its model is built by a function
-    that is not of this package and not trusted, and as `export_checkpoint`.
+    Raises ConfigError if there is no run or checkpoint, or if its model is built by a function
+    outside this package and not trusted. Raises the errors of `export_checkpoint`.
     """
     if config.run.dir is None:
         raise ConfigError("export: expected the folder of a run, got none; set run.dir=FOLDER")
@@ -73,13 +73,13 @@ def export_run(config: Config) -> Path:
 
 
 def _free_name(taken: Path) -> Path:
-    """Return a name like one that is taken, which is not."""
+    """Return an unused file name similar to one that exists."""
     numbered = (taken.with_name(f"{taken.name}_{number}") for number in count(2))
     return next(path for path in numbered if not os.path.lexists(path))
 
 
 def _stored_model(settings: Path) -> dict[str, Any]:
-    """Return the run's settings of its model, unresolved."""
+    """Return the model settings of the run, with interpolations unresolved."""
     try:
         told = read_yaml(settings)
         model = told.get("model") if isinstance(told, dict) else None

@@ -1,4 +1,4 @@
-"""Export a checkpoint in one process, a file at a time: neither ranks nor the whole model."""
+"""Export a checkpoint in one process, file by file, without loading the whole model."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ def export_checkpoint(
 ) -> Path:
     """Write the weights of a checkpoint to a new folder.
 
-    `layers` is the trained model; none of it is allocated. A file contains whole layers. `dtype`,
-    `prefix` and tied parameters: as for `export_safetensors`. Raises as `export_safetensors`, and
-    CheckpointError if the checkpoint is damaged or of another model. State of `get_extra_state` is
-    omitted, with a warning.
+    A file contains whole layers; the model is not allocated. State of `get_extra_state` is omitted,
+    with a warning. For `dtype`, `prefix` and tied parameters, see `export_safetensors`. Raises the
+    errors of `export_safetensors`, and CheckpointError if the checkpoint is damaged or of another
+    model.
     """
     target = ExportFolder(folder, dtype, prefix)
     safetensors()
@@ -68,7 +68,7 @@ def export_checkpoint(
 
 
 class _Stored(NamedTuple):
-    """What a checkpoint calls a tensor, and the tensor without values."""
+    """Name of a tensor in a checkpoint, and the tensor on the meta device."""
 
     key: str
     empty: Tensor
@@ -77,9 +77,9 @@ class _Stored(NamedTuple):
 def _tensors_of(
     source: Verified, layers: Sequence[Layer], modules: Sequence[nn.Module]
 ) -> list[dict[str, _Stored]]:
-    """Return where the checkpoint has the tensors of each layer, by the names in it.
+    """Return the tensors of each layer with their names in the checkpoint.
 
-    Of a tied parameter it has the first name alone.
+    A tied parameter has only its first name.
     """
     firsts = {place: tie.places[0] for tie in find_ties(layers) for place in tie.places}
     found: list[dict[str, _Stored]] = []
@@ -105,7 +105,7 @@ def _tensors_of(
 
 
 def _kept(index: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a layer's parameters and kept buffers; warn of what else it keeps."""
+    """Yield the parameters and persistent buffers of a layer; warn about other state."""
     for name, value in module.state_dict().items():
         if name.rpartition(".")[2] == "_extra_state":
             log.warning(
@@ -117,7 +117,7 @@ def _kept(index: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _files(layer_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
-    """Cut layers into files; those without tensors go with others."""
+    """Divide layers into files; layers without tensors join another file."""
     files: list[list[int]] = [[]]
     room = shard_bytes
     for index, size in enumerate(layer_bytes):

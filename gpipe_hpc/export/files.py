@@ -1,4 +1,4 @@
-"""A folder of safetensors files with an index, written aside and committed by one rename."""
+"""Write a folder of safetensors files with an index, committed by one rename."""
 
 import json
 import os
@@ -33,27 +33,30 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 
 @runtime_checkable
 class Exporting(Protocol):
-    """A layer of a model that is exported under names of its own.
+    """Interface of a layer that has its own names in exported files.
 
-    `num_layers`: how many layers the model has.
+    `num_layers` is the number of layers of the model.
     """
 
     @property
     def num_layers(self) -> int:
-        """Return how many layers the model has."""
+        """Return the number of layers of the model."""
 
     def exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the layer, given by their names in it, by their names in files."""
+        """Return tensors, given by their names in the layer, by their names in files."""
 
     def companion_files(self, dtype: torch.dtype) -> Mapping[str, Companion]:
-        """Return what goes with the model's weights, by name: texts, or files to copy."""
+        """Return the files that accompany the weights, by name: contents, or paths to copy."""
 
 
 class ExportFolder:
-    """A new folder under way; it has its name once `finish` has run.
+    """A new folder of exported weights. It appears under its name when `finish` has run.
 
-    `dtype`: of the weights in it, by name; None as they are. Raises ConfigError for another one.
-    `prefix`: ahead of the index of a layer, in the names of tensors.
+    Args:
+        folder: The new folder.
+        dtype: Name of the dtype of weights in the files; None: unchanged. ConfigError for an
+            unknown one.
+        prefix: Prefix of the index of a layer in names of tensors.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class ExportFolder:
         self.partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
 
     def prepare(self) -> None:
-        """Make the place where files are written; CheckpointError if the folder exists."""
+        """Create the temporary folder; raise CheckpointError if the final folder exists."""
         if os.path.lexists(self.path):
             raise CheckpointError(
                 f"export: {self.path} exists already; remove it or name another folder"
@@ -105,9 +108,9 @@ class ExportFolder:
         return tensor if is_kept else tensor.to(self.dtype)
 
     def named(self, index: int, layer: nn.Module, own: Shard) -> Shard:
-        """Return tensors of a layer, given by their names in it, by those in files.
+        """Return tensors, given by their names in the layer, by their names in files.
 
-        Raises ConfigError for a prefix where the layer names its tensors by itself.
+        Raises ConfigError for a prefix if the layer has its own names.
         """
         if not isinstance(layer, Exporting):
             return {f"{self.prefix}{index}.{name}": tensor for name, tensor in own.items()}
@@ -120,7 +123,7 @@ class ExportFolder:
         return layer.exported(own)
 
     def companion_files(self, layers: Iterable[nn.Module]) -> Mapping[str, Companion]:
-        """Return what goes with the weights, of the first layer that has some."""
+        """Return the files that accompany the weights, from the first layer that has some."""
         for layer in layers:
             dtypes = [p.dtype for p in layer.parameters() if p.is_floating_point()]
             if dtypes and isinstance(layer, Exporting):
@@ -130,7 +133,7 @@ class ExportFolder:
     def finish(
         self, sizes: Mapping[str, Mapping[str, int]], companions: Mapping[str, Companion]
     ) -> None:
-        """Write the index and what goes with it, and give the folder its name."""
+        """Write the index and accompanying files, and rename the folder to its name."""
         texts = dict(companions)
         if len(sizes) > 1:
             index = {
@@ -156,7 +159,7 @@ class ExportFolder:
 
 
 def refuse_parts(num_own: int, num_layers: int) -> None:
-    """Raise ModelError if some layers of a model of transformers are not exported as its own."""
+    """Raise ModelError if only some layers of a transformers model are exported under its names."""
     if 0 < num_own < num_layers:
         raise ModelError(
             f"export: transformers would start some weights at random, expected {num_layers} "

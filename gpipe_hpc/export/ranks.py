@@ -1,4 +1,4 @@
-"""Export what ranks hold, each its own: no rank ever holds more."""
+"""Export the weights of a running pipeline, in which each rank writes its own stages."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +82,7 @@ def _merged(ahead: _Told, behind: _Told) -> _Told:
 
 
 def _own_tensors(pipe: "Pipeline", target: ExportFolder) -> dict[int, Shard]:
-    """Return what this rank is to write of each stage, by the names in files."""
+    """Return the tensors that this rank writes, by stage and name in the files."""
     found: dict[int, Shard] = {}
     pipe.await_parameters()
     for index, stage in pipe.stages.items():
@@ -108,7 +108,7 @@ def _own_tensors(pipe: "Pipeline", target: ExportFolder) -> dict[int, Shard]:
 
 
 def _shards(tensors: Shard, shard_bytes: int) -> list[Shard]:
-    """Cut the tensors of a stage into files."""
+    """Divide the tensors of a stage into files."""
     shards: list[Shard] = []
     room = 0
     for name, tensor in tensors.items():
@@ -123,7 +123,7 @@ def _shards(tensors: Shard, shard_bytes: int) -> list[Shard]:
 def _write(
     shards: Mapping[int, list[Shard]], numbers: Mapping[int, int], target: ExportFolder
 ) -> dict[str, dict[str, int]]:
-    """Write this rank's files; return the bytes of each tensor in each."""
+    """Write this rank's files; return the bytes of each tensor in each file."""
     total = sum(numbers.values())
     written = []
     for stage, files in shards.items():

@@ -34,6 +34,9 @@ from gpipe_hpc.trainer.measuring.pricing import measure_prices
 from gpipe_hpc.trainer.run.folder import default_run_folder
 from gpipe_hpc.units import bytes_text, ranges_text
 
+MESSAGE_BYTES: Final = 4_000_000
+"""Size of the largest measured message; slow links get smaller ones."""
+
 _SLOW_PACE: Final = 1.5  # minimum slowdown that is reported; smaller ones only affect the planner
 
 
@@ -79,9 +82,8 @@ def _run_checks(config: Config, world: World) -> Report | None:
         needs = own_memory_needs(
             config, world.device, world.rank, forecast, is_built=False, kept=kept
         )
-    assert isinstance(config.preflight.bytes, int | float), "the settings were read"
     layout = None if planned is None else planned.layout
-    measured = measure(world, mesh, layout, int(config.preflight.bytes))
+    measured = measure(world, mesh, layout, MESSAGE_BYTES)
     prices = _prices(config, world, mesh, measured, folder) if config.preflight.steps else None
     with together(world, "gathering the findings"):
         work_s = seconds_of_work(world.device, config.train.precision)
@@ -93,7 +95,8 @@ def _run_checks(config: Config, world: World) -> Report | None:
             report = _report(config, planned, gathered, folder)
             if prices is not None:
                 report.prices = prices
-                write_prices(Path(config.preflight.prices).absolute(), prices)
+                path = Path(config.preflight.out or "links.yaml").absolute()
+                write_prices(path.with_name("prices.yaml"), prices)
     return report
 
 
@@ -249,7 +252,7 @@ def _write(config: Config, links: Links, facts: Sequence[Facts], paces: dict[int
     if cluster is None:
         return f"{out} was not written, because no two ranks communicate"
     names = [facts[block[0]].host for block in links.blocks()]
-    day, most = time.strftime("%Y-%m-%d %H:%M:%S"), bytes_text(config.preflight.bytes)
+    day, most = time.strftime("%Y-%m-%d %H:%M:%S"), bytes_text(MESSAGE_BYTES)
     about = (
         f"Measured by python -m gpipe_hpc.preflight, {day}, with messages of up to {most}.\n"
         f"Other pairs of ranks were active; medians, and links that differ much from them."

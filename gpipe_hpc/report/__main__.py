@@ -2,19 +2,14 @@
 
 import sys
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
 
 from gpipe_hpc.config import ExitCode, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
-from gpipe_hpc.report.blocks import Report
 from gpipe_hpc.report.html import render_page
 from gpipe_hpc.report.markdown import render_markdown
 from gpipe_hpc.report.record import read_record
 from gpipe_hpc.report.sections import report_of, report_of_several
 from gpipe_hpc.settings import Config
-
-_ENDINGS: Final = MappingProxyType({".html": "html", ".htm": "html", ".md": "markdown"})
 
 
 def main() -> None:
@@ -44,17 +39,10 @@ def write_report(config: Config) -> Path:
     folders = [Path(each) for each in settings.runs or [config.run.dir or ""]]
     records = [read_record(folder) for folder in folders]
     report = report_of_several(records) if settings.runs else report_of(records[0])
-    form = settings.format
-    if form == "auto":
-        form = _ENDINGS.get(Path(settings.out or "").suffix.lower(), "html")
-    name = "report.html" if form == "html" else "report.md"
-    path = Path(settings.out) if settings.out else folders[0] / name
-    _write(path, _render(report, form))
+    path = Path(settings.out) if settings.out else folders[0] / "report.html"
+    is_markdown = path.suffix.lower() == ".md"
+    _write(path, render_markdown(report) if is_markdown else render_page(report))
     return path
-
-
-def _render(report: Report, form: str) -> str:
-    return render_page(report) if form == "html" else render_markdown(report)
 
 
 def _write(path: Path, text: str) -> None:

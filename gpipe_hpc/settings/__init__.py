@@ -1,7 +1,7 @@
-"""Settings: one dataclass field is the only place where a setting is defined.
+"""Settings: each is defined once, as a field of a dataclass.
 
-The command line, the keywords of `Pipeline`, checks, ``--help`` and docs/reference/settings.md
-follow from these fields. Nothing here loads torch or Hydra.
+The command line, the keywords of `Pipeline`, the checks of values, ``--help`` and
+docs/reference/settings.md are generated from these fields. Nothing here loads torch or Hydra.
 """
 
 from gpipe_hpc.settings.data import DataConfig, ImageDataConfig, Shape, Shapes, TokenDataConfig
@@ -16,10 +16,10 @@ from gpipe_hpc.settings.fields import (
     suggestion,
 )
 from gpipe_hpc.settings.parallel import CommConfig, Outer, PipelineConfig
-from gpipe_hpc.settings.run import Config
 from gpipe_hpc.settings.training import (
     OPTIMIZERS,
     AdamWConfig,
+    Config,
     LAMBConfig,
     LARSConfig,
     OptimizerConfig,

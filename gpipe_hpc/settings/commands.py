@@ -1,47 +1,54 @@
-"""Settings of commands other than train."""
+"""Settings of the commands draw, plan, preflight, verify, export, report and bench."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from gpipe_hpc.settings.fields import Choices, Level, Range, refuse
-from gpipe_hpc.settings.spelling import BYTES, PRECISION, PRECISIONS, SCHEDULE
+from gpipe_hpc.settings.fields import (
+    PRECISIONS,
+    Choices,
+    Level,
+    Range,
+    canonical_precision,
+    named_schedule,
+    refuse,
+)
 
 
 @dataclass
 class CostsConfig:
-    """Times of each op in a simulated schedule.
+    """Times of the operations in a simulated schedule, in any unit.
 
-    A number, for a rank's share of the model, which its stages divide; or a list with the times of
-    equal parts of the model. Drawings of a run.dir use its own.
+    A number is the time for a rank's share of the model, which its stages divide. A list contains
+    the times of equal parts of the model. Drawings of a run.dir use the measured times of the run.
     """
 
     forward: Any = 1.0
-    """Forward pass."""
+    """Time of a forward pass."""
 
     backward: Any = None
-    """Backward pass. null: input_gradient + weight_gradient."""
+    """Time of a backward pass. null: input_gradient + weight_gradient."""
 
     input_gradient: Any = 1.0
-    """The part of a backward pass that computes gradients of inputs."""
+    """Time of the part of a backward pass that computes gradients of inputs."""
 
     weight_gradient: Any = 1.0
-    """The part of a backward pass that computes gradients of weights."""
+    """Time of the part of a backward pass that computes gradients of weights."""
 
     recompute: Any = 1.0
-    """Recomputation of a forward pass."""
+    """Time of the recomputation of a forward pass."""
 
     send: Any = 0.0
-    """One transfer between stages; of a list, the time of the part ahead of the cut."""
+    """Time of a transfer between two stages. In a list: of the part before the stage boundary."""
 
     reduction: Any = 0.0
-    """Sum of gradients over replicas."""
+    """Time of the all-reduce of a stage's gradients over replicas."""
 
     gather: Any = 0.0
-    """Gathering of parameters before use, with outer.shard=flat."""
+    """Time of the all-gather of a stage's parameters before use, with outer.shard=flat."""
 
     def check(self) -> None:
-        """Refuse what is no time; raises ConfigError that names the setting."""
+        """Raise ConfigError for a value that is not a time."""
         for name, cost in vars(self).items():
             numbers = cost if isinstance(cost, list) else [cost]
             is_optional = name == "backward" and cost is None
@@ -55,7 +62,7 @@ class CostsConfig:
 
 
 def is_time(number: object) -> bool:
-    """Say whether a value is a finite number of at least 0."""
+    """Return whether a value is a finite number of at least 0."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return False
     return 0 <= number < math.inf
@@ -63,103 +70,108 @@ def is_time(number: object) -> bool:
 
 @dataclass
 class DrawConfig:
-    """What ``python -m gpipe_hpc.draw`` makes."""
+    """Output of ``python -m gpipe_hpc.draw``."""
 
     format: Annotated[
         str, Choices("auto", "text", "svg", "png", "html", "trace", "table"), Level.EVERYDAY
     ] = "auto"
-    """text, svg, png, html (one page with zoom), trace (for Perfetto) or table (all schedules).
-    auto: by the ending of draw.out."""
+    """Output format: text, svg, png, html (one page with zoom), trace (for Perfetto) or table
+    (compare all schedules). auto: by the file name extension of draw.out."""
 
     out: Annotated[str | None, Level.EVERYDAY] = None
-    """File to write (.txt, .svg, .png, .html, .json, .md). null: text on standard output."""
+    """Output file (.txt, .svg, .png, .html, .json, .md). null: print text to standard output."""
 
     width: Annotated[int | None, Range(1, 100_000)] = None
-    """Width in pixels (svg, png) or columns (text). null: as needed."""
+    """Width in pixels (svg, png) or columns (text). null: as wide as needed."""
 
-    compare: Annotated[list[str], SCHEDULE, Level.EVERYDAY] = field(default_factory=list)
-    """Further schedules of the same model to draw below on the same time scale, as [gpipe,zb_v];
-    with a run.dir, with its measured costs."""
+    compare: Annotated[list[str], named_schedule, Level.EVERYDAY] = field(default_factory=list)
+    """Other schedules of the same model, drawn below on the same time scale, for example
+    [gpipe,zb_v]. With run.dir, they are simulated with the measured times of that run."""
 
     buckets: Annotated[int, Range(1, 10_000)] = 1
-    """Gradient buckets of a stage, each with a reduction of its own."""
+    """Number of gradient buckets of a stage; each is all-reduced separately."""
 
     costs: CostsConfig = field(default_factory=CostsConfig)
-    """Times of each op."""
+    """Times of the operations."""
 
 
 @dataclass
 class PlanConfig:
-    """What ``python -m gpipe_hpc.plan`` plans for; exit code 3 if a rank needs too much memory."""
+    """Settings of ``python -m gpipe_hpc.plan``; exit code 3 if a rank needs too much memory."""
 
     search: Annotated[bool, Level.EVERYDAY] = False
-    """Compare layouts instead of planning one. Settings on the command line stay, all others of the
-    layout are chosen."""
+    """Search for the fastest layout instead of planning the given one. Settings of the layout on
+    the command line are kept; the search chooses all others."""
 
     ranks: Annotated[int | None, Range(1, 65_536), Level.EVERYDAY] = None
-    """Search: ranks of all pipelines. null: those of plan.links or pipeline.ranks, else the fewest
-    that pipeline.memory_bytes allows."""
+    """Search: number of ranks of all pipelines. null: from plan.links or pipeline.ranks; otherwise
+    the smallest number that pipeline.memory_bytes allows."""
 
     hosts: Annotated[int | None, Range(1, 65_536), Level.CLUSTER] = None
-    """Search: hosts with equal numbers of these ranks. null: those of plan.links, else one."""
+    """Search: number of hosts, each with the same number of ranks. null: from plan.links, or
+    one."""
 
     links: Annotated[str | None, Level.CLUSTER] = None
-    """Search: file with the links of hosts and ranks, as python -m gpipe_hpc.preflight writes it.
-    null: the settings below."""
+    """Search: file with the latency and bandwidth between ranks and hosts, as written by python -m
+    gpipe_hpc.preflight. null: use plan.link_* and plan.within_*."""
 
     calibration: Annotated[str | None, Level.CLUSTER] = None
-    """File with what a run measured, its calibration.yaml, in place of plan.costs; also links and
-    overheads if plan.links, plan.prices and the link settings are not set."""
+    """File with the layer times that a run measured (calibration.yaml in its folder), used instead
+    of plan.costs. Its links and overheads are used too if plan.links, plan.prices, plan.link_* and
+    plan.within_* are not set. null: none."""
 
     prices: Annotated[str | None, Level.CLUSTER] = None
-    """File with the overheads of a step, as preflight.steps=true writes it. null: none."""
+    """File with the overheads of a step, as written by preflight.steps=true. null: no overheads."""
 
     costs: Annotated[str | None, Choices("counted", "measured")] = None
-    """Times of layers: counted (FLOPs over plan.flops_per_s) or measured (each layer runs here).
-    null: counted in a search; otherwise no times unless plan.flops_per_s is set."""
+    """Source of layer times: counted (FLOPs / plan.flops_per_s) or measured (each layer is run on
+    this machine). null: counted in a search; otherwise no times unless plan.flops_per_s is set."""
 
     flops_per_s: Annotated[float | None, Range(1), Level.EVERYDAY] = None
-    """FLOP/s that a rank reaches in practice, as 5e13. null: no times; a search measures this
-    machine if ranks are CPUs."""
+    """FLOP/s that a rank reaches in practice, for example 5e13. null: no times; a search for CPU
+    ranks measures this machine."""
 
     memory_bytes_per_s: Annotated[float | None, Range(1)] = None
-    """Search with plan.flops_per_s: bytes/s that a rank reads and writes, as 2e12. null: memory
-    access is free."""
+    """Search with plan.flops_per_s: memory bandwidth of a rank in bytes/s, for example 2e12. null:
+    memory accesses take no time."""
 
-    precisions: Annotated[dict[str, Any], PRECISION] = field(default_factory=dict)
-    """Search: precisions to compare, each with a rank's FLOP/s (null: measured here), as
-    {float32: 6e13, bfloat16: 4e14}. {}: train.precision. They train with other numbers."""
+    precisions: Annotated[dict[str, Any], canonical_precision] = field(default_factory=dict)
+    """Search: precisions to compare, each with the FLOP/s of a rank (null: measured on this
+    machine), for example {float32: 6e13, bfloat16: 4e14}. They give different training results. {}:
+    only train.precision."""
 
     link_bytes_per_s: Annotated[float | None, Range(1), Level.CLUSTER] = None
-    """Bytes/s from a rank to one of another host, as 12.5e6 for 100 Mbit/s. null: volumes are
-    reported without times."""
+    """Bandwidth in bytes/s between ranks on different hosts, for example 12.5e6 for 100 Mbit/s.
+    null: traffic is reported without times."""
 
     link_latency_s: Annotated[float, Range(0, 1000)] = 1e-5
-    """Search: latency in seconds between hosts."""
+    """Search: latency in seconds of a message between hosts."""
 
     within_bytes_per_s: Annotated[float | None, Range(1)] = None
-    """Search: bytes/s between ranks of one host. null: plan.link_bytes_per_s."""
+    """Search: bandwidth in bytes/s between ranks of one host. null: plan.link_bytes_per_s."""
 
     within_latency_s: Annotated[float, Range(0, 1000)] = 3e-6
-    """Search: latency in seconds between ranks of one host."""
+    """Search: latency in seconds of a message between ranks of one host."""
 
     host_copy_bytes_per_s: Annotated[float | None, Range(1)] = None
-    """Bytes/s from an accelerator to its host, as 20e9. null: measured with pipeline.layout=auto;
-    otherwise copies are free and a search does not offload."""
+    """Bandwidth in bytes/s of copies from an accelerator to its host, for example 20e9. null:
+    measured with pipeline.layout=auto; otherwise copies take no time and a search does not try
+    pipeline.offload."""
 
     layer_s: Annotated[float, Range(0, 1000)] = 1e-4
-    """Search: shortest time in seconds of a layer's forward, and of each half of its backward."""
+    """Search: shortest time in seconds of a layer's forward pass and of each half of its backward
+    pass; stands for the launch overhead of its kernels."""
 
     shown: Annotated[int, Range(1, 1000)] = 10
-    """Search: number of layouts to print."""
+    """Search: number of layouts in the printed table."""
 
     @property
     def measures_layers(self) -> bool:
-        """Say whether each layer is timed on this machine."""
+        """Return whether each layer is timed on this machine."""
         return self.costs == "measured"
 
     def check(self) -> None:
-        """Refuse precisions that no run has, and those without a search; raises ConfigError."""
+        """Raise ConfigError for unknown precisions, and for precisions without a search."""
         known = PRECISIONS.names
         for name, rate in self.precisions.items():
             is_rate = isinstance(rate, int | float) and not isinstance(rate, bool) and rate >= 1
@@ -181,71 +193,65 @@ class PlanConfig:
 
 @dataclass
 class PreflightConfig:
-    """What is checked before a run, and what ``python -m gpipe_hpc.preflight`` measures.
+    """Checks before a run, and measurements of ``python -m gpipe_hpc.preflight``.
 
-    The command exits with 3 if ranks are not fit.
+    The command exits with 3 if a check of the ranks fails.
     """
 
     before_run: Annotated[bool, Level.CLUSTER] = True
-    """Check free memory, shared memory, the run folder, open files and clocks before step 1 of
-    train."""
+    """Before step 1 of train, check free memory, shared memory, the run folder, the limit of open
+    files and the clocks."""
 
     out: Annotated[str | None, Level.CLUSTER] = "links.yaml"
-    """File for the measured links, as plan.links takes it. null: print the table only."""
+    """Output file for the measured links, for plan.links. null: print the table only."""
 
     steps: Annotated[bool, Level.CLUSTER] = False
-    """Also measure the overheads of a step (actions, sends, sums, optimizer, norms) and the memory
-    of a process."""
-
-    prices: Annotated[str, Level.CLUSTER] = "prices.yaml"
-    """File for these overheads, as plan.prices takes it."""
-
-    bytes: Annotated[Any, Range(1, 2**30), BYTES] = "4MB"
-    """Size of the largest measured message; slow links get less."""
+    """Also measure the overheads of a step (actions, sends, all-reduces, optimizer, norms) and the
+    memory of a process, and write them as prices.yaml next to preflight.out, for plan.prices."""
 
 
 @dataclass
 class VerifyConfig:
-    """``python -m gpipe_hpc.verify``: this layout and one plain process; exits with 3 if they
-    differ."""
+    """Settings of ``python -m gpipe_hpc.verify``, which compares a layout with one plain
+    process."""
 
     steps: Annotated[int, Range(1), Level.EVERYDAY] = 3
-    """Optimizer steps to compare, at most train.steps."""
+    """Number of optimizer steps to compare; at most train.steps."""
 
 
 @dataclass
 class ExportConfig:
-    """How ``python -m gpipe_hpc.export`` writes weights."""
+    """Output of ``python -m gpipe_hpc.export``, which writes weights as safetensors."""
 
     out: Annotated[str | None, Level.EVERYDAY] = None
-    """New folder to write. null: run.dir/exported/CHECKPOINT."""
+    """New folder for the files. null: run.dir/exported/CHECKPOINT."""
 
     dtype: Annotated[str | None, Level.EVERYDAY] = None
-    """Type of the weights in the files: float32, bfloat16, float16. null: as trained."""
+    """dtype of the weights in the files: float32, bfloat16 or float16. null: the dtype of
+    training."""
 
     prefix: Annotated[str, Level.EVERYDAY] = "layers."
-    """Prefix of a layer's number in names of weights. Empty: names of a plain nn.Sequential."""
+    """Prefix of the layer number in the names of weights. Empty: names as in a plain
+    nn.Sequential."""
 
     trust: Annotated[bool, Level.EVERYDAY] = False
-    """Call a model._target_ of the run's config.yaml that is no function of gpipe_hpc.models. It
-    can execute any code."""
+    """Trust the run's config.yaml: call its model._target_ even if it is not a function of
+    gpipe_hpc.models. It can execute any code."""
 
 
 @dataclass
 class ReportConfig:
-    """What ``python -m gpipe_hpc.report`` makes of run.dir."""
-
-    format: Annotated[str, Choices("auto", "html", "markdown"), Level.EVERYDAY] = "auto"
-    """html (one self-contained page) or markdown. auto: by the ending of report.out, else html."""
+    """Output of ``python -m gpipe_hpc.report``, a report on run.dir."""
 
     out: Annotated[str | None, Level.EVERYDAY] = None
-    """File to write. null: report.html or report.md in run.dir, or in the first of report.runs."""
+    """File to write: Markdown if its name ends in .md, otherwise one self-contained HTML page.
+    null: report.html in run.dir, or in the first of report.runs."""
 
     runs: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
-    """Folders of several runs to compare, instead of run.dir: [A,B]."""
+    """Run folders to compare in one report, instead of run.dir, for example [runs/a,runs/b]."""
 
     def check(self, run_dir: str | None) -> None:
-        """Refuse no run at all, and two ways to name runs; raises ConfigError."""
+        """Raise ConfigError unless either run.dir or report.runs is set."""
         if run_dir is None and not self.runs:
             raise refuse(
                 "run.dir", "the folder of a run", None, "set it, or report.runs=[A,B] for several"
@@ -256,40 +262,37 @@ class ReportConfig:
 
 @dataclass
 class BenchConfig:
-    """Combinations that ``python -m gpipe_hpc.bench`` measures.
+    """Settings of ``python -m gpipe_hpc.bench``, which measures each combination of these lists.
 
-    Each combination of these lists is one point; an empty list means the run's own setting.
+    An empty list stands for the value of the setting that training uses.
     """
 
     workloads: Annotated[list[str], Level.EVERYDAY] = field(default_factory=lambda: ["steps"])
-    """steps: training steps of your model."""
+    """Workloads to measure; steps (training steps of your model) is the only one."""
 
     ranks: Annotated[list[int], Level.EVERYDAY] = field(default_factory=list)
-    """Numbers of processes, all on this machine. []: pipeline.stages x pipeline.replicas."""
+    """Numbers of ranks, all on this machine. []: pipeline.stages x pipeline.replicas."""
 
     threads: list[int] = field(default_factory=lambda: [1])
-    """CPU threads of a rank."""
+    """Numbers of CPU threads of a rank."""
 
     batch_sizes: Annotated[list[int], Level.EVERYDAY] = field(default_factory=list)
-    """Samples of the global batch. []: train.batch_size."""
+    """Numbers of samples in the global batch. []: train.batch_size."""
 
     microbatches: Annotated[list[int], Level.EVERYDAY] = field(default_factory=list)
-    """Micro-batches of a replica. []: pipeline.microbatches."""
+    """Numbers of micro-batches of a replica. []: pipeline.microbatches."""
 
     backends: list[str] = field(default_factory=list)
-    """gloo, mpi, nccl, xccl. []: comm.backend."""
+    """Backends: gloo, mpi, nccl, xccl. []: comm.backend."""
 
     steps: Annotated[int, Range(1), Level.EVERYDAY] = 5
-    """Measured steps of a combination, after two that are not measured."""
-
-    limit_s: Annotated[float, Range(1)] = 600.0
-    """Seconds that a combination may take."""
+    """Measured steps of a combination, after two warm-up steps."""
 
     out: Annotated[str | None, Level.EVERYDAY] = None
-    """Folder for bench.json, bench.md and bench.svg. null: print the table only."""
+    """Output folder for bench.json, bench.md and bench.svg. null: print the table only."""
 
     def check(self) -> None:
-        """Refuse workloads that there are not; raises ConfigError."""
+        """Raise ConfigError for unknown workloads."""
         for name in self.workloads or [""]:
             remedy = "leave it out"
             if name == "collectives":

@@ -1,8 +1,8 @@
-"""Settings that kinds of data have in common.
+"""Base classes of the settings of data sets.
 
-Each kind is a subclass in `gpipe_hpc.data`: its settings, checks and how it is opened. A
-preset of ``conf/data/`` names the class by ``_target_``. Common settings are keyword-only, so that
-the settings of the kind itself come first.
+Each kind of data is a subclass in `gpipe_hpc.data` with its settings, its checks and `open`. A
+preset of ``conf/data/`` names the class as ``_target_``. Common settings are keyword-only fields,
+so that the fields of a subclass come first.
 """
 
 from collections.abc import Mapping
@@ -15,21 +15,21 @@ from gpipe_hpc.settings.fields import Choices, Level, Range, refuse
 
 
 class Shape(NamedTuple):
-    """The dtype of a tensor, by torch's name of it, and its size in each dimension."""
+    """Name of a tensor's torch dtype, and its size in each dimension."""
 
     dtype: str
     sizes: tuple[int, ...]
 
 
 class Shapes(NamedTuple):
-    """What a batch looks like, and the name of the loss that fits."""
+    """Shapes of the inputs and targets of a batch, and the name of the matching loss."""
 
     inputs: Shape
     targets: Shape
     loss: str
 
 
-# Where files are, and how they are read: what they hold is compared instead.
+# Paths and reading options are not compared on resume: the content of the files is.
 _NO_MATTER: Final = frozenset(
     {
         "workers",
@@ -47,31 +47,34 @@ _NO_MATTER: Final = frozenset(
 
 @dataclass
 class DataConfig:
-    """What a run reads; one subclass for each kind."""
+    """Settings that all kinds of data have."""
 
     no_matter: ClassVar[frozenset[str]] = _NO_MATTER
-    """Settings that change neither samples nor their order."""
+    """Settings that change neither the samples nor their order."""
 
     workers: Annotated[int, Range(0, 1024), Level.EVERYDAY] = field(default=0, kw_only=True)
-    """Threads that read ahead on each rank with inputs (processes for data=own). 0: the rank reads
-    a batch when it needs it."""
+    """Number of threads (for data=own: processes) that read batches ahead on each rank that reads
+    inputs. 0: the rank reads a batch when it needs it."""
 
     prefetch: Annotated[int, Range(1)] = field(default=2, kw_only=True)
-    """Batches that each worker keeps ready."""
+    """Number of batches that each worker reads ahead."""
 
     @property
     def kind(self) -> str:
-        """Return the name of this kind of data in checkpoints."""
+        """Return the name by which checkpoints identify this kind of data."""
         return type(self).__name__
 
     def check(self) -> None:
-        """Refuse settings that cannot work together; raises ConfigError that names one."""
+        """Raise ConfigError for settings that cannot work together."""
 
     def open(self, seed: int, spare: Path | None) -> Any:
         """Return the `DataSource` that the settings describe.
 
-        `seed` is that of the run; `spare`: a folder for indices of data whose own is read-only.
-        Raises DataError if there is nothing to train on.
+        Args:
+            seed: The seed of the run.
+            spare: Folder for index files if the folder of the data is read-only.
+
+        Raises DataError if there are no training samples.
         """
         raise ConfigError(
             f"data: {type(self).__name__} cannot be opened, expected a kind of conf/data, got one "
@@ -79,9 +82,9 @@ class DataConfig:
         )
 
     def shapes(self, num_samples: int) -> Shapes:
-        """Return what a batch of so many samples looks like; raises ConfigError if it is unknown.
+        """Return the shapes of a batch of `num_samples`, without reading data.
 
-        No data is read, since a plan is made where the data need not be.
+        Raises ConfigError if they are unknown.
         """
         raise ConfigError(
             f"data: its shapes are unknown, expected one of conf/data, got {type(self).__name__}; "
@@ -89,55 +92,55 @@ class DataConfig:
         )
 
     def written(self) -> Mapping[str, Any]:
-        """Return the settings as a YAML file would give them."""
+        """Return the settings as plain values, as in a YAML file."""
         kind = type(self)
         return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **asdict(self)}
 
 
 @dataclass
 class TokenDataConfig(DataConfig):
-    """Token sequences of one length."""
+    """Settings of token sequences of equal length."""
 
     seq_len: Annotated[int, Range(1), Level.EVERYDAY] = field(default=128, kw_only=True)
-    """Tokens of a sample. A sample of a text may span several documents."""
+    """Number of tokens in a sample. A sample of a text may span several documents."""
 
     vocab_size: Annotated[int, Range(1, 2**31), Level.EVERYDAY] = field(default=256, kw_only=True)
-    """Number of different tokens; every token of the data is smaller. Bytes have 256."""
+    """Vocabulary size: every token of the data is smaller. 256 for bytes."""
 
     objective: Annotated[str, Choices("next_token", "masked"), Level.EVERYDAY] = field(
         default="next_token", kw_only=True
     )
-    """What the model predicts: next_token, or masked (hidden tokens, as BERT)."""
+    """Training objective: next_token, or masked (predict masked tokens, as BERT does)."""
 
     mask_token: Annotated[int | None, Range(0, 2**31)] = field(default=None, kw_only=True)
-    """With objective=masked: the token that replaces hidden ones. null: vocab_size, one token more
-    for the model."""
+    """With data.objective=masked: the token that replaces masked ones. null: data.vocab_size, which
+    needs one more token in the model."""
 
     mask_fraction: Annotated[float, Range(0, 1, excludes_least=True)] = field(
         default=0.15, kw_only=True
     )
-    """With objective=masked: the fraction of tokens to predict. Of these 80 % are hidden, 10 %
-    replaced by random tokens, 10 % left."""
+    """With data.objective=masked: fraction of the tokens that are predicted. 80 % of these are
+    masked, 10 % are replaced by random tokens and 10 % are unchanged."""
 
     @property
     def holds_bytes(self) -> bool:
-        """Say whether tokens are the bytes of texts."""
+        """Return whether the tokens are bytes of text."""
         return False
 
     @property
     def hidden_token(self) -> int:
-        """Return the token that replaces hidden ones."""
+        """Return the token that replaces masked tokens."""
         return self.vocab_size if self.mask_token is None else self.mask_token
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens a model must know, the mask included if tokens are hidden."""
+        """Return the vocabulary size that the model needs, including the mask token."""
         if self.objective != "masked":
             return self.vocab_size
         return max(self.vocab_size, self.hidden_token + 1)
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
-        """Refuse a mask that lies beyond the tokens of the model; raises ConfigError."""
+        """Raise ConfigError if the mask token is not in the vocabulary of the model."""
         if self.vocab_size <= model_vocab_size < self.num_tokens:
             raise refuse(
                 "data.mask_token",
@@ -154,16 +157,16 @@ class TokenDataConfig(DataConfig):
 
 @dataclass
 class ImageDataConfig(DataConfig):
-    """Images of one size, and their classes."""
+    """Settings of images of equal size with a class each."""
 
     channels: Annotated[int, Range(1), Level.EVERYDAY] = field(default=3, kw_only=True)
-    """Channels of an image: 3 for colour, 1 for grey."""
+    """Number of channels of an image: 3 for color, 1 for grayscale."""
 
     height: Annotated[int, Range(1), Level.EVERYDAY] = field(default=224, kw_only=True)
-    """Height in pixels of what the model gets."""
+    """Height in pixels of the images that the model receives."""
 
     width: Annotated[int, Range(1), Level.EVERYDAY] = field(default=224, kw_only=True)
-    """Width in pixels of what the model gets."""
+    """Width in pixels of the images that the model receives."""
 
     num_classes: Annotated[int, Range(2), Level.EVERYDAY] = field(default=1000, kw_only=True)
     """Number of classes."""

@@ -1,4 +1,4 @@
-"""Settings of the layout: the pipeline, data parallelism, and communication of ranks."""
+"""Settings of the pipeline, of data parallelism, and of the communication between ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,105 +7,115 @@ from typing import Annotated, Any, Final
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import replicas_on
 from gpipe_hpc.settings.commands import is_time
-from gpipe_hpc.settings.fields import Choices, Level, Range, normalise, refuse, settings_of
-from gpipe_hpc.settings.spelling import (
-    BYTES,
-    BYTES_OF_RANKS,
-    LOWER,
-    PRECISION,
-    SCHEDULE,
+from gpipe_hpc.settings.fields import (
+    Choices,
+    Level,
+    Range,
+    bytes_of_ranks,
+    canonical_precision,
+    lowered,
+    named_schedule,
+    normalise,
+    num_bytes,
     number_or,
+    refuse,
+    settings_of,
 )
 
 PARTITIONS: Final = ("time", "simulated", "parameters", "uniform")
-"""Of ``pipeline.partition``, besides a list of counts."""
+"""Named values of ``pipeline.partition``; a list of layer counts is allowed too."""
 
 MAX_TIMEOUT_S: Final = 1e6
-"""The longest time to wait, about 11 days: in milliseconds it still fits the 32 bits of poll."""
+"""Longest timeout, about 11 days: the largest that fits poll's 32-bit milliseconds."""
 
 
 @dataclass
 class PipelineConfig:
-    """How the model is cut into stages, and in which order the stages work."""
+    """How the model is divided into stages, and the schedule that the stages run."""
 
     layout: Annotated[str, Choices("given", "auto"), Level.EVERYDAY] = "given"
-    """given: these settings are the layout. auto: train searches for the fastest one on its ranks
-    before step 1, as plan.search=true does; settings on the command line stay."""
+    """given: use the layout that these settings describe. auto: train searches for the fastest
+    layout on its ranks before step 1, as plan.search=true does; settings on the command line are
+    kept."""
 
     stages: Annotated[Any, Range(1), number_or("fit"), Level.EVERYDAY] = None
-    """Ranks of one pipeline. null: world size / replicas. fit: the fastest number for these ranks,
-    within pipeline.memory_bytes if that is set. If stages do not divide the ranks, some pipelines
-    have fewer ranks."""
+    """Ranks of one pipeline. null: world size / replicas. fit: the number that is fastest on these
+    ranks and, if pipeline.memory_bytes is set, fits into it. If the number of ranks is no multiple
+    of stages, some pipelines have fewer ranks."""
 
     replicas: Annotated[int | None, Range(1), Level.EVERYDAY] = None
-    """Pipelines that train in parallel, each on its share of the global batch. null: as many as the
-    ranks and pipeline.stages give, 1 without pipeline.stages."""
+    """Number of pipelines that train in parallel (data parallelism), each on its share of the
+    global batch. null: world size / pipeline.stages, or 1 if pipeline.stages is not set."""
 
     microbatches: Annotated[int, Range(1), Level.EVERYDAY] = 8
-    """Micro-batches into which a replica's share of the batch is cut."""
+    """Number of micro-batches into which a replica's share of the batch is divided."""
 
-    schedule: Annotated[str, SCHEDULE, Level.EVERYDAY] = "gpipe"
-    """Schedule: gpipe, one_f_one_b, interleaved, zb_h1, zb_v, chimera, dualpipe_v, ...; auto
-    searches one for the measured layers; file runs a table of yours."""
+    schedule: Annotated[str, named_schedule, Level.EVERYDAY] = "gpipe"
+    """Pipeline schedule: gpipe, one_f_one_b, interleaved, zb_h1, zb_v, chimera, dualpipe_v, ...
+    auto: search for a schedule that suits the measured layers. file: run your own table."""
 
     options: Annotated[dict[str, Any], Level.EVERYDAY] = field(default_factory=dict)
-    """Options of the schedule, as pipeline.options.NAME=VALUE."""
+    """Options of the schedule, set with pipeline.options.NAME=VALUE."""
 
     recompute: Annotated[
         str, Choices("always", "except_last", "never", "budget"), Level.EVERYDAY
     ] = "except_last"
-    """Activations to recompute: always (all), except_last (all except those that the next action
-    needs), never, or budget (as few as fit into memory_bytes)."""
+    """Activations to recompute instead of storing them: always (all), except_last (all except those
+    of a micro-batch whose backward pass is the next action), never, or budget (as few as
+    pipeline.memory_bytes allows)."""
 
-    memory_bytes: Annotated[Any, Range(1), BYTES_OF_RANKS, Level.EVERYDAY] = None
-    """Memory that a rank may use, as 16e9 or 16GB, or that of each rank, as [16GB,24GB]. Used by
-    recompute=budget, schedule=auto, the partition and the forecasts of plan and train."""
+    memory_bytes: Annotated[Any, Range(1), bytes_of_ranks, Level.EVERYDAY] = None
+    """Memory that a rank may use, for example 16e9 or 16GB, or a list with that of each rank, for
+    example [16GB,24GB]. Used by recompute=budget, schedule=auto, the partitioner and the forecasts
+    of plan and train. null: no limit."""
 
-    partition: Annotated[Any, LOWER, Level.EVERYDAY] = "time"
-    """How layers are assigned to stages: time (measured on rank 0), simulated (time, and for ranks
-    with several stages the fastest partition in simulation), parameters, uniform, or the number of
-    layers of each stage, as [5,6]."""
+    partition: Annotated[Any, lowered, Level.EVERYDAY] = "time"
+    """How layers are assigned to stages: time (balance the times measured on rank 0), simulated
+    (like time; if ranks have several stages, choose the fastest partition in a simulation),
+    parameters (balance the number of parameters), uniform (balance the number of layers), or the
+    number of layers of each stage, for example [5,6]."""
 
     offload: bool = False
-    """Move kept activations to host memory until their backward is near (accelerators)."""
+    """Move stored activations to host memory until shortly before their backward pass. Accelerators
+    only."""
 
     pins: dict[Any, Any] = field(default_factory=dict)
-    """Layers on fixed stages, as {0: 0, 11: 2, GPTHead: -1}. A layer is given by index (negative:
-    from the end) or by a name that only one layer has; -1 is the last stage."""
+    """Layers assigned to fixed stages, for example {0: 0, 11: 2, GPTHead: -1}. A layer is named by
+    its index or by a name that only one layer has; negative numbers count from the end."""
 
     ranks: Annotated[int | None, Range(1)] = None
-    """Ranks of all pipelines, for commands that start none (plan, draw, verify). null: stages x
-    replicas. train uses the ranks of its launcher."""
+    """Number of ranks of all pipelines, for commands that start no ranks (plan, draw, verify).
+    null: stages x replicas. train uses the ranks that its launcher started."""
 
     paces: Annotated[Any, Choices("measured")] = None
-    """Time that each rank of a pipeline takes relative to the others, as [1,1,2]; measured: each
-    rank times the same work at the start; null: equal (with layout=auto: measured). Used by the
-    partitioner, by schedule=auto and by forecasts."""
+    """Relative time that each rank of a pipeline needs for the same work, for example [1,1,2].
+    measured: each rank times the same work at the start. null: all equal (measured with
+    layout=auto). Used by the partitioner, by schedule=auto and by forecasts."""
 
     normalise_over_replicas: bool = False
-    """BatchNorm normalises over a micro-batch of all replicas together."""
+    """Compute BatchNorm statistics over one micro-batch of all replicas together."""
 
     buffers: Annotated[str, Choices("average", "first", "each")] = "average"
-    """Buffers that forwards change, if a stage has several copies: average (weighted by samples;
-    integers are the first copy's), first (that of the first copy), each (left as they are)."""
+    """How replicas combine buffers that forward passes change, such as running means: average
+    (weighted by samples; integers are taken from the first replica), first (taken from the first
+    replica), each (every replica keeps its own)."""
 
     @property
     def is_searched(self) -> bool:
-        """Say whether a search finds the layout for the ranks of the run."""
+        """Return whether the layout is searched for the ranks of the run."""
         return self.layout == "auto"
 
     @property
     def num_replicas(self) -> int:
-        """Return the number of pipelines; without `replicas`, as many as `ranks` make, else 1.
-
-        Once ranks are known, `filled` has set `replicas`.
-        """
+        """Return the number of pipelines: `replicas`, or computed from `ranks` and `stages`, or
+        1."""
         return replicas_on(self.ranks or 0, self.stages, self.replicas)
 
     def check(self, num_stages: int | None) -> None:
-        """Refuse a partition, a budget or paces that cannot work; raises ConfigError.
+        """Raise ConfigError for a partition, a memory budget or paces that cannot work.
 
-        `num_stages`: ranks of one pipeline, None if that is not known yet.
+        Args:
+            num_stages: Ranks of one pipeline; None if not known yet.
         """
         self._check_partition(num_stages)
         if self.recompute == "budget" and self.memory_bytes is None:
@@ -163,73 +173,78 @@ _OF_LOCAL_SGD: Final = ("lr", "momentum", "nesterov", "parts", "behind", "mix")
 
 @dataclass(kw_only=True)
 class Outer:
-    """How the replicas' copies of a stage combine their gradients, or their parameters."""
+    """How replicas combine their gradients, or with outer.every their parameters."""
 
-    bucket_bytes: Annotated[Any, Range(0, excludes_least=True), BYTES] = 25e6
-    """Gradients of a stage are summed in buckets of at most this size, as 25MB; a larger parameter
-    has a bucket of its own."""
+    bucket_bytes: Annotated[Any, Range(0, excludes_least=True), num_bytes] = 25e6
+    """Largest size of a bucket of gradients that are all-reduced together, for example 25MB. A
+    larger parameter has a bucket of its own."""
 
     overlap: bool = True
-    """Sum a bucket within the stage's last backward, as soon as it is complete. false: after it."""
+    """All-reduce a bucket as soon as its gradients are complete, in parallel with the last backward
+    pass of the stage. false: after that backward pass."""
 
     hierarchy: Annotated[Any, Level.CLUSTER] = "none"
-    """host: sum within each host first, then between hosts. A number: this many copies count as one
-    host. none: all at once."""
+    """Hierarchical all-reduce. host: within each host first, then between hosts. A number: the
+    same, with this many consecutive replicas counted as one host. none: one all-reduce over all
+    replicas."""
 
     order: Annotated[str, Choices("backend", "rank")] = "backend"
-    """Order of a sum: the backend's, or that of ranks (the same bits for any number of replicas and
-    any buckets)."""
+    """Order in which gradients are added. backend: that of the backend's all-reduce. rank: by rank,
+    which gives the same bits for every number of replicas and every bucket size."""
 
     compress: Annotated[
         str,
         Choices("none", "bfloat16", "float16", "powersgd", "topk", "qsgd"),
-        PRECISION,
+        canonical_precision,
         Level.CLUSTER,
     ] = "none"
-    """What is sent in place of gradients (with outer.every: of changes of parameters): none
-    (exact), bfloat16, float16, powersgd, topk, qsgd. The error is added to the next sum."""
+    """Compression of the gradients that replicas exchange (with outer.every: of the parameter
+    changes): none (exact), bfloat16, float16, powersgd (low rank), topk (largest numbers) or qsgd
+    (stochastic rounding). The compression error is added to the gradients of the next step."""
 
     powersgd_rank: Annotated[int, Range(1)] = 2
-    """With compress=powersgd: columns of a matrix's two factors."""
+    """With compress=powersgd: rank of the low-rank factors."""
 
     topk_fraction: Annotated[float, Range(1e-9, 0.5)] = 0.01
-    """With compress=topk: fraction of a bucket's numbers that is sent."""
+    """With compress=topk: fraction of the numbers of a bucket that are sent."""
 
     qsgd_levels: Annotated[int, Range(7, 127)] = 7
-    """With compress=qsgd: levels on each side of 0, 7 (4 bits per number) to 127 (8 bits)."""
+    """With compress=qsgd: quantization levels on each side of 0, from 7 (4 bits per number) to 127
+    (8 bits)."""
 
     shard: Annotated[str, Choices("none", "flat", "oss"), Level.CLUSTER] = "none"
-    """Optimizer state on each replica: none (all of it), flat (an equal part of each bucket), oss
-    (whole tensors, by fairscale's OSS)."""
+    """Sharding of the optimizer state over replicas (ZeRO): none (each replica has all of it), flat
+    (an equal part of every bucket, with sharded gradients) or oss (whole tensors, by fairscale's
+    OSS)."""
 
     weights: Annotated[list[int] | None, Level.CLUSTER] = None
-    """Shares of the micro-batches for replicas of unequal speed: with [3,1] the first runs three
-    while the second runs one. null: equal shares."""
+    """Relative shares of the micro-batches for replicas of unequal speed: with [3,1] the first
+    replica runs three times as many as the second. null: equal shares."""
 
     every: Annotated[int, Range(0), Level.CLUSTER] = 0
-    """Steps between outer steps, in which replicas average their parameters (local SGD, DiLoCo;
-    not exact). Has to divide train.steps. 0: replicas sum gradients in every step."""
+    """Local SGD or DiLoCo: number of steps that replicas train independently before they average
+    their parameters in an outer step. Not exact. Must divide train.steps. 0: replicas all-reduce
+    gradients in every step."""
 
-    lr: Annotated[float, Range(0)] = 1.0
+    lr: Annotated[float, Range(0, excludes_least=True)] = 1.0
     """With outer.every: learning rate of the outer SGD."""
 
-    momentum: Annotated[float, Range(0, 1)] = 0.0
-    """With outer.every: momentum of the outer SGD, less than 1."""
+    momentum: Annotated[float, Range(0, 1, excludes_most=True)] = 0.0
+    """With outer.every: momentum of the outer SGD."""
 
     nesterov: bool = False
     """With outer.every: Nesterov momentum."""
 
     parts: Annotated[int, Range(1)] = 1
-    """With outer.every: parts of the model that are averaged in turn, each every outer.every
-    steps."""
+    """With outer.every: number of parts of the model that are averaged at different steps, each
+    once in outer.every steps."""
 
     behind: Annotated[int, Range(0)] = 0
-    """With outer.every: steps until a part's average arrives, in parallel with training. 0: at
-    once."""
+    """With outer.every: number of steps that training continues while an average is computed. 0:
+    training waits for the average."""
 
-    mix: Annotated[float, Range(0, 1)] = 0.5
-    """With outer.behind: weight of a replica's own parameters when an average arrives, less
-    than 1."""
+    mix: Annotated[float, Range(0, 1, excludes_most=True)] = 0.5
+    """With outer.behind: weight of a replica's own parameters when a delayed average is applied."""
 
     @property
     def uses_local_sgd(self) -> bool:
@@ -238,28 +253,28 @@ class Outer:
 
     @property
     def num_residuals(self) -> int:
-        """Return how many numbers of each parameter a copy keeps as the error of compression."""
+        """Return the compression-error elements that a replica stores per parameter element."""
         return int(self.compress != "none")
 
     @property
     def num_local_sgd(self) -> float:
-        """Return how many numbers of each parameter a replica keeps for outer steps.
+        """Return the elements that a replica stores for outer steps per parameter element.
 
-        The anchor, the momentum, and the average of a part that has not arrived yet.
+        They are the anchor, the momentum, and an average that is still being computed.
         """
         if not self.uses_local_sgd:
             return 0
         return 1 + (self.momentum > 0) + (1 / self.parts if self.behind else 0)
 
     def checked(self) -> "Outer":
-        """Return a copy in our own spelling; raises ConfigError for what cannot work."""
+        """Return a copy with canonical spellings; raise ConfigError if the settings cannot work."""
         found = replace(self)
         normalise(found, "outer.")
         found.check()
         return found
 
     def check(self) -> None:
-        """Refuse values and combinations that cannot work; raises ConfigError."""
+        """Raise ConfigError for values and combinations that cannot work."""
         for setting in settings_of(Outer):
             setting.check_kind(getattr(self, setting.name), f"outer.{setting.name}")
             setting.check(getattr(self, setting.name), f"outer.{setting.name}")
@@ -296,7 +311,11 @@ class Outer:
             )
 
     def _check_shard(self, chosen: Sequence[str]) -> None:
-        """Refuse what does not go with a divided optimizer; `chosen`: other ways to sum."""
+        """Raise ConfigError for settings that sharding excludes.
+
+        Args:
+            chosen: The settings that change how gradients are summed, as NAME=VALUE.
+        """
         if self.shard == "flat" and chosen and self.order != "rank":
             raise ConfigError(
                 f"config: outer.shard=flat leaves each copy its part of the sum, expected no other "
@@ -313,12 +332,6 @@ class Outer:
             )
 
     def _check_outer_step(self) -> None:
-        if not self.lr > 0:
-            raise refuse("outer.lr", "more than 0", self.lr, "correct outer.lr")
-        for name in ("momentum", "mix"):
-            value = getattr(self, name)
-            if not value < 1:
-                raise refuse(f"outer.{name}", "less than 1", value, f"correct outer.{name}")
         if self.nesterov and not self.momentum:
             raise refuse("outer.nesterov", "false without momentum", True, "set outer.momentum=0.9")
         if self.parts > self.every:
@@ -338,7 +351,7 @@ class Outer:
             )
 
     def checked_weights(self) -> list[int] | None:
-        """Return the shares of replicas; raises ConfigError for what are none."""
+        """Return the shares of replicas; raise ConfigError unless all are positive integers."""
         weights = self.weights
         if weights is not None and not (
             isinstance(weights, list | tuple)
@@ -355,7 +368,7 @@ class Outer:
         return weights
 
     def check_copies(self, num_copies: int) -> None:
-        """Refuse a hierarchy that does not fit the copies of a stage; raises ConfigError."""
+        """Raise ConfigError if the hierarchy does not divide the number of replicas."""
         if isinstance(self.hierarchy, int) and num_copies % self.hierarchy:
             fitting = [n for n in range(1, num_copies + 1) if num_copies % n == 0]
             raise refuse(
@@ -366,7 +379,7 @@ class Outer:
             )
 
     def unused(self) -> list[str]:
-        """Return the settings that were given and have no effect, each with what it is for."""
+        """Return a message for each setting that was given and has no effect."""
         found = [
             f"outer.{name} is for outer.compress={compress}, which is {self.compress}"
             for name, compress in _OF_COMPRESSOR
@@ -377,7 +390,7 @@ class Outer:
         return found
 
     def _is_set(self, name: str) -> bool:
-        """Say whether a setting differs from its default."""
+        """Return whether a setting differs from its default."""
         return bool(getattr(self, name) != getattr(Outer, name))
 
 
@@ -386,41 +399,36 @@ _Timeout: Final = Range(0, MAX_TIMEOUT_S, excludes_least=True)
 
 @dataclass
 class CommConfig:
-    """How ranks reach each other."""
+    """Communication between ranks: backend, network interface, timeouts, secret."""
 
     backend: Annotated[str, Level.CLUSTER] = "auto"
-    """auto (nccl for cuda, xccl for xpu, gloo for CPUs), gloo (through the host), nccl, xccl, or
-    mpi (by mpi4py, under mpiexec or srun --mpi=pmi2)."""
+    """Backend of communication: auto (nccl for cuda, xccl for xpu, gloo for CPUs), gloo (through
+    host memory), nccl, xccl, or mpi (through mpi4py, started by mpiexec or srun --mpi=pmi2)."""
 
     timeout_s: Annotated[float, _Timeout, Level.CLUSTER] = 600.0
-    """Seconds that a rank waits for another before all stop with a report."""
+    """Seconds that a rank waits for another one before all ranks stop with an error."""
 
     silence_s: Annotated[float, Range(3, MAX_TIMEOUT_S), Level.CLUSTER] = 15.0
-    """Seconds without a sign of life after which a process counts as lost. A warning comes after
-    0.4 of it."""
+    """Seconds without a heartbeat after which a process counts as lost. A warning is logged after
+    0.4 of this time."""
 
     stall_s: Annotated[float | None, _Timeout, Level.CLUSTER] = None
-    """Seconds that a living rank may make no progress before it is reported. null: ten times the
-    longest so far."""
+    """Seconds without progress after which a rank that still sends heartbeats is reported. null:
+    ten times the longest pause so far."""
 
     reach_s: Annotated[float, _Timeout, Level.CLUSTER] = 20.0
-    """Seconds in which a host (that of MASTER_ADDR, and those of other ranks) must answer at the
+    """Seconds in which the host of MASTER_ADDR and the hosts of other ranks must answer at the
     start; in preflight also each other rank."""
 
     interface: Annotated[str | None, Level.CLUSTER] = None
-    """Network interface between machines, by name or as a subnet, as 10.0.0.0/8. null: the one that
-    leads to MASTER_ADDR."""
+    """Network interface between machines, by name or as a subnet such as 10.0.0.0/8. null: the
+    interface of the route to MASTER_ADDR."""
 
     secret_file: Annotated[str | None, Level.CLUSTER] = None
-    """File with mode 600 that holds the job's secret. null: $GPIPE_HPC_SECRET, or a new secret on
-    one machine."""
-
-    loopback: bool | None = None
-    """Listen on this machine only. null: if all ranks are on it."""
-
-    mpi_device_pointers: bool | None = None
-    """Let MPI read the memory of accelerators. false: copy through pinned memory. null: if MPI
-    supports it."""
+    """File with mode 600 that contains the secret with which ranks authenticate each other. null:
+    the environment variable GPIPE_HPC_SECRET or, if all ranks are on one machine, a secret that is
+    created for you."""
 
     shared_memory: bool = True
-    """CPU ranks of one machine pass boundaries through shared memory."""
+    """Send tensors between CPU ranks of one machine through shared memory. false: through the
+    backend."""

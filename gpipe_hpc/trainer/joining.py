@@ -35,8 +35,6 @@ def join_world(config: Config) -> World:
         device=config.train.device,
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
-        mpi_device_pointers=config.comm.mpi_device_pointers,
-        loopback=config.comm.loopback,
         shares_memory=config.comm.shared_memory,
         secret_file=config.comm.secret_file,
         silence_s=config.comm.silence_s,
@@ -57,6 +55,5 @@ def leave_notice(config: Config, ending: Ending) -> None:
     say_stopped(
         ending.words,
         backend=config.comm.backend,
-        loopback=config.comm.loopback,
         secret_file=config.comm.secret_file,
     )

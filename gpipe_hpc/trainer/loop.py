@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from operator import or_
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -62,6 +63,9 @@ from gpipe_hpc.units import bytes_text
 from gpipe_hpc.yaml_files import flat
 
 log = logging.getLogger("gpipe_hpc.train")
+
+REVIEW_AFTER: Final = 10
+"""Steps of this process after which the cut is compared with the measured times of layers."""
 
 
 def run_training(
@@ -225,7 +229,6 @@ class _Loop:
             first if first < self._last else None,
             self._pipe.world,
             to=config.metrics.to,
-            project=config.metrics.project,
             settings=flat(written(config)),
         )
 
@@ -246,7 +249,7 @@ class _Loop:
             if self._is_saved(done) or self._is_copied(done) or self._validates(done):
                 # Check for NaN before the state of a step is saved.
                 self._known = results.settle() or self._known
-            if done - first == self._config.trace.review_after and not self._is_stopped:
+            if done - first == REVIEW_AFTER and not self._is_stopped:
                 self._reporter.review()
                 since = None
             if agreed.is_written:

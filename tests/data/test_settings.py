@@ -45,6 +45,11 @@ NEEDED = {
 }
 
 
+def test_a_setting_that_was_removed_names_what_to_do():
+    with pytest.raises(ConfigError, match=r"data\.train_labels was removed.*labels for images"):
+        compose_config(["model=vgg16", "data=idx", "data.path=/data", "data.train_labels=x"])
+
+
 @cache
 def composed(kind: str) -> Config:
     needed = NEEDED.get(kind, ["data.path=/data"])

@@ -10,7 +10,6 @@ from gpipe_hpc.data_parallel import BucketItem
 from gpipe_hpc.data_parallel.compressors import (
     QSGD_GROUP,
     CodedAllReduce,
-    CompressionTask,
     Float16Code,
     QsgdCode,
     make_compressor,
@@ -42,7 +41,7 @@ def summed(outer, owns, shapes=SHAPES, steps=1):
         for step in range(steps):
             own = owns[world.rank].clone()
             before = group.sent.num_bytes
-            result = compressor.sum(own, CompressionTask(group, items, 7 * step + world.rank))
+            result = compressor.sum(own, group, items, 7 * step + world.rank)
         return result, own, group.sent.num_bytes - before
 
     return run_on_threads(len(owns), body)
@@ -139,8 +138,8 @@ def test_powersgd_goes_on_after_a_gradient_of_zeros():
         group = world.group([(0, 1)])
         compressor = make_compressor(Outer(compress="powersgd"))
         for own in (torch.ones(count), torch.zeros(count), torch.full((count,), torch.nan)):
-            compressor.sum(own, CompressionTask(group, items, 0))
-        return compressor.sum(torch.ones(count), CompressionTask(group, items, 0))
+            compressor.sum(own, group, items, 0)
+        return compressor.sum(torch.ones(count), group, items, 0)
 
     for result in run_on_threads(2, body):
         torch.testing.assert_close(result, torch.full((count,), 2.0))

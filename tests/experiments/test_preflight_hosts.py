@@ -42,8 +42,7 @@ def test_links_say_what_was_shaped(two_hosts, tmp_path):
 
 def test_a_short_run_over_both_hosts_tells_what_a_step_takes_beside_layers(two_hosts, tmp_path):
     pair = two_hosts(rate=200e6, delay_s=0.002)
-    prices = f"preflight.prices={tmp_path}/prices.yaml"
-    ranks = start_looking(pair, tmp_path, "pipeline.stages=4", "preflight.steps=true", prices)
+    ranks = start_looking(pair, tmp_path, "pipeline.stages=4", "preflight.steps=true")
     assert ranks.wait(90.0 * patience()) == [0] * 4, ranks.outputs
     found = read_prices(tmp_path / "prices.yaml")
     assert found.step_s > 2 * 0.002, "ranks of both hosts meet at a step's edge"

@@ -1,4 +1,4 @@
-"""A run looks at its cut again once, after trace.review_after steps, and rank 0 warns."""
+"""A run looks at its cut again once, after REVIEW_AFTER steps, and rank 0 warns."""
 
 import logging
 from types import SimpleNamespace
@@ -14,10 +14,16 @@ from gpipe_hpc.planner.costs.counted import count_model
 from gpipe_hpc.planner.review import Review
 from gpipe_hpc.planner.run_review import review_run
 from gpipe_hpc.schedule import Costs, simulate
+from gpipe_hpc.trainer import loop
 from gpipe_hpc.trainer.summary import reporting
 from tests.support import metrics, train_here
 
 RUN = ("pipeline.stages=2", "train.steps=6")
+
+
+@pytest.fixture(autouse=True)
+def review_early(monkeypatch):
+    monkeypatch.setattr(loop, "REVIEW_AFTER", 4)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def reviews(monkeypatch):
 
 def test_rank_0_looks_once_at_all_ranks_and_warns(tiny, tmp_path, reviews, caplog):
     with caplog.at_level(logging.WARNING, "gpipe_hpc.train"):
-        train_here(2, *tiny, *RUN, "trace.review_after=4", f"run.dir={tmp_path}")
+        train_here(2, *tiny, *RUN, f"run.dir={tmp_path}")
     ((rank, measured, forwards_s),) = reviews
     assert rank == 0 and measured.num_ranks == 2 and all(measured.events)
     assert sorted(forwards_s) == list(range(len(forwards_s))) and min(forwards_s.values()) > 0
@@ -46,9 +52,8 @@ def test_rank_0_looks_once_at_all_ranks_and_warns(tiny, tmp_path, reviews, caplo
     assert len([each for each in metrics(tmp_path) if "loss" in each]) == 6
 
 
-@pytest.mark.parametrize("setting", ["trace.review_after=0", "trace.steps=0"])
-def test_a_run_that_is_not_to_look_does_not(tiny, tmp_path, reviews, setting):
-    train_here(2, *tiny, *RUN, "trace.review_after=4", setting, f"run.dir={tmp_path}")
+def test_a_run_without_a_trace_does_not_look(tiny, tmp_path, reviews):
+    train_here(2, *tiny, *RUN, "trace.steps=0", f"run.dir={tmp_path}")
     assert reviews == []
 
 
@@ -57,7 +62,7 @@ def test_a_review_that_fails_ends_no_run(tiny, tmp_path, monkeypatch, caplog):
         raise ValueError("no such cut")
 
     monkeypatch.setattr(reporting, "review_run", fail)
-    train_here(2, *tiny, *RUN, "trace.review_after=2", f"run.dir={tmp_path}")
+    train_here(2, *tiny, *RUN, f"run.dir={tmp_path}")
     assert len([each for each in metrics(tmp_path) if "loss" in each]) == 6
     assert "the partition was not reviewed; the run itself is complete" in caplog.text
 

@@ -31,7 +31,7 @@ from gpipe_hpc.comm.watchdog.patience import patiently, patiently_here
 from gpipe_hpc.comm.world.processes import ProcessWorld
 from gpipe_hpc.comm.world.threads import ThreadGroup
 from gpipe_hpc.data_parallel import ShardSpan
-from gpipe_hpc.data_parallel.compression import StreamQueue, ThreadQueue
+from gpipe_hpc.data_parallel.compression import JobQueue
 from gpipe_hpc.device.deferred import AsyncHostTensor, seconds_between, take_mark
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.inputs import Intake
@@ -74,7 +74,7 @@ def plans(device: PlayedDevice) -> None:
 
 def jobs(device: PlayedDevice) -> None:
     """Jobs on their own stream whose tensors are used or freed."""
-    queue = StreamQueue(device)
+    queue = JobQueue("jobs", device)
     for is_used in (True, False):
         tensor = made(device)
         pending = queue.start(lambda own=tensor: own.add_(1), [tensor])
@@ -179,7 +179,7 @@ def host_jobs(device: PlayedDevice) -> None:
         time.sleep(0.02)
         tensor.add_(1)
 
-    ThreadQueue("jobs").start(job, [tensor]).wait()
+    JobQueue("jobs", HostDevice()).start(job, [tensor]).wait()
     assert tensor.tolist() == [3.0] * 6
 
 

@@ -42,7 +42,7 @@ ARGUED = {
 # There are no wide groups here: tests that have such among threads are there, and nobody takes the
 # waits out.
 ELSEWHERE = {
-    "data_parallel/compression.py Compression.wait_until_idle": (
+    "data_parallel/compression.py JobQueue.finish_on_thread": (
         "tests/data_parallel/test_wide_copies.py"
     ),
 }

@@ -437,7 +437,7 @@ def test_markdown_and_several_runs(tmp_path):
     assert "| data.workers | 0 | 4 |" in text and "| checkpoint.every | 3 | not set |" in text
     assert "a (1)" in text and "## a (2): Where the time of a step goes" in text
     assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))
-    page = write_report(compose_config([runs, "report.format=html"])).read_text()
+    page = write_report(compose_config([runs])).read_text()
     assert len(strict(page).inner) == 2
     assert "| skipped" not in text and "| 4 |" in text, "four alike are one event"
 
@@ -449,7 +449,9 @@ def test_a_run_that_goes_on_or_has_no_trace_has_a_report(tmp_path):
         lines.write('{"step": 11, "lo')
     for path in (folder / "trace").iterdir():
         path.unlink()
-    text = write_report(compose_config([f"run.dir={folder}", "report.format=markdown"])).read_text()
+    text = write_report(
+        compose_config([f"run.dir={folder}", f"report.out={folder}/r.MD"])
+    ).read_text()
     assert "has written no summary yet" in text and "not divided by cause" in text
 
 
@@ -555,7 +557,6 @@ def test_a_run_that_validated_and_took_no_step_has_a_report(tmp_path):
         (["run.dir=nowhere"], "does not exist"),
         (["run.dir=."], "not a run with a finished step"),
         (["run.dir=a", "report.runs=[b]"], "report.runs"),
-        (["run.dir=a", "report.format=pdf"], "report.format"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch, settings, said):

@@ -14,7 +14,8 @@ def test_a_step_behind_anything_else_counts_from_its_own_beginning(tiny, tmp_pat
             return super().__new__(cls, trained, timed, since, times, known)
 
     monkeypatch.setattr(loop, "Line", Noted)
-    own = ("train.steps=10", "train.validate_every=4", "checkpoint.every=3", "trace.review_after=7")
+    monkeypatch.setattr(loop, "REVIEW_AFTER", 7)
+    own = ("train.steps=10", "train.validate_every=4", "checkpoint.every=3")
     train_here(1, *tiny, *own, f"run.dir={tmp_path}")
     assert [step for step, is_alone in found if is_alone] == [1, 4, 5, 7, 8, 9, 10]
     lines = [line for line in metrics(tmp_path) if "loss" in line]

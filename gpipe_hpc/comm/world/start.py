@@ -99,7 +99,9 @@ def start_world(
     return world
 
 
-def say_stopped(told: str, *, backend: str, loopback: bool | None, secret_file: str | None) -> None:
+def say_stopped(
+    told: str, *, backend: str, loopback: bool | None = None, secret_file: str | None
+) -> None:
     """Make ranks that wait for this one in `start_world` stop: a signal has ended this rank.
 
     Takes the arguments of `start_world` and some seconds. Under torchrun or MPI the launcher ends

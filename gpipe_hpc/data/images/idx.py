@@ -31,16 +31,11 @@ class IdxConfig(StoredImagesConfig):
     """Folder of the files."""
 
     train_images: str = "train-images-idx3-ubyte"
-    """File within path; NAME.gz is read if NAME does not exist."""
-
-    train_labels: str = "train-labels-idx1-ubyte"
-    """File within path."""
+    """File in data.path with the training images; NAME.gz is read if NAME does not exist. The file
+    of the labels has the same name with labels for images and idx1 for idx3."""
 
     validation_images: str = "t10k-images-idx3-ubyte"
-    """File within path."""
-
-    validation_labels: str = "t10k-labels-idx1-ubyte"
-    """File within path."""
+    """File in data.path with the validation images, as train_images."""
 
     channels: int = field(default=1, kw_only=True)
     height: int = field(default=28, kw_only=True)
@@ -174,12 +169,13 @@ def open_idx(config: IdxConfig, seed: int = 0) -> ImageSource:
     """
     is_debian = isinstance(config, FashionMnistConfig)
     where = folder("data.path", config.path or "", _DEBIAN if is_debian else "correct it")
-    train = _open_pair(config, where, config.train_images, config.train_labels)
-    validation = _open_pair(config, where, config.validation_images, config.validation_labels)
+    train = _open_pair(config, where, config.train_images)
+    validation = _open_pair(config, where, config.validation_images)
     return stored_source(config, train, validation, seed)
 
 
-def _open_pair(config: IdxConfig, where: Path, images: str, labels: str) -> IdxStore:
+def _open_pair(config: IdxConfig, where: Path, images: str) -> IdxStore:
+    labels = images.replace("images", "labels").replace("idx3", "idx1")
     store = IdxStore(
         IdxFile.open(_find(config, where, images), 3),
         IdxFile.open(_find(config, where, labels), 1),

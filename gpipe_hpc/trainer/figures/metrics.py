@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from gpipe_hpc.comm.world.world import World, telling
 from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
-from gpipe_hpc.trainer.figures.trackers import DEFAULT_PROJECT, Tracked, open_trackers
+from gpipe_hpc.trainer.figures.trackers import Tracked, open_trackers
 from gpipe_hpc.trainer.writers import METRICS_FILE, JsonLines, MetricsWriter
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Metrics:
         """
         if pipe.world.rank:
             return cls()
-        tracked = Tracked(Path(folder), DEFAULT_PROJECT, pipe.steps_done, {})
+        tracked = Tracked(Path(folder), pipe.steps_done, {})
         writers = _writers(tracked, to)
         pace = Pace(pipe.steps_done)
         return cls(*writers, pace=pace, folder=Path(folder), world=pipe.world)
@@ -139,7 +139,6 @@ def open_metrics(
     world: World | None = None,
     *,
     to: Sequence[str] = ("tensorboard",),
-    project: str = DEFAULT_PROJECT,
     settings: Mapping[str, Any] | None = None,
 ) -> Metrics:
     """Return the writers of a run: ``metrics.jsonl``, and the trackers in `to`.
@@ -148,7 +147,7 @@ def open_metrics(
     also raised on the other ranks of `world`, which write nothing and would otherwise wait.
     `settings` are shown by trackers. Raises ConfigError if a tracker cannot be opened.
     """
-    tracked = Tracked(run_dir, project, resumed_step, settings or {})
+    tracked = Tracked(run_dir, resumed_step, settings or {})
     return Metrics(*_writers(tracked, to), folder=run_dir, world=world)
 
 

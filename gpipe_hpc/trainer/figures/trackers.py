@@ -1,7 +1,7 @@
 """Experiment trackers for the metrics of a run: TensorBoard, Weights & Biases, MLflow.
 
 The last two are imported only if they are requested. They are configured by their own environment
-variables (WANDB_MODE, MLFLOW_TRACKING_URI).
+variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME).
 """
 
 import json
@@ -20,7 +20,7 @@ from gpipe_hpc.settings import Config, settings_of
 from gpipe_hpc.small_files import read_json
 from gpipe_hpc.trainer.writers import MetricsWriter, Scalars, TensorBoard
 
-DEFAULT_PROJECT: Final = "gpipe_hpc"
+_PROJECT: Final = "gpipe_hpc"
 IDS_FILE: Final = "trackers.json"
 """File with the run's id in each tracker, so that a resumed run continues there."""
 
@@ -34,12 +34,10 @@ log = logging.getLogger("gpipe_hpc.train")
 class Tracked(NamedTuple):
     """The tracked run: folder, settings, and step from which it resumes.
 
-    `project` is the project of Weights & Biases or the experiment of MLflow; `resumed_step` is as
-    in `JsonLines`.
+    `resumed_step` is as in `JsonLines`.
     """
 
     folder: Path
-    project: str
     resumed_step: int | None
     settings: Mapping[str, Any]
 
@@ -83,7 +81,7 @@ class WeightsAndBiases:
     def __init__(self, tracked: Tracked) -> None:
         known = tracked.known_id("wandb")
         self._run: Any = import_module("wandb").init(
-            project=tracked.project,
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=tracked.name,
             dir=tracked.folder,
             config=dict(tracked.settings),
@@ -122,15 +120,16 @@ class MLflow:
         tracked.keep_id("mlflow", self._run_id)
 
     def _begin(self, tracked: Tracked, kept: str | None) -> str:
-        there = self._client.get_experiment_by_name(tracked.project)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        there = self._client.get_experiment_by_name(name)
         experiment = (
-            self._client.create_experiment(tracked.project, artifact_location=kept)
+            self._client.create_experiment(name, artifact_location=kept)
             if there is None
             else there.experiment_id
         )
         run_id = str(self._client.create_run(experiment, run_name=tracked.name).info.run_id)
-        for name, value in tracked.settings.items():
-            self._client.log_param(run_id, name, str(value)[:500])
+        for setting, value in tracked.settings.items():
+            self._client.log_param(run_id, setting, str(value)[:500])
         return run_id
 
     def write(self, step: int, scalars: Scalars) -> None:

@@ -66,7 +66,7 @@ class Change(NamedTuple):
     @property
     def is_layout(self) -> bool:
         """Return whether a run may be resumed with the change: layout, execution or length."""
-        if self.setting in _LAYOUT or self.setting in REMOVED:
+        if self.setting in _LAYOUT or (self.setting in REMOVED and not self.is_of_data):
             return True
         return self.setting.startswith("pipeline.") and self.setting not in _NO_LAYOUT
 
@@ -126,7 +126,7 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
             continue
         left, right = was.get(setting, _ABSENT), is_.get(setting, _ABSENT)
         removed = REMOVED.get(setting)
-        if removed is not None:
+        if removed is not None and setting not in is_:  # a user's own function may have its name
             right = left if left == removed.inert else f"removed: {removed.instead}"
         if left != right:
             found.append(Change(setting, left, right))

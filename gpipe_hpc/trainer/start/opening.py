@@ -156,7 +156,7 @@ def _adascale(config: Config, pipe: Pipeline) -> AdaScale | None:
     if lr.scaling != "adascale":
         return None
     assert lr.base_batch_size is not None, "the settings were checked"
-    return AdaScale(pipe, config.train.batch_size / lr.base_batch_size, smoothing=lr.smoothing)
+    return AdaScale(pipe, config.train.batch_size / lr.base_batch_size)
 
 
 def _restore(adascale: AdaScale, extra: Mapping[str, Any], steps_done: int) -> None:

@@ -341,7 +341,7 @@ def test_a_checkpoint_without_its_state_says_so(tmp_path, caplog):
     ("overrides", "message"),
     [
         (["lr.base_batch_size=null"], "lr.base_batch_size, expected the batch size for which"),
-        (["lr.smoothing=1.0"], "lr.smoothing, expected less than 1"),
+        (["lr.smoothing=0.5"], "lr.smoothing was removed"),
         (["lr.noise_over=all"], "lr.noise_over, expected one of microbatches, replicas"),
         (["lr.scaling=cubic"], "lr.scaling, expected one of linear, sqrt, adascale"),
     ],

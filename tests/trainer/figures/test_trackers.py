@@ -120,10 +120,11 @@ def test_settings_and_writers_know_the_same_trackers():
     assert set(choices_of(Config, "metrics.to")) == {"tensorboard", *trackers._FOREIGN}
 
 
-def test_wandb_is_told_each_step_and_goes_on_in_its_run(tmp_path, installed):
+def test_wandb_is_told_each_step_and_goes_on_in_its_run(tmp_path, installed, monkeypatch):
     """A run that resumes is the same run there; one that starts over is another."""
     folder = tmp_path / "run"
-    with open_metrics(folder, to=["wandb"], project="p", settings={"a.b": 1}) as metrics:
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    with open_metrics(folder, to=["wandb"], settings={"a.b": 1}) as metrics:
         metrics.write(1, {"loss": 2.0, "bubble": None})
         metrics.write(1, {"validation_loss": 3.0})
     calls = installed("wandb")
@@ -203,9 +204,12 @@ def test_a_tracker_that_fails_in_mid_run_is_told_once_and_ends_no_run(tmp_path, 
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_a_tracker_that_does_not_open_is_an_error_with_its_own_words(tmp_path, installed):
+def test_a_tracker_that_does_not_open_is_an_error_with_its_own_words(
+    tmp_path, installed, monkeypatch
+):
+    monkeypatch.setenv("WANDB_PROJECT", "none of mine")
     with pytest.raises(ConfigError, match="PermissionError: no API key; fix this"):
-        open_metrics(tmp_path, to=["wandb"], project="none of mine")
+        open_metrics(tmp_path, to=["wandb"])
 
 
 def test_a_tracker_that_is_not_there_is_refused(tmp_path, monkeypatch):
