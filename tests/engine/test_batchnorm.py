@@ -355,7 +355,7 @@ def test_under_autocast(recompute):
 def test_statistics_that_layers_share_are_refused_unless_they_are_frozen():
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(norm, nn.Linear(4, 4), norm)
-    with pytest.raises(ModelError, match=r"layers\.2 \(BatchNorm1d\): .* those of layers\.0, "):
+    with pytest.raises(ModelError, match=r"layers\.2 \(BatchNorm1d\): .* as in layers\.0, "):
         Pipeline(model, classification)
     norm.eval()
     Pipeline(model, classification)

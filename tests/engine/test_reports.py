@@ -160,7 +160,7 @@ def test_a_report_that_is_no_number_is_refused():
         Bad(4, 4)(BATCH[0])
     with pytest.raises(ModelError, match=r"add_loss\('bad'\): expected a tensor .* got float"):
         add_loss("bad", 0.0)
-    with pytest.raises(ModelError, match=r"add_loss\('main'\): expected another name"):
+    with pytest.raises(ModelError, match=r"add_loss\('main'\): the name is reserved"):
         add_loss("main", torch.zeros(()))
     with pytest.raises(ActionError, match=r"add_loss\('bad'\)"):
         Pipeline([LayerSpec(Bad, 4, 4)], loss_fn).step(*BATCH)

@@ -95,7 +95,7 @@ def same_gauge(monkeypatch, request, counts):
 
     monkeypatch.setattr(gpipe_hpc.planner.costs.gauges, "count_model", counted)
     monkeypatch.setattr(gpipe_hpc.pipeline, "Measured", lambda counted: counted)
-    monkeypatch.setattr(Pipeline, "_build", lambda self, model: setattr(self, "stages", {}))
+    monkeypatch.setattr(Pipeline, "_build", lambda self, *_: None)
 
 
 def laid_out_by_a_run(config):

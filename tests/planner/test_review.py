@@ -45,7 +45,7 @@ def test_a_slow_layer_is_named_with_the_cut_that_stands_it_alone(layer, cut):
     assert found.counted_gain == pytest.approx(0.0)
     assert found.times_counted == pytest.approx((4 / 11) / (1 / 8))
     text = found.text()
-    assert f"layers.{layer} 2.9 times" in text
+    assert f"layers.{layer} takes 2.9 times" in text
     assert f"pipeline.partition=[{','.join(map(str, found.counts))}]" in text
 
 
