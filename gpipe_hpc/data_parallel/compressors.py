@@ -26,7 +26,7 @@ from gpipe_hpc.models import mix64
 from gpipe_hpc.settings import Outer
 
 
-class Compressor:
+class Compressor(Protocol):
     """Sums flat tensors over the replicas of a stage in fewer bytes."""
 
     def sum(
@@ -44,7 +44,6 @@ class Compressor:
             items: The parameters in the bucket.
             key: Random seed, different for each replica, step and bucket (0 <= key < 2**63).
         """
-        raise NotImplementedError
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors kept between steps, equal on all replicas, by parameter name."""
@@ -52,6 +51,7 @@ class Compressor:
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the tensors of `state` from a checkpoint."""
+        return None
 
 
 class Code(Protocol):
