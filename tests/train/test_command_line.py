@@ -194,7 +194,7 @@ def test_another_command_in_the_folder_of_a_run_is_refused_with_the_difference(
     train(1, *second, env=job | {"SLURM_STEP_ID": "1"})
     assert len(losses(tmp_path / "runs" / "slurm_4711_1")) == 3
     said = train(1, *tiny, "train.steps=3", env=job)
-    assert "nothing to train" in said and "has 3 steps done" in said
+    assert "nothing to train" in said and "has already done 3 steps" in said
 
 
 @SLOW
