@@ -166,7 +166,7 @@ def test_the_log_names_the_loss_in_use(tmp_path: Path, caplog: pytest.LogCapture
     named = "loss._target_=gpipe_hpc.models.huggingface.causal_lm"
     trained(tmp_path, named)
     (line,) = said(caplog)
-    assert line.startswith("loss: causal_lm (") and f"as {named} says" in line
+    assert line.startswith("loss: causal_lm (") and f"set by {named}" in line
 
 
 def test_labels_are_not_shifted_twice(tmp_path: Path):

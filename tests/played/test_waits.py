@@ -27,7 +27,7 @@ _BROKEN = "nothing of it is used: it ends what hangs"
 ARGUED = {
     "checkpoint/background.py BackgroundSaver.finish job": "a process of the host",
     "checkpoint/background.py BackgroundSaver.give_up job": "a process of the host",
-    "checkpoint/metadata.py fill reader.read_data(planner.create_local_plan(), planner)": (
+    "checkpoint/dcp.py read_tensors reader.read_data(planner.create_local_plan(), planner)": (
         "torch has read all when it gives its future back; others may not have"
     ),
     "engine/executor.py Executor._gather shards": (
@@ -60,7 +60,7 @@ NEAR = {
     "data_parallel/": ["shards that are read", "flat shards"],
     "engine/local_sgd.py": ["apart"],
     "engine/steps.py": ["tied in float16", "float16 of replicas"],
-    "engine/step_reduction.py": ["apart"],
+    "engine/step_reduction.py": ["apart", "tied in float16", "float16 of replicas"],
     "engine/gradient_norms.py": ["sums"],
     "engine/batchnorm_statistics.py": ["normed over replicas"],
     "engine/stages/assembly.py": ["tied in float16"],
