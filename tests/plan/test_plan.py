@@ -664,10 +664,17 @@ def test_activations_with_skips_are_those_of_a_run(schedule, ranks, counts, reco
     layers, batch = small_unet()
     measured = live_bytes(layers, segmentation, counts, ranks, schedule, 4, recompute, batch)
     table = build(schedule, ranks=ranks, microbatches=4, recompute=recompute)
-    found = as_counted(layers, segmentation, counts, table, [part[:2] for part in batch])
+    example = [part[:2] for part in batch]
+    found = as_counted(layers, segmentation, counts, table, example)
+    model = count_model(layers, *[part.to("meta") for part in example], segmentation)
+    # A skip's memory is shared with the thread that sent it, which keeps it until its own backward.
+    shared = Counter()
+    for (_, stage), skips in skip_routes(model.skips, counts).items():
+        shared[stage] += sum(sum(model.carried(skip).tensors) for skip in skips)
     widest = max(sum(stage.input.tensors) for stage in found.stages[1:])
     for most, rank in zip(measured, found.ranks, strict=True):
-        assert rank.activation_bytes <= most <= rank.activation_bytes + 2 * widest
+        more = max(widest, *(shared[stage] for stage in rank.stages))
+        assert rank.activation_bytes <= most <= rank.activation_bytes + 2 * more
 
 
 @pytest.mark.parametrize(
