@@ -53,7 +53,11 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
     lost, left = hosts
     for pid in lost.processes():
         os.kill(pid, signal.SIGKILL)
-    until(lambda: "2 ranks before, 1 now: 1 stage on 1 rank; from step" in left.output, 90, "one")
+    until(
+        lambda: "2 ranks before, 1 now: 1 stage on 1 rank; resuming at step" in left.output,
+        90,
+        "one",
+    )
     assert "is of another layout" in left.output
     assert f"resumed from {run}/checkpoints/step_" in left.output
     reached = newest(run)
@@ -63,7 +67,9 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
     def told():
         return left.output + back.output
 
-    until(lambda: "1 rank before, 2 now: 2 stages on 2 ranks; from step" in told(), 90, "two")
+    until(
+        lambda: "1 rank before, 2 now: 2 stages on 2 ranks; resuming at step" in told(), 90, "two"
+    )
     assert "stopped by SIGTERM after step" in told()
     reached = newest(run)
     until(lambda: newest(run) > reached + 3, 60, "both train again")
