@@ -1,6 +1,7 @@
 """Ranks of a replica that are given different batches are told, and nobody else is."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -19,12 +20,16 @@ def lines(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+SEEDING = threading.Lock()  # the threads of ranks share torch's generator
+
+
 def run(ranks, data, steps=4, reads=True, loss=None, **keywords):
     """Train on what `data(rank, step, part)` gives; return the losses that rank 0 read."""
 
     def body(world):
-        torch.manual_seed(5)
-        layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)]
+        with SEEDING:
+            torch.manual_seed(5)
+            layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)]
         model = [layer.double() for layer in layers]
         loss_fn = loss or nn.MSELoss()
         pipe = Pipeline(model, loss_fn, microbatches=2, world=world, **keywords)
