@@ -16,10 +16,11 @@ from typing import Final
 from experiments.soak.draws import Fault, Kind
 from experiments.soak.grounds import Ground, Place, Process, TwoGrounds
 from experiments.soak.model import BLAME
-from experiments.soak.processes import families
+from experiments.soak.processes import Seen, families
 
 FILLER: Final = "filler"
 _KILLED: Final = -signal.SIGKILL
+_REPLACED_S: Final = 20.0
 _STOPPED_BY_SIGNAL: Final = 75
 _FILE_LIMIT_BYTES: Final = 100_000
 _ORDER_S: Final = 60.0  # in which an order is obeyed on a quiet machine
@@ -148,12 +149,20 @@ def _lose(fault: Fault, live: Live) -> Struck:
 
 
 def _kill_watcher(fault: Fault, live: Live) -> Struck:
+    """Kill a rank's watcher, which is replaced, and then the rank: the new watcher reports that."""
     victim = live.ranks[fault.victim].process
-    (watcher,) = (each for each in families([victim]) if "gpipe_hpc.comm.watchdog" in each.words())
-    since_s = time.time()
+    (watcher,) = _watchers(victim)
     watcher.signal(signal.SIGKILL)
-    names = _named(fault, live, "the helper that watches it")
-    return Struck(since_s, names, _code(fault, 1, _KILLED), remedy=_LOOK_AT_LOG)
+    until_s = time.monotonic() + _REPLACED_S
+    while {*_watchers(victim)} <= {watcher}:
+        if time.monotonic() > until_s:
+            break  # nobody reports the rank then, which the verdict names
+        time.sleep(0.1)
+    return _kill(fault, live)
+
+
+def _watchers(rank: Seen) -> list[Seen]:
+    return [each for each in families([rank]) if "gpipe_hpc.comm.watchdog" in each.words()]
 
 
 def _cut(fault: Fault, live: Live) -> Struck:
