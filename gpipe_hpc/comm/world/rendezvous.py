@@ -71,17 +71,14 @@ class Met(NamedTuple):
     address: str | None
 
 
-def rendezvous(
-    launch: Launch, timeout_s: float, loopback: bool | None = None, secret: Secret | None = None
-) -> Store:
+def rendezvous(launch: Launch, timeout_s: float, secret: Secret | None = None) -> Store:
     """Return the store of `meet`."""
-    return meet(launch, timeout_s, loopback, secret).store
+    return meet(launch, timeout_s, secret).store
 
 
 def meet(
     launch: Launch,
     timeout_s: float,
-    loopback: bool | None = None,
     secret: Secret | None = None,
     *,
     interface: str | None = None,
@@ -91,14 +88,12 @@ def meet(
 
     Rank 0 serves it, unless torchrun's agent already does. Its keys are separate for every attempt
     of a job, so no rank reads data of a killed attempt (stale addresses make Gloo hang). A world of
-    one rank opens no connection.
+    one rank opens no connection. If all ranks are on this machine, they listen on 127.0.0.1 only,
+    and Gloo, NCCL and other libraries use loopback, unless their variables are set.
 
     Args:
         launch: rank and rendezvous address of this process.
         timeout_s: time to wait for all ranks.
-        loopback: whether to listen on 127.0.0.1 only; None for yes if all ranks are on this
-            machine. Gloo, NCCL and other libraries then use the loopback interface on all ranks,
-            too, unless their variables are set.
         secret: with which ranks authenticate each other; None to accept every process.
         interface: name or subnet of the interface if there are several machines; None for
             GLOO_SOCKET_IFNAME, else the route to MASTER_ADDR.
@@ -109,19 +104,14 @@ def meet(
     processes have the same rank, or if secrets or versions of torch or of this package differ;
     `ConfigError` for an interface that does not exist.
     """
-    local = _is_local(launch, loopback)
-    if loopback and launch.local_known and not launch.one_machine:
-        raise LaunchError(
-            f"launch: comm.loopback=true does not reach other machines, but only "
-            f"{launch.local_size} of {launch.world_size} ranks are on this one; remove it"
-        )
+    local = launch.one_machine
     if launch.world_size == 1:
         if local:
             keep_local()
         return Met(PrefixStore(f"gen{launch.restart_count}", HashStore()), None)
     if not launch.agent_store:
         _check_address(launch, local)
-    meeting = _Meeting.of(launch, loopback, secret, timeout_s, reach_s)
+    meeting = _Meeting.of(launch, secret, timeout_s, reach_s)
     wanted = None if local else asked_for(interface)
     if wanted is not None and _leads_to(launch.master_addr, wanted):
         meeting.address = wanted.address
@@ -141,9 +131,7 @@ def meet(
     return Met(store, chosen.address)
 
 
-def say_stopped(
-    launch: Launch, told: str, loopback: bool | None = None, secret: Secret | None = None
-) -> None:
+def say_stopped(launch: Launch, told: str, secret: Secret | None = None) -> None:
     """Publish a notice for ranks that wait in `meet`: a signal has ended this rank.
 
     They end within some seconds. Does nothing if no store is served yet, or under torchrun, whose
@@ -151,13 +139,9 @@ def say_stopped(
     """
     if launch.world_size == 1 or launch.agent_store:
         return
-    meeting = _Meeting.of(launch, loopback, secret, _STOPPED_S, _STOPPED_S)
+    meeting = _Meeting.of(launch, secret, _STOPPED_S, _STOPPED_S)
     with contextlib.suppress(LaunchError, dist.DistError):
-        meeting.say_stopped(_is_local(launch, loopback), told)
-
-
-def _is_local(launch: Launch, loopback: bool | None) -> bool:
-    return launch.one_machine if loopback is None else loopback
+        meeting.say_stopped(launch.one_machine, told)
 
 
 def _check_address(launch: Launch, local: bool) -> None:
@@ -213,7 +197,6 @@ class _Meeting:
     def of(
         cls,
         launch: Launch,
-        loopback: bool | None,
         secret: Secret | None,
         timeout_s: float,
         reach_s: float,
@@ -223,7 +206,7 @@ class _Meeting:
         return cls(
             launch,
             key.derive(f"rendezvous {launch.restart_count}"),
-            Member.of(launch, loopback, key.source),
+            Member.of(launch, key.source),
             timeout_s,
             time.monotonic() + timeout_s,
             reach_s,

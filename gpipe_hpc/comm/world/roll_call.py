@@ -57,7 +57,6 @@ class Member:
         pid: process id.
         started: start time, which distinguishes processes with the same id.
         secret_source: where its secret comes from.
-        loopback: the setting comm.loopback.
         versions: versions and world size, which must be equal on all ranks.
         number: a random number, so that no old answer is accepted.
     """
@@ -68,12 +67,11 @@ class Member:
     pid: int
     started: str
     secret_source: str
-    loopback: bool | None
     versions: dict[str, str]
     number: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @classmethod
-    def of(cls, launch: Launch, loopback: bool | None, secret_source: str) -> "Member":
+    def of(cls, launch: Launch, secret_source: str) -> "Member":
         """Return the description of this process."""
         return cls(
             rank=launch.rank,
@@ -82,7 +80,6 @@ class Member:
             pid=os.getpid(),
             started=_started(os.getpid()),
             secret_source=secret_source,
-            loopback=loopback,
             versions={
                 "gpipe_hpc": __version__,
                 "torch": torch.__version__,
@@ -96,7 +93,7 @@ class Member:
 
     def facts(self) -> str:
         """Return a digest of the facts that must be equal on all ranks."""
-        text = json.dumps([self.versions, self.loopback], sort_keys=True)
+        text = json.dumps(self.versions, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_same_process(self, other: "Member") -> bool:
@@ -372,10 +369,7 @@ class RollCall:
 
     def _decide(self, told: "_Alike") -> str:
         """Let all ranks continue; called by rank 0 if all agree."""
-        is_local = told.machine != ""
-        if self.me.loopback and not is_local:
-            return self._judge()
-        return self._propose("", local=is_local and self.me.loopback is not False)
+        return self._propose("", local=told.machine != "")
 
     def _propose(self, refusal: str, *, local: bool) -> str:
         """Give a verdict unless there is one; return the one that applies."""
@@ -398,12 +392,7 @@ class RollCall:
             )
         present = [member for member in members if member is not None]
         refusal, local = self._unequal(present), len({m.machine for m in present}) == 1
-        if not refusal and self.me.loopback and not local:
-            refusal = (
-                "comm.loopback=true does not reach other machines, expected all ranks on one, "
-                f"got {', '.join(sorted({m.host for m in present})[:8])}; remove comm.loopback"
-            )
-        return self._propose(refusal, local=local and self.me.loopback is not False)
+        return self._propose(refusal, local=local)
 
     def _answer(self, verdict: str) -> None:
         """Prove to the children of this rank that the verdict is authentic."""
@@ -479,13 +468,12 @@ class RollCall:
         )
 
     def _unequal(self, members: Sequence[Member]) -> str:
-        """Return how versions or settings differ from those of rank 0; empty if they do not."""
+        """Return how versions differ from those of rank 0; empty if they do not."""
         for what in self.me.versions:
             refusal = self._differ(members, what, [m.versions.get(what) for m in members])
             if refusal:
                 return f"{refusal}; use one environment on all machines"
-        refusal = self._differ(members, "comm.loopback", [m.loopback for m in members])
-        return refusal and f"{refusal}; use the same setting on all ranks"
+        return ""
 
     def _differ(self, members: Sequence[Member], what: str, values: Sequence[object]) -> str:
         """Return a message about the first value that differs from rank 0's; empty if none does."""

@@ -43,9 +43,7 @@ def start_world(
     *,
     device: str = "auto",
     backend: str = "auto",
-    mpi_device_pointers: bool | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    loopback: bool | None = None,
     shares_memory: bool = True,
     secret_file: str | None = None,
     silence_s: float = DEFAULT_SILENCE_S,
@@ -65,9 +63,7 @@ def start_world(
             (Intel), or one device such as ``cuda:0``; see `device_of_rank`.
         backend: ``auto``, ``gloo``, ``mpi`` (by mpi4py, under an MPI launcher), or torch's backend
             for the device, such as ``nccl`` or ``xccl``.
-        mpi_device_pointers: whether MPI sends from device memory; None to ask the library.
         timeout_s: time after which a rank that waits for another gives up.
-        loopback: whether to listen on this machine only; None for yes if all ranks are on it.
         shares_memory: whether ranks of one host with CPU tensors pass boundaries in shared memory.
         secret_file: file with the job's secret; None for GPIPE_HPC_SECRET, else this user's own
             secret if all ranks are on one machine, else none.
@@ -83,9 +79,7 @@ def start_world(
         world = _start(
             device,
             backend,
-            mpi_device_pointers,
             timeout_s,
-            loopback,
             shares_memory,
             secret_file,
             Watchfulness(silence_s, stall_s, ends_process),
@@ -99,9 +93,7 @@ def start_world(
     return world
 
 
-def say_stopped(
-    told: str, *, backend: str, loopback: bool | None = None, secret_file: str | None
-) -> None:
+def say_stopped(told: str, *, backend: str, secret_file: str | None) -> None:
     """Make ranks that wait for this one in `start_world` stop: a signal has ended this rank.
 
     Takes the arguments of `start_world` and some seconds. Under torchrun or MPI the launcher ends
@@ -112,7 +104,7 @@ def say_stopped(
     with suppress(LaunchError, ConfigError):
         launch = detect_launch()
         secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
-        rendezvous.say_stopped(launch, told, loopback, secret)
+        rendezvous.say_stopped(launch, told, secret)
 
 
 # Programs of each launcher that are ancestors of its ranks.
@@ -153,9 +145,7 @@ def _watch_place() -> None:
 def _start(
     device: str,
     backend: str,
-    mpi_device_pointers: bool | None,
     timeout_s: float,
-    loopback: bool | None,
     shares_memory: bool,
     secret_file: str | None,
     watchfulness: Watchfulness,
@@ -169,7 +159,7 @@ def _start(
             f"got one of {dist.get_backend()}; call start_world before init_process_group, or "
             f"leave comm.backend unset"
         )
-    joined = None if dist.is_initialized() else _joined(backend, mpi_device_pointers, timeout_s)
+    joined = None if dist.is_initialized() else _joined(backend, timeout_s)
     launch, library = joined or (None, None)
     if launch is None:
         chosen = device_of_rank(device, None)
@@ -196,7 +186,7 @@ def _start(
             "join or modify it; on a shared network set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )
-    met = rendezvous.meet(launch, timeout_s, loopback, secret, interface=interface, reach_s=reach_s)
+    met = rendezvous.meet(launch, timeout_s, secret, interface=interface, reach_s=reach_s)
     store, address = met.store, listening_address(met.address)
     if library is not None:
         register(library, chosen)
@@ -234,13 +224,11 @@ def _address_of_choice(interface: str | None) -> str | None:
     return None if found is None else found.address
 
 
-def _joined(
-    backend: str, mpi_device_pointers: bool | None, timeout_s: float
-) -> tuple[Launch, Library | None]:
+def _joined(backend: str, timeout_s: float) -> tuple[Launch, Library | None]:
     """Return the launch of this process, and the MPI library if it is used with several ranks."""
     if backend != MPI:
         return detect_launch(), None
-    library = open_mpi(mpi_device_pointers)
+    library = open_mpi()
     atexit.register(library.finish, timeout_s)  # registered first, so it runs last
     launch = launch_by(library)
     return launch, library if launch.world_size > 1 else None

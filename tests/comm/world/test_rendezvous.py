@@ -74,8 +74,8 @@ def run(ranks: list[Launch], work: Work, limit_s: float = 30.0) -> dict[int, obj
     return results
 
 
-def sum_of_ranks(launch: Launch, loopback: bool | None = None) -> float:
-    store = rendezvous(launch, 20.0, loopback)
+def sum_of_ranks(launch: Launch) -> float:
+    store = rendezvous(launch, 20.0)
     dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
     total = torch.tensor(float(launch.rank))
     dist.all_reduce(total)
@@ -176,9 +176,9 @@ def test_unequal_world_sizes_stop_every_rank():
     assert results[1] != "met"
 
 
-def listening_addresses(launch: Launch, loopback: bool | None = None) -> list[str]:
+def listening_addresses(launch: Launch) -> list[str]:
     """Return the local addresses that listen on the master port, read from the kernel."""
-    store = rendezvous(launch, 10.0, loopback)
+    store = rendezvous(launch, 10.0)
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as lines:
@@ -200,34 +200,18 @@ def test_one_machine_listens_on_loopback_only():
     assert run(launches(2), listening_addresses)[0] == LOOPBACK
 
 
-def test_all_interfaces_on_request():
-    results = run(launches(2), lambda launch: listening_addresses(launch, loopback=False))
-    assert results[0] != LOOPBACK
-    assert len(results[0]) == 1
-
-
-def test_loopback_over_machines_is_refused():
-    spread = launches(2, local_size=1)[0]
-    with pytest.raises(LaunchError, match=r"loopback=true does not reach.*only 1 of 2 ranks"):
-        rendezvous(spread, 1.0, loopback=True)
-
-
-def interface(launch: Launch) -> tuple[str | None, str | None]:
+def interface(launch: Launch) -> str | None:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    rendezvous(replace(launch, rank=0, world_size=1, local_size=1), 1.0, loopback=False)
-    untouched = os.environ.get("GLOO_SOCKET_IFNAME")
     rendezvous(replace(launch, rank=0, world_size=1, local_size=1), 1.0)
     first = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = "chosen"
     rendezvous(replace(launch, rank=0, world_size=1, local_size=1), 1.0)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
-    return untouched, first
+    return first
 
 
-def test_gloo_is_kept_on_loopback_unless_told_otherwise():
-    untouched, first = run(launches(1), interface)[0]
-    assert untouched is None
-    assert first in ("lo", "lo0")
+def test_gloo_is_kept_on_loopback_unless_its_variable_is_set():
+    assert run(launches(1), interface)[0] in ("lo", "lo0")
 
 
 def test_one_process_needs_no_port():
@@ -622,7 +606,7 @@ class Towards:
     @staticmethod
     def meeting(rank: int, own: str = "", far: str = "") -> "module._Meeting":
         launch = replace(launches(2)[rank], master_addr="host1", local_size=1, local_rank=0)
-        me = Member.of(launch, None, "")
+        me = Member.of(launch, "")
         meeting = module._Meeting(launch, OURS, me, 60.0, time.monotonic() + 60.0, 1.0)
         meeting._own, meeting._far = own, far
         return meeting

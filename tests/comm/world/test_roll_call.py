@@ -59,7 +59,7 @@ def hold(
     def body(rank: int) -> object:
         launch = Launch(rank, world_size, rank, world_size, "environment", "127.0.0.1", 1)
         launch = replace(launch, agent_store=True)
-        me = member(Member.of(launch, None, secret(rank).source))
+        me = member(Member.of(launch, secret(rank).source))
         deadline = time.monotonic() + limit_s
         call = RollCall(launch, asked[rank], secret(rank), me, limit_s, deadline)
         try:

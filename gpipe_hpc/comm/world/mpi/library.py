@@ -44,9 +44,7 @@ class Neighbours(NamedTuple):
 class Library:
     """The MPI library of this process and its messages in progress."""
 
-    def __init__(
-        self, module: Any, device_pointers: bool | None = None, *, ends_itself: bool
-    ) -> None:
+    def __init__(self, module: Any, *, ends_itself: bool) -> None:
         self._mpi, self._ends_itself = module, ends_itself
         # A duplicate, so that messages of a script that uses MPI itself are not mixed with ours.
         self._comm: MPI.Intracomm = module.COMM_WORLD.Dup()
@@ -58,11 +56,7 @@ class Library:
         # Ranks with which messages were exchanged, and those that have announced their end.
         self._peers: set[int] = set()
         self._gone: set[int] = set()
-        self.takes_device_pointers = (
-            takes_device_pointers(loaded_by(module.__file__))
-            if device_pointers is None
-            else device_pointers
-        )
+        self.takes_device_pointers = takes_device_pointers(loaded_by(module.__file__))
 
     @property
     def name(self) -> str:
@@ -175,11 +169,8 @@ def _leave_at_once() -> None:
     os._exit(1)
 
 
-def open_mpi(device_pointers: bool | None = None) -> Library:
-    """Initialize MPI or use the initialized one; LaunchError if neither is possible.
-
-    `device_pointers` is whether MPI accepts pointers to device memory; None to query the library.
-    """
+def open_mpi() -> Library:
+    """Initialize MPI or use the initialized one; LaunchError if neither is possible."""
     try:
         import mpi4py
     except ImportError as error:
@@ -213,7 +204,7 @@ def open_mpi(device_pointers: bool | None = None) -> Library:
             f"{' '.join(MPI.Get_library_version().split())[:80]}; do not import mpi4py.MPI with "
             f"mpi4py.rc.threads=False before, or use an MPI library built with thread support"
         )
-    return Library(MPI, device_pointers, ends_itself=known)
+    return Library(MPI, ends_itself=known)
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
