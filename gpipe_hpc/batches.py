@@ -464,7 +464,7 @@ def square_output(
 ) -> list[int] | None:
     """Return the shape of an output [b, b] of micro-batches of b samples; None if there is none.
 
-    The second dimension of such an output may be samples too. Outputs are not returned if a
+    The second dimension of this output may be samples too. Outputs are not returned if a
     dimension of the inputs or of a weight of the last layer with weights equals b, or if the stage
     has only torch modules without weights.
 

@@ -40,7 +40,7 @@ class Costs:
         recompute: cost of ``R``.
         bare_forward: cost of an ``F`` whose micro-batch is recomputed later; None means `forward`.
         send: fixed time of a transfer over the boundary after each stage, in either direction.
-        boundary_bytes: bytes of such a transfer, divided by the bandwidth of its link. The latency
+        boundary_bytes: bytes of this transfer, divided by the bandwidth of its link. The latency
             of the link is added.
         link: the default link between two ranks.
         links: links that differ, by (source rank, destination rank).

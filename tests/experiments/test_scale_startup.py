@@ -99,6 +99,7 @@ def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, eac
 MOST = {
     "comparing the settings": Part(3, 0, 8500, 0, 3, 0, 0, 0, 8500),
     "opening the copies": Part(8, 0, 500, 0, 10, 2, 0, 0, 500),
+    # With the agreement on whether anything is trained (`opening._refuse_frozen`).
     "opening the session": Part(42, 14, 7000, 7500, 50, 42, 0, 0, 13000),
     "looking before the run": Part(12, 0, 2500, 0, 3, 0, 0, 0, 2500),
     "copying to a neighbour": Part(9, 0, 60, 0, 3, 0, 2, 4000, 60),

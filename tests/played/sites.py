@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    """Yield every call of such a method outside of the device module."""
+    """Yield every call of one of these methods outside of the device module."""
     for path in sorted(_PACKAGE.rglob("*.py")):
         text = path.read_text()
         # Parsing all files takes a second, and every worker of the tests does it.

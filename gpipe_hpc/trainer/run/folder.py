@@ -140,7 +140,7 @@ class Checkpoints:
         """Rename checkpoints of earlier starts past the step that this start resumes from.
 
         This start will write these steps again, and a later one must not take an old one for the
-        newest. Raises ConfigError if something else has the name of such a step.
+        newest. Raises ConfigError if one of them does not belong to this run.
         """
         first = 0 if resumed is None else read_facts(resumed)["steps_done"]
         kept = None if resumed is None else resumed.resolve()
