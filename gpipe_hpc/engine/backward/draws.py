@@ -180,16 +180,19 @@ def _running(before: Threads) -> list[str]:
 
 
 def _computed_ns(thread: threading.Thread) -> int:
-    """Return a thread's CPU time in ns; if unknown, a number that differs in each call.
+    """Return a thread's CPU time in ns; a number that differs in each call if it is not known.
 
+    It is not known while the thread runs: Linux adds the time at the next tick or switch.
     Not by time.pthread_getcpuclockid, which ends the process if the thread has just ended; nor by
     its frames (sys._current_frames): Python 3.11 may crash if the thread runs meanwhile.
     """
     try:
-        path = f"/proc/self/task/{thread.native_id}/schedstat"
-        return int(Path(path).read_text("ascii").partition(" ")[0])
-    except (OSError, ValueError):
+        folder = Path(f"/proc/self/task/{thread.native_id}")
+        state = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+        computed_ns = int((folder / "schedstat").read_text("ascii").partition(" ")[0])
+    except (OSError, ValueError, IndexError):
         return time.perf_counter_ns()
+    return time.perf_counter_ns() if state == "R" else computed_ns
 
 
 def _is_ours(thread: threading.Thread) -> bool:
