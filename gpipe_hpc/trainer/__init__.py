@@ -1,1 +1,1 @@
-"""Training: the loop, its data, optimizer, learning rate, metrics and reports."""
+"""Training command: run folders and resuming, the step loop, metrics, traces and reports."""

@@ -1,4 +1,4 @@
-"""Convert settings to a pipeline request."""
+"""Conversion of a run's settings to the planner's `Request`."""
 
 from dataclasses import fields, replace
 
@@ -8,7 +8,7 @@ from gpipe_hpc.settings import Config
 
 
 def request_of(config: Config) -> Request:
-    """Return the pipeline request of the `pipeline` and `train` settings, matched by name."""
+    """Return the arguments of `Pipeline` that the settings describe, as a planner `Request`."""
     outer = config.outer
     settings = {**vars(config.train), **vars(config.pipeline)}
     named = {each.name: settings[each.name] for each in fields(Request) if each.name in settings}

@@ -48,10 +48,11 @@ CALIBRATION_FILE: Final = "calibration.yaml"
 def measured_times(
     pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> tuple[LayerTimes, ...]:
-    """Return the time of each layer in a measured step, as on rank 0.
+    """Return the forward and backward seconds of each layer in a measured step, at rank 0's speed.
 
-    Stage times come from the measured step; `forwards_s`, forward times of single layers where they
-    were timed, distributes them over the layers of each stage.
+    The measured time of each stage is distributed over its layers in proportion to `forwards_s`,
+    the separately timed forward seconds by layer index, or to the planned times if a layer is
+    missing there.
     """
     cut = pipe.partition
     basis = by_forwards(foreseen.known.times, forwards_s, cut.counts)
@@ -59,7 +60,10 @@ def measured_times(
 
 
 def _of_the_largest(times: Sequence[LayerTimes], shares: Sequence[float]) -> tuple[LayerTimes, ...]:
-    """Scale the layer times of the mean micro-batch to the largest micro-batch."""
+    """Scale the layer times of the mean micro-batch to the largest micro-batch.
+
+    `shares` are the sizes of the micro-batches relative to the largest.
+    """
     present = [share for share in shares if share]
     mean = sum(present) / len(present) if present else 1.0
     return tuple(LayerTimes(*(part / mean for part in each)) for each in times)
@@ -72,7 +76,10 @@ def calibrate(
     typical: Sequence[Timeline],
     ranks: Sequence[RankFigures],
 ) -> None:
-    """Write layer times of the replica with the most work, and the other costs of a step.
+    """Write calibration.yaml: layer times, link speeds and overheads as measured in a run.
+
+    Layer times are those of the replica with the most micro-batches. Nothing is written if the
+    layers could not be counted.
 
     Args:
         session: the run.
@@ -127,17 +134,14 @@ def calibrate(
         between=between.link if between else Link(),
         notes=(
             *seen.notes(taken, within, between),
-            *([why_no_sums] if why_no_sums else _fit_notes("sums", summing)),
+            *([why_no_sums] if why_no_sums else _fit_notes("all-reduce", summing)),
         ),
     )
     write_calibration(session.run_folder / CALIBRATION_FILE, found)
 
 
 def _overhead_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
-    """Return the largest excess of a process's peak memory over the planned memory, in bytes.
-
-    On an accelerator only tensors are counted.
-    """
+    """Return the largest excess in bytes of a rank's peak memory over its planned memory."""
     planned = [foreseen.ranks[each.stage_rank].total_bytes for each in ranks]
     pairs = zip(ranks, planned, strict=True)
     return max(0, *(each.peak_memory_bytes - nbytes for each, nbytes in pairs))
@@ -145,7 +149,14 @@ def _overhead_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
 
 @dataclass(frozen=True)
 class _TracedSteps:
-    """Traced steps of a run, and the host of each rank."""
+    """Traced steps of a run, from which the latency and bandwidth of links are fitted.
+
+    Args:
+        session: the run.
+        hosts: host name of each rank.
+        steps: timelines of all replicas, for each traced step.
+        known: layers with their counted sizes.
+    """
 
     session: Session
     hosts: Sequence[str]
@@ -153,7 +164,10 @@ class _TracedSteps:
     known: Known
 
     def transfers(self, action_s: float) -> Iterator[Took]:
-        """Yield all transfers whose receivers were already waiting."""
+        """Yield bytes and seconds of transfers between stages whose receivers were waiting.
+
+        `action_s` is the normal gap between two actions, which is subtracted.
+        """
         pipe = self.session.pipe
         portions, num_ranks = pipe.layout.portions, pipe.layout.schedule.num_ranks
         stages = count_stages(self.known.count, pipe.partition.counts)
@@ -171,7 +185,7 @@ class _TracedSteps:
                 yield from transfers(timeline, sent, replica * num_ranks, action_s)
 
     def links(self, taken: Sequence[Took]) -> tuple[Fitted | None, Fitted | None]:
-        """Return fitted links between two ranks of one host, and between two hosts."""
+        """Fit the links within a host and between hosts; None for a kind without transfers."""
         apart = [each for each in taken if self._is_between(each.source, each.destination)]
         close = [each for each in taken if not self._is_between(each.source, each.destination)]
         return fitted([(each.nbytes, each.seconds) for each in close]), fitted(both_ways(apart))
@@ -180,7 +194,7 @@ class _TracedSteps:
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def summing(self) -> tuple[Fitted | None, str]:
-        """Return the fitted link for all-reduce messages within a host, or None with the reason."""
+        """Fit the link of all-reduces within a host; return it, or None, and why it is unknown."""
         pipe = self.session.pipe
         outer, layout = pipe.request.combining, pipe.layout
         if not any(layout.tables.buckets):
@@ -217,9 +231,9 @@ class _TracedSteps:
 
 
 def _fit_notes(what: str, found: Fitted | None) -> list[str]:
-    """Return a list with a note if a link could not be fitted, or only for one message size."""
+    """Return a note if a link is unknown or fitted to one message size only; else an empty list."""
     if found is None:
-        return [f"{what}: unknown, as none was seen (between hosts: in both directions)"]
+        return [f"{what}: unknown, as none was observed (between hosts: in both directions)"]
     if found.num_sizes == 1:
         return [f"{what}: of one size only, so all their time is attributed to bandwidth"]
     return []
@@ -228,8 +242,8 @@ def _fit_notes(what: str, found: Fitted | None) -> list[str]:
 def _passes(pipe: Pipeline, ranks: Sequence[RankFigures], count: ModelCount) -> tuple[Pass, Pass]:
     """Return the costs of the optimizer step and of the gradient norm.
 
-    Ranks wait for each other while the norm is computed; therefore the shortest time of any rank is
-    divided by the largest number of elements of any rank.
+    The cost of the norm is the shortest time of any rank divided by the largest number of elements
+    of any rank, as the times of the other ranks include waiting.
     """
     copies = 1 if pipe.request.combining.shard == "none" else pipe.layout.replicas
     held = held_by_ranks(count, pipe.partition.counts, pipe.layout.schedule.placement, copies)
@@ -242,7 +256,7 @@ def _passes(pipe: Pipeline, ranks: Sequence[RankFigures], count: ModelCount) -> 
 
 
 def _overhead_s(ledger: Ledger, typical: Sequence[Timeline]) -> float:
-    """Return the seconds of a step outside its pipeline, all-reduce, norm and optimizer.
+    """Return the seconds of a step outside its pipeline, all-reduce, gradient norm and optimizer.
 
     Time for reading data is excluded, as in plans.
     """

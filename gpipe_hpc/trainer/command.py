@@ -1,4 +1,4 @@
-"""The command `python -m gpipe_hpc.train`: from the command line to the exit code."""
+"""Implementation of the command `python -m gpipe_hpc.train`."""
 
 import logging
 import sys
@@ -81,7 +81,7 @@ def _refuse_launcher() -> None:
 
 
 def _tell_others(world: World, ending: Ending) -> None:
-    """Notify the other ranks that this one was stopped; not needed if Ctrl-C stopped all."""
+    """Notify the other ranks that a signal stopped this one; not after Ctrl-C, which stops all."""
     if ending.code == REQUEUE_EXIT_CODE:
         world.fail(ending.words, is_stop=True)
 

@@ -1,4 +1,4 @@
-"""Join the ranks of a run, and memory settings of the process."""
+"""Connect the ranks of a run, and configure the memory allocator of the process."""
 
 import gc
 
@@ -13,7 +13,8 @@ from gpipe_hpc.trainer.signals import INTERRUPTED_EXIT_CODE, Ending
 def keep_memory(config: Config) -> None:
     """Configure whether the allocator keeps freed memory (train.keep_freed_memory).
 
-    Call it before layers are measured: a forecast must not include page faults that a run avoids.
+    Call this before layers are timed, so that their times do not include page faults that the run
+    avoids.
     """
     if config.train.keep_freed_memory:
         keep_freed_memory()
@@ -22,14 +23,14 @@ def keep_memory(config: Config) -> None:
 
 
 def settle_memory(device: Device) -> None:
-    """Release memory freed during the start and reset the peak memory, before training."""
+    """Free unused memory and reset the peak-memory counter, before the first training step."""
     gc.collect()
     device.trim()
     device.reset_peak()
 
 
 def join_world(config: Config) -> World:
-    """Start or join the ranks according to the settings; raises the errors of `start_world`."""
+    """Connect this process with the other ranks, calling `start_world` with the settings."""
     keep_memory(config)
     return start_world(
         device=config.train.device,
@@ -46,9 +47,9 @@ def join_world(config: Config) -> World:
 
 
 def leave_notice(config: Config, ending: Ending) -> None:
-    """Notify ranks that wait in `join_world` that a signal ends this one.
+    """Notify ranks that wait in `join_world` that a signal stopped this rank.
 
-    Not after Ctrl-C, which reaches all ranks itself.
+    Does nothing after Ctrl-C, which reaches all ranks itself.
     """
     if ending.code == INTERRUPTED_EXIT_CODE:
         return

@@ -19,10 +19,10 @@ _WIPE: Final = "\r\x1b[2K"  # to the start of the line, all of it erased
 
 
 class ScreenHandler(logging.StreamHandler[TextIO]):
-    """Handler for standard error that clears a progress line before each message on a terminal.
+    """Logging handler for standard error that clears a progress line before each message.
 
-    Ranks share a terminal without knowing whether another rank shows a progress line, so every rank
-    clears the line; it is drawn again below.
+    Rank 0 may show its progress line on the same terminal, so every rank clears the current line;
+    rank 0 then draws the progress line again.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -36,7 +36,7 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
 
 
 class LogFile(logging.FileHandler):
-    """Handler for a file that reports the first write error once, instead of tracebacks.
+    """Logging handler for a file that reports only its first write error, without a traceback.
 
     The run continues, since messages are also printed and the disk may have space again later.
     """

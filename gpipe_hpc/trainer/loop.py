@@ -65,7 +65,7 @@ from gpipe_hpc.yaml_files import flat
 log = logging.getLogger("gpipe_hpc.train")
 
 REVIEW_AFTER: Final = 10
-"""Steps of this process after which the cut is compared with the measured times of layers."""
+"""Number of steps after which the partition is compared with the measured times of layers."""
 
 
 def run_training(
@@ -85,7 +85,7 @@ def run_training(
         world: all ranks.
         stop: requests to stop.
         doubts: warnings about the settings, logged on rank 0.
-        words: the settings as typed, for the command that restarts the run.
+        words: the command line's settings, for the command that restarts the run.
     """
     with ExitStack() as stack, telling(world):
         with together(world, "comparing the settings"):
@@ -142,7 +142,7 @@ def run_training(
 
 
 def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
-    """Open the in-memory checkpoints if the settings enable them and the run trains."""
+    """Open the in-memory checkpoints; return None if they are disabled or nothing is trained."""
     if not config.checkpoint.neighbour_every or not run.lineage:
         return None
     pipeline = config.pipeline
@@ -161,20 +161,20 @@ def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
 def _end_copies(copies: NeighbourCopies, error: BaseException | None) -> None:
     """Remove in-memory checkpoints, unless an error ended the run, as a restart may need them.
 
-    If Ctrl-C ends a process at once, the process itself removes those of its host.
+    After Ctrl-C the process may exit without calling this: see `_remove_copies`.
     """
     if error is None:
         copies.remove()
 
 
 def _remove_copies(copies: NeighbourCopies, ending: Ending) -> None:
-    """Remove in-memory checkpoints if Ctrl-C ends the process; else a restart may need them."""
+    """Remove in-memory checkpoints before an immediate exit by Ctrl-C; else keep them."""
     if ending.code == INTERRUPTED_EXIT_CODE:
         copies.remove()
 
 
 class _Loop:
-    """The steps of one run on one rank."""
+    """The training loop of one rank: steps, checkpoints, validation and requests to stop."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Loop:
         self._last = max(last_step(session.config.train), self._pipe.steps_done)
         self._validated = -1
         self._outer_sent_bytes = 0
-        with together(session.pipe.world, "the first step's edge"):
+        with together(session.pipe.world, "comparing the clocks of ranks"):
             self._edge = StepEdge(session.pipe.everybody)
         self._is_late = reports_late(session.pipe.world.device)
         self._watched = StragglerDetector()
@@ -202,7 +202,7 @@ class _Loop:
     def run(self) -> int:
         """Train from the session's current step to the last step; return the exit code."""
         pipe, first = self._pipe, self._pipe.steps_done
-        with together(pipe.world, "opening where the metrics go"):
+        with together(pipe.world, "opening the metrics"):
             metrics = self._open_metrics() if self._leads else None
         if metrics is None:
             with telling(pipe.world):
@@ -290,7 +290,7 @@ class _Loop:
         return self._leave()
 
     def _poll_stop(self) -> bool:
-        """Return whether any rank wants to stop; a collective all-reduce."""
+        """Return whether any rank was asked to stop. Collective."""
         asked = torch.tensor([float(self._stop.came)])
         with together(self._pipe.world, "asking whether to stop"):
             self._pipe.everybody.all_reduce(asked)
@@ -305,7 +305,7 @@ class _Loop:
     def _scalars(
         self, trained: Trained, agreed: GlobalStepInfo, times: Times | None
     ) -> dict[str, float | None]:
-        """Return the scalars of metrics.jsonl for a step, besides its training results."""
+        """Return a step's scalars for metrics.jsonl: times, memory, position and counters."""
         pipe, batch = self._pipe, trained.batch
         scalars: dict[str, float | None] = {
             **(Times.none() if times is None else times.scalars()),
@@ -336,7 +336,7 @@ class _Loop:
         return scalars
 
     def _rates(self, num_samples: int, seconds: float) -> dict[str, float]:
-        """Return the known rates per second of a step that processed `num_samples` in `seconds`."""
+        """Return samples/s, tokens/s, model FLOP/s and share of peak, without unknown ones."""
         samples_per_s = num_samples / seconds
         tokens = tokens_per_sample(self._config.data)
         rates = {
@@ -348,11 +348,11 @@ class _Loop:
         return {name: rate for name, rate in rates.items() if rate is not None}
 
     def _step(self) -> tuple[Trained, TimedStep, GlobalStepInfo, Times | None]:
-        """Train one step; return it, its times, the facts agreed on by all ranks, and time spent.
+        """Train one step; return its results, its time marks, facts about all ranks, and times.
 
-        Ranks exchange these facts within the step's all-reduce. On an accelerator, which is still
-        computing then, the times are those of the newest step known to be complete, so that no rank
-        waits for them.
+        The facts are exchanged within the step's all-reduce. On an accelerator, which is still
+        computing then, the times are those of the newest step known to be complete (None for the
+        first), so that no rank waits for the device.
         """
         pipe, edge, before = self._pipe, self._edge, self._known
         origin_s, is_late = edge.origin_s, self._is_late
@@ -377,7 +377,7 @@ class _Loop:
         if not is_late:
             refuse_non_finite(self._session, trained)
         self._say_skipped(trained.result)
-        with together(pipe.world, "the step's edge"):
+        with together(pipe.world, "the step boundary"):
             if self._session.lock is not None:
                 self._session.lock.check()
         assert trained.result.told is not None, "every step exchanges these facts"
@@ -433,7 +433,7 @@ class _Loop:
             )
 
     def _save(self) -> float:
-        """Save during the run, in the background if set; return the seconds that the step waits."""
+        """Save a checkpoint, in the background if configured; return the seconds waited."""
         session = self._session
         with self._stop.unhurried():
             return session.start_save() if self._config.checkpoint.in_background else session.save()

@@ -1,4 +1,4 @@
-"""Machine model of the settings: links, speed of ranks, and overheads of a step."""
+"""Machine model for plans, from the settings: links, speeds of ranks, and overheads of a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ def machine_of(
     rates: Rates,
     host_bytes_per_s: float | None = None,
 ) -> Machine:
-    """Return the machine model; raise ConfigError if plan.prices is of another kind of device."""
+    """Return a plan's machine model; raise ConfigError if plan.prices has another device type."""
     prices = prices_of(config, device)
     return Machine(
         cluster,
@@ -44,7 +44,7 @@ def machine_of(
 
 
 def _cores(config: Config, prices: Prices, device: Device) -> int | None:
-    """Return the number of cores per host, if known and not already part of the measured times."""
+    """Return the cores per host; None if unknown, or if measured times include oversubscription."""
     if prices.measured is None or device.is_accelerator:
         return None
     known = calibration_of(config) if config.plan.prices is None else None
@@ -58,11 +58,11 @@ def calibration_of(config: Config) -> Calibration | None:
 
 
 def prices_of(config: Config, device: Device) -> Prices:
-    """Return the overheads from plan.prices, else plan.calibration, else zero.
+    """Return the overheads of a step from plan.prices, else from plan.calibration, else zero.
 
-    The optimizer's time is zero if the calibration run used another optimizer. If precisions are
-    compared, the times of optimizer and norm in plan.prices, which depend on precision, are zero
-    too.
+    The optimizer's time is zero if the calibration run used another optimizer. The times of
+    optimizer and gradient norm are also zero if plan.precisions contains another precision than
+    plan.prices, as they depend on it.
     """
     path = config.plan.prices
     if path is not None:
@@ -76,16 +76,16 @@ def prices_of(config: Config, device: Device) -> Prices:
 
 
 def process_bytes_of(config: Config, device: Device) -> int:
-    """Return the memory of a process besides tensors, from plan.prices or plan.calibration."""
+    """Return a process's bytes of memory besides tensors, from plan.prices or plan.calibration."""
     return prices_of(config, device).process_bytes
 
 
 def slow_once(cluster: Cluster, paces: Sequence[float], rank_0: float = 1.0) -> Cluster:
-    """Return the cluster for a partition that already accounts for the slowdown of ranks.
+    """Remove from the cluster the slowdowns of ranks that the partition already accounts for.
 
-    Such a partition contains each rank's slowdown relative to rank 0, so the cluster keeps only the
-    slowdown of rank 0 relative to the layer times, `rank_0` (1 if they were measured on rank 0).
-    Without `paces` the cluster is returned unchanged.
+    Such a partition contains each rank's slowdown relative to rank 0, `paces`. The cluster keeps
+    only the slowdown of rank 0 relative to the layer times, `rank_0` (1 if they were measured on
+    rank 0). If `paces` is empty, the cluster is returned unchanged.
     """
     if not paces:
         return cluster
@@ -93,7 +93,7 @@ def slow_once(cluster: Cluster, paces: Sequence[float], rank_0: float = 1.0) -> 
 
 
 def with_process(request: Request, process_bytes: int, device: Device) -> Request:
-    """Return the request with the memory of a process besides tensors added to each rank.
+    """Return the request with `process_bytes` of memory added to each rank for its process.
 
     `device` is the device of the tensors.
     """
@@ -159,7 +159,7 @@ def _doubts_of_prices(found: Prices, path: str, config: Config, device: Device) 
 
 
 def _compares(config: Config, prices: Prices) -> bool:
-    """Return whether the plan compares precisions other than that of the prices."""
+    """Return whether plan.precisions contains another precision than that of the prices."""
     assert prices.measured is not None, "prices that were read were measured"
     return bool(set(config.plan.precisions) - {prices.measured.precision})
 
@@ -172,7 +172,8 @@ def optimizer_kind(config: Config) -> str:
 def rates_of(config: Config, device: Device, *, is_here: bool = False) -> Rates:
     """Return the compute and memory rates of a rank: from the settings, or measured on the device.
 
-    `is_here` is whether the device is this rank's; if not, an accelerator needs plan.flops_per_s.
+    `is_here` is whether `device` belongs to this process. If not, an accelerator requires
+    plan.flops_per_s.
     """
     plan = config.plan
     if plan.flops_per_s is not None:
@@ -188,9 +189,9 @@ def rates_of(config: Config, device: Device, *, is_here: bool = False) -> Rates:
 
 
 def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = None) -> Cluster:
-    """Return the ranks and links of the settings; raise ConfigError if they do not match.
+    """Return the ranks per host and the links; raise ConfigError if plan.links does not fit.
 
-    `came` is the number of ranks of each host, if known.
+    `came` is the number of ranks on each host, if known.
     """
     plan = config.plan
     if plan.links is not None and num_ranks > 1:
@@ -212,9 +213,9 @@ def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = No
 def _matching(
     cluster: Cluster, path: str, num_ranks: int, num_hosts: int | None, asked: bool
 ) -> Cluster:
-    """Return the cluster of a file; raise ConfigError if it has other numbers of ranks or hosts.
+    """Return `cluster`; raise ConfigError if it has other numbers of ranks or hosts than given.
 
-    `asked` is whether plan.ranks sets the number of ranks.
+    `path` is the file that describes it; `asked` is whether plan.ranks sets the number of ranks.
     """
     if cluster.num_ranks != num_ranks:
         expected = (
@@ -236,9 +237,10 @@ def _matching(
 
 
 def with_values(example: Example, config: Config) -> Example:
-    """Fill an example's meta tensors with random values, to run layers on; no data is read.
+    """Replace an example's meta tensors by random values, so that layers can run on them.
 
-    Inputs are random tokens or numbers; integer targets are 0, which any loss accepts.
+    No data is read. Inputs are random tokens or numbers; integer targets are 0, which any loss
+    accepts.
     """
     drawn = torch.Generator().manual_seed(_SEED)
     most = config.data.num_tokens if isinstance(config.data, TokenDataConfig) else 2

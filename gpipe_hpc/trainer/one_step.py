@@ -21,8 +21,8 @@ class Spent(NamedTuple):
     Args:
         reading_s: reading the batch.
         reading_ahead_s: the part of reading before the pipeline of all ranks began.
-        edge_s: the part of `Pipeline.step` outside the pipeline: the all-reduce of the ranks'
-            facts, and scaling the gradients.
+        edge_s: the part of `Pipeline.step` outside the pipeline: all-reduce of the ranks' status,
+            and scaling of the gradients.
         clipping_s: clipping the gradient.
         optimizer_s: the optimizer's step.
     """
@@ -37,7 +37,7 @@ class Spent(NamedTuple):
 class Laps(NamedTuple):
     """Time marks between the parts of a step; on an accelerator, reading them synchronizes.
 
-    `left` is after the outer step, at the end of all parts.
+    `left` marks the end of the step, after `Pipeline.outer_step`.
     """
 
     began: Mark
@@ -49,7 +49,7 @@ class Laps(NamedTuple):
     left: Mark
 
     def spent(self, pipeline_s: float) -> Spent:
-        """Return the seconds of each part of the step, given those in the pipeline of all ranks."""
+        """Return the seconds of each part of a step; all ranks' pipeline took `pipeline_s`."""
         reading_s = seconds_between(self.began, self.read)
         behind_s = seconds_between(self.read, self.piped) - pipeline_s
         return Spent(
@@ -61,7 +61,7 @@ class Laps(NamedTuple):
         )
 
     def moments(self) -> tuple[Around, ...]:
-        """Return the activities around the pipeline with host times in seconds.
+        """Return this rank's activities outside the pipeline, with host times in seconds.
 
         Empty on an accelerator, whose marks use the device's clock.
         """

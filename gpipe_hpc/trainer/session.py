@@ -45,7 +45,7 @@ _GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 
 @dataclass
 class Session:
-    """All objects of a run on one rank.
+    """State of a run on one rank: pipeline, optimizer, data position, checkpoints and settings.
 
     `config` contains the settings resolved for the current ranks, `asked` the settings as given.
     """
@@ -74,12 +74,12 @@ class Session:
 
     @property
     def batch_size(self) -> int:
-        """Return the samples of a global batch; the last batch of an epoch may be smaller."""
+        """Return the number of samples of a global batch; the last of an epoch may be smaller."""
         return min(self.sampler.batch_size, self.sampler.num_samples)
 
     @property
     def is_complete(self) -> bool:
-        """Return whether AdaScale has made the progress of train.steps, in fewer steps."""
+        """Return whether AdaScale has made the progress of train.steps steps of the base batch."""
         return self.adascale is not None and self.adascale.progress >= self.config.train.steps
 
     def next_batch(self) -> Batch:
@@ -92,7 +92,7 @@ class Session:
         return next(self._batches)
 
     def validation_batches(self) -> Batches:
-        """Return this rank's part of all global validation batches; close it after use."""
+        """Return an iterator over this rank's part of validation batches; close it after use."""
         train = self.config.train
         batches = validation_batches(
             self.facts.num_validation_samples, train.batch_size, train.validate_batches
@@ -102,7 +102,7 @@ class Session:
         return self._read(dataset, plan, "validation samples")
 
     def close(self) -> None:
-        """Stop workers that read ahead and abandon a checkpoint that is being written."""
+        """Stop the workers that read data, and abandon a checkpoint that is being written."""
         self.saver.give_up(_GRACE_S)
         if self._batches is not None:
             self._batches.close()

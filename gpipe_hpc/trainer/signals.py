@@ -29,7 +29,7 @@ INTERRUPTED_EXIT_CODE: Final = 128 + signal.SIGINT  # the convention of shells
 
 _RANKS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _ONE_PRESS_S: Final = 0.5
-"""A launcher passes on a Ctrl-C that the terminal has sent to its processes too: that is one."""
+"""Seconds within which two SIGINT are one Ctrl-C, sent by the terminal and by a launcher."""
 
 
 class _Part(Enum):
@@ -41,14 +41,14 @@ class _Part(Enum):
 
 
 class Ending(NamedTuple):
-    """Immediate exit of a process: its code, and a message that names the rank."""
+    """Exit code of a process that exits immediately, and a message that names its rank."""
 
     code: int
     words: str
 
 
 class StopRequest:
-    """Handles signals that ask this process to stop: at the next step boundary, or at once.
+    """Handler of signals that ask this process to stop, at the next step boundary or at once.
 
     Before an immediate exit, registered callbacks (`doing_last`) run for at most `grace_s` seconds.
     """
@@ -92,10 +92,11 @@ class StopRequest:
 
     @contextmanager
     def joined(self, has_failed: Callable[[], bool]) -> Iterator[None]:
-        """Context manager for the time in which the ranks are connected and a stop can be resumed.
+        """Context manager for the time when ranks are connected and a stopped run is resumable.
 
-        `has_failed` returns whether a rank has failed: a launcher then stops all others with
-        SIGTERM, which must not count as a request to stop.
+        A signal that stops this process then exits with REQUEUE_EXIT_CODE. `has_failed` returns
+        whether a rank has failed: a launcher then sends SIGTERM to all others, which must not count
+        as a request to stop.
         """
         self._has_failed = has_failed
         try:
@@ -132,7 +133,7 @@ class StopRequest:
             time.sleep(0.02)
 
     def obey(self) -> None:
-        """Record that the loop stops at a step boundary, so that saving is not interrupted."""
+        """Record that the loop ends, which suspends the time limit after SIGTERM for its save."""
         self._is_obeyed = True
 
     @contextmanager
@@ -152,7 +153,7 @@ class StopRequest:
     def doing_last(self, do: Callable[[Ending], object]) -> Iterator[None]:
         """Register a callback to run before an immediate exit; the last registered runs first.
 
-        It runs in another thread and must not need a lock that the main thread may hold.
+        The callback runs in another thread and must not need a lock that the main thread may hold.
         """
         self._at_last.append(do)
         try:
@@ -201,7 +202,7 @@ class StopRequest:
                         self._take(number)
 
     def _poll_ms(self) -> int | None:
-        """Return the timeout for the next signal; after SIGTERM it is short, to check the limit."""
+        """Return the poll timeout in ms: None, or short after SIGTERM, to check its time limit."""
         return None if self._term_s is None else 200
 
     def _is_late(self) -> bool:

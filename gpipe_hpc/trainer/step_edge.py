@@ -20,7 +20,7 @@ _FEW_RANKS: Final = range(2, 9)  # numbers of ranks for which memory is reported
 class TimedStep(NamedTuple):
     """A step of this rank with time marks that may not have been read yet.
 
-    `origin_s` is the time of this rank's clock from which times are counted, see `StepEdge`.
+    `origin_s` is the reading of this rank's clock from which its times are counted, see `StepEdge`.
     """
 
     step: int
@@ -30,15 +30,15 @@ class TimedStep(NamedTuple):
 
 
 class RankStepInfo(NamedTuple):
-    """Facts about a step that one rank reports.
+    """Facts about a step that one rank reports to all others.
 
     Args:
-        times: its busy time, and the start and end of its pipeline.
-        peak_memory_bytes: its peak memory.
-        wants_to_stop: whether it was asked to stop.
-        has_written: whether its part of a background checkpoint is written.
-        origin_s: time of its clock from which times are counted, see `StepEdge`.
-        straggles: its slowdown if it is a straggler, else 0.
+        times: busy seconds of the rank, and the start and end of its pipeline.
+        peak_memory_bytes: peak memory of the rank.
+        wants_to_stop: whether the rank was asked to stop.
+        has_written: whether the rank's part of a background checkpoint is written.
+        origin_s: reading of the rank's clock from which times are counted, see `StepEdge`.
+        straggles: slowdown of the rank if it is a straggler, else 0.
     """
 
     times: StepTimes
@@ -93,7 +93,7 @@ class GlobalStepInfo(NamedTuple):
 
 
 def agree(told: RankSummary, num_ranks: int) -> GlobalStepInfo:
-    """Return the common facts from the all-reduced numbers of all ranks."""
+    """Return the facts that all ranks know, from the all-reduced `RankStepInfo.numbers`."""
     busy_s, starts_s, ends_s, peaks, stops, written, straggles = range(7)
     span_s = max(0.0, told.greatest[ends_s] - told.least[starts_s])
     return GlobalStepInfo(
@@ -117,11 +117,11 @@ def reports_late(device: Device) -> bool:
 
 
 class StepEdge:
-    """Defines the time from which this rank counts the times of a step.
+    """Time origin of each step on this rank, comparable between hosts with different clocks.
 
-    Ranks on several hosts have different clocks. Each rank then counts from the moment at which it
-    left the previous step's all-reduce, which all ranks leave at the same time up to a message
-    latency. `origin_s` is that moment for the next step.
+    If clocks differ, each rank counts a step's times from the moment at which it left the previous
+    step's all-reduce, which all ranks leave at the same time up to a message latency. `origin_s` is
+    that moment for the next step, or 0 if all ranks share a clock.
     """
 
     def __init__(
@@ -141,5 +141,5 @@ class StepEdge:
         self.leave(now())
 
     def leave(self, left_s: float) -> None:
-        """Count the next step's times from `left_s`, when this rank left the all-reduce."""
+        """Set the next step's origin to `left_s`, when this rank left the all-reduce."""
         self.origin_s = 0.0 if self._is_one_clock else left_s

@@ -18,9 +18,9 @@ class Validation(NamedTuple):
 def validate(session: Session, stops: Callable[[], bool]) -> Validation | None:
     """Evaluate all validation samples; return None if there are none or if the run is stopped.
 
-    Batches are weighted as the loss requires (by samples, or by tokens not ignored). `stops` is
-    called after each batch, with the same result on every rank, and ends the evaluation if it
-    returns True.
+    Batches are weighted as the loss requires: by samples, or by the tokens that are not ignored.
+    `stops` is called after each batch, with the same result on every rank, and ends the evaluation
+    if it returns True.
     """
     total = weight = 0.0
     sums: dict[str, float] = defaultdict(float)

@@ -17,7 +17,7 @@ Scalars = Mapping[str, float | int | None]
 
 
 class MetricsWriter(Protocol):
-    """Writer of the scalars of steps."""
+    """Interface of writers that record the scalars of each step."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Record the scalars of a finished step."""
@@ -31,8 +31,8 @@ class MetricsWriter(Protocol):
 class JsonLines:
     """Writer of one line of JSON per step, unbuffered.
 
-    A run that resumes after step n removes later lines of an earlier run, and an incomplete line.
-    None removes nothing, for a run that trains no step.
+    Lines of an earlier run after `resumed_step`, and an incomplete line, are removed first; none if
+    `resumed_step` is None, for a run that trains no step.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = 0) -> None:
@@ -57,7 +57,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writer of scalars as TensorBoard event files in a folder."""
+    """Writer of scalars as TensorBoard event files in a folder.
+
+    Events of an earlier run after `resumed_step` are hidden, unless it is None.
+    """
 
     def __init__(self, folder: Path, resumed_step: int | None = 0) -> None:
         # Imported here: the import takes a second and only rank 0 writes.

@@ -1,4 +1,4 @@
-"""Metrics of a run, passed to several writers."""
+"""Metrics of a run, written to `metrics.jsonl` and to experiment trackers."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 ScalarValues = Mapping[str, SupportsFloat | None]
-"""Scalars by name, also of torch and NumPy."""
+"""Scalars of Python, torch or NumPy, by name."""
 
 
 class Metrics:
-    """Write metrics of steps to `metrics.jsonl` and trackers; a context manager.
+    """Context manager that writes the metrics of each step to `metrics.jsonl` and to trackers.
 
     In a script: ``with Metrics.of(pipe, "runs/mine") as metrics:``, and after each step, on every
     rank, ``metrics.write(pipe.steps_done, result.scalars() | {"lr": lr}, num_samples=64)``.
@@ -40,7 +40,7 @@ class Metrics:
         Args:
             pipe: the pipeline.
             folder: the folder.
-            to: any of tensorboard (a folder in `folder`), wandb and mlflow.
+            to: names of trackers: tensorboard (a folder in `folder`), wandb or mlflow.
         """
         if pipe.world.rank:
             return cls()
@@ -122,7 +122,7 @@ class Pace:
         self._step, self._ended_s = steps_done, time.perf_counter()
 
     def of(self, step: int, num_samples: int | None) -> dict[str, float]:
-        """Return the mean time of the steps since the last call; empty for a step already timed."""
+        """Return step time and samples/s since the last call; empty if there is no new step."""
         now_s = time.perf_counter()
         num_steps = step - self._step
         if num_steps <= 0:
@@ -145,7 +145,7 @@ def open_metrics(
 
     Lines that an earlier run wrote after `resumed_step` are removed, none if it is None. Errors are
     also raised on the other ranks of `world`, which write nothing and would otherwise wait.
-    `settings` are shown by trackers. Raises ConfigError if a tracker cannot be opened.
+    `settings` are recorded by trackers. Raises ConfigError if a tracker cannot be opened.
     """
     tracked = Tracked(run_dir, resumed_step, settings or {})
     return Metrics(*_writers(tracked, to), folder=run_dir, world=world)
@@ -153,7 +153,7 @@ def open_metrics(
 
 @contextmanager
 def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
-    """Convert OSError to RunFolderError with the folder and a remedy, also on the other ranks."""
+    """Convert OSError to a RunFolderError with a remedy, which all ranks of `world` raise."""
     try:
         yield
     except OSError as error:

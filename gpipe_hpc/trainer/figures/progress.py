@@ -25,7 +25,7 @@ _LONGEST_GAP_S: Final = 60.0
 
 
 class _Window:
-    """Moving average over the last seconds of steps, weighted by step time."""
+    """Moving average of a metric over the last `span_s` seconds, weighted by step time."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
@@ -33,7 +33,7 @@ class _Window:
         self._seconds = self._amount = 0.0
 
     def add(self, step_time_s: float, figure: float) -> None:
-        """Add a step, and drop old steps that the time span no longer needs."""
+        """Add a step's value, and drop the oldest steps that the time span does not need."""
         self._steps.append((step_time_s, figure * step_time_s))
         self._seconds += step_time_s
         self._amount += figure * step_time_s
@@ -49,7 +49,7 @@ class _Window:
 
 
 class Progress:
-    """A line that is updated in place on a terminal; elsewhere a new line every `log_every` steps.
+    """Progress display: a line updated in place on a terminal, else one every `log_every` steps.
 
     Without a terminal at most one line per second is printed, except in the first seconds, and at
     least one per minute. Rates and bubble are averages over the last ten seconds of steps.
@@ -78,7 +78,7 @@ class Progress:
             self._live.start()
 
     def update(self, step: int, scalars: Scalars) -> None:
-        """Show a finished step, given its scalars of metrics.jsonl."""
+        """Display a finished step, given its scalars for metrics.jsonl."""
         step_time_s = scalars.get("step_time_s")
         if step_time_s:
             self._times_s.append(step_time_s)
@@ -104,10 +104,10 @@ class Progress:
             self._shown_s = now_s
 
     def line(self, step: int, scalars: Scalars) -> str:
-        """Return the text of a step; the bubble is idle time over total time.
+        """Return the progress text of a step.
 
         Peak memory is last, so that a narrow terminal truncates it first: of each rank if there are
-        at most 8, else the least and the largest.
+        at most 8, else the smallest and the largest. The bubble is idle time over total time.
         """
         parts = [f"step {step:>{len(str(self._last))}}/{self._last}"]
         loss = scalars.get("loss")

@@ -1,7 +1,7 @@
-"""Write the results of each step after it is complete on the device.
+"""Write the results of each step after the device has completed it.
 
-On an accelerator that is after the next step has been enqueued, so that the device always has work.
-The host waits once per step, for the end of the previous one, whose numbers are then available.
+On an accelerator, the host waits once per step, for the end of the previous step. At that time the
+next step is already enqueued, so that the device always has work.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from gpipe_hpc.trainer.summary.ledger import Ledger, Times
 
 
 class Line(NamedTuple):
-    """A training step with the scalars of its line in metrics.jsonl.
+    """A training step and the scalars of its line in metrics.jsonl.
 
     Args:
         trained: the step's inputs and results.
         timed: its time marks.
-        since: end of the previous step; None if something else ran in between, so that the step
-            counts from its own start.
+        since: end of the previous step, from which the step time is counted; None to count from the
+            step's own start, if something else ran in between.
         times: times of the newest complete step.
         known: other scalars.
     """
@@ -49,7 +49,7 @@ class Results:
         ledger: statistics over steps.
         metrics: writer of metrics, on rank 0.
         progress: progress line, on rank 0.
-        is_late: whether a step completes on the device after the host has left it.
+        is_late: whether the device completes a step only after the host has enqueued the next.
         rates: returns rates per second from the samples and seconds of a step.
     """
 
@@ -69,10 +69,11 @@ class Results:
         self._waiting: Line | None = None
 
     def add(self, line: Line) -> TimedStep | None:
-        """Add a step; return a step whose marks can be read: the previous one if `is_late`.
+        """Add a step; return the newest complete step: this one, or the previous one if `is_late`.
 
-        Returns None if there is none. Raises NonFiniteError on every rank if that step's loss or
-        norm is not finite, PeerError if another rank failed before the device had completed it.
+        Returns None if no step is complete. Raises NonFiniteError on every rank if the loss or
+        gradient norm of the complete step is not finite, PeerError if another rank failed before
+        its end.
         """
         before, self._waiting = self._waiting, line
         if not self._is_late:
@@ -80,7 +81,10 @@ class Results:
         return None if before is None else self._finish(before)
 
     def settle(self) -> TimedStep | None:
-        """Wait for the last step, write its results and return it, or None; raises as `add`."""
+        """Wait for the last added step, write its results and return it; None if there is none.
+
+        Raises the errors of `add`.
+        """
         line, self._waiting = self._waiting, None
         return None if line is None else self._finish(line)
 

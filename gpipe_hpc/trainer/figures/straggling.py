@@ -13,9 +13,9 @@ _LEAST_BEFORE: Final = 10
 
 
 class Straggling(NamedTuple):
-    """A rank has become a straggler with slowdown `factor`, or has recovered (`is_over`).
+    """Change of state: a rank has become a straggler with slowdown `factor`, or has recovered.
 
-    `first_step` is the first of the steps that show this.
+    `first_step` is the first of the steps that show the change.
     """
 
     first_step: int
@@ -30,11 +30,11 @@ class _Step(NamedTuple):
 
 
 class StragglerDetector:
-    """Detects that this rank has become slower, from its computing times before and now.
+    """Detector that compares this rank's newest computing times with its earlier ones.
 
-    A rank is a straggler if each of the newest steps took longer than the earlier median, both
-    absolutely and relative to the other ranks: longer sequences slow down all ranks and make none a
-    straggler.
+    A rank is a straggler if each of the newest steps took 1.3 times as long as the earlier median,
+    both absolutely and relative to the other ranks: longer sequences slow down all ranks and make
+    none a straggler.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class StragglerDetector:
     def add(self, step: int, busy_s: float, others_s: float) -> Straggling | None:
         """Add a step's computing times; return a `Straggling` if the state changes, else None.
 
-        `others_s` is the mean of the other ranks, 0 without other ranks. The cost does not grow
-        with the run.
+        `others_s` is the mean computing time of the other ranks, 0 if there are none. The cost does
+        not grow with the number of steps.
         """
         self._newest.append(_Step(step, busy_s, others_s))
         if len(self._newest) <= _NUM_NEWEST:
@@ -74,5 +74,5 @@ class StragglerDetector:
 
 
 def _ratio(step: _Step) -> float:
-    """Return a step's time relative to the other ranks; of a single rank, its time."""
+    """Return a step's time relative to the other ranks, or the time itself for a single rank."""
     return step.busy_s / step.others_s if step.others_s else step.busy_s

@@ -6,7 +6,7 @@ from gpipe_hpc.trainer.session import Session
 
 
 def tokens_per_sample(data: DataConfig) -> int | None:
-    """Return the number of tokens of a sample; None if samples are not token sequences."""
+    """Return the number of tokens per sample; None if samples are not token sequences."""
     return data.seq_len if isinstance(data, TokenDataConfig) else None
 
 
@@ -29,7 +29,7 @@ def model_flops_per_s(session: Session, samples_per_s: float | None) -> float | 
 
 
 def share_of_peak(session: Session, samples_per_s: float | None) -> float | None:
-    """Return the model's FLOP/s over the peak of all devices (MFU); None if unknown."""
+    """Return the model FLOPs utilization (MFU) over all devices, a fraction; None if unknown."""
     peak, reached = device_flops_per_s(session), model_flops_per_s(session, samples_per_s)
     if peak is None or reached is None:
         return None

@@ -32,9 +32,9 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 class Tracked(NamedTuple):
-    """The tracked run: folder, settings, and step from which it resumes.
+    """A run to record in trackers: its folder, its settings, and the step from which it resumes.
 
-    `resumed_step` is as in `JsonLines`.
+    `resumed_step` has the meaning of that of `JsonLines`.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 class WeightsAndBiases:
-    """Writer of scalars to a Weights & Biases run, with the step as their axis."""
+    """Writer of scalars to a Weights & Biases run, plotted over the step."""
 
     def __init__(self, tracked: Tracked) -> None:
         known = tracked.known_id("wandb")
@@ -147,7 +147,7 @@ class MLflow:
 
 
 class Guarded:
-    """Wrapper of an external writer: after its first error, which is logged, it does nothing."""
+    """Wrapper of an external writer that ignores it after its first error, which is logged."""
 
     def __init__(self, name: str, writer: MetricsWriter) -> None:
         self._name, self._writer = name, writer

@@ -1,7 +1,7 @@
 """Time layers under the conditions of a planned rank: its threads, and other ranks computing.
 
-Two processes of a host share caches, memory bandwidth and power: on two cores of an EPYC, layers of
-a GPT and of an MLP took 8 % longer while another process ran the same layers.
+Processes of one host share caches, memory bandwidth and power: on two cores of an EPYC, layers of a
+GPT and of an MLP took 8 % longer while another process ran the same layers.
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ from gpipe_hpc.trainer.measuring.companions import companions
 def measured_as_a_rank(
     config: Config, counted: Counted, num_samples: int, share: Share | None
 ) -> Measured:
-    """Return a lazy measurement of the layers of `counted`.
+    """Return the times of the layers of `counted`, measured on first access.
 
     Args:
         config: the settings.
         counted: the layers, with a micro-batch of meta tensors.
         num_samples: samples of that micro-batch.
-        share: the planned rank's share of its host, see `share_of_rank`; None: this process's
-            threads, without load generators.
+        share: threads and competing processes of the planned rank, see `share_of_rank`; None: this
+            process's threads, without load generators.
     """
     example = counted.example
     assert example is not None, "a plan has an example"
@@ -50,7 +50,7 @@ def how_measured(share: Share | None) -> str:
 
 
 def share_of_rank(config: Config, device: Device, num_ranks: int | None) -> Share | None:
-    """Return the share of the host that a rank of the planned run's first host will have.
+    """Return the threads and the competing processes of a rank on the planned run's first host.
 
     None if `num_ranks`, the total number of ranks, is unknown, and for accelerators, which ranks do
     not share.
@@ -63,7 +63,7 @@ def share_of_rank(config: Config, device: Device, num_ranks: int | None) -> Shar
 
 @contextmanager
 def on_threads(share: Share | None) -> Iterator[None]:
-    """Use the number of threads of a share within the context; None changes nothing."""
+    """Use the number of threads of `share` within the context; do nothing if it is None."""
     before = torch.get_num_threads()
     if share is not None and share.num_threads != before:
         torch.set_num_threads(share.num_threads)
@@ -82,7 +82,7 @@ def _as_a_rank(config: Config, counted: Counted, num_samples: int, share: Share)
 
 
 def _layer_bytes(counted: Counted) -> int:
-    """Return the memory in bytes needed to run the layers: the largest, or several run in a row."""
+    """Return the bytes of memory needed to time the layers one by one or in short sequences."""
     each = [
         2 * (sum(weight.nbytes for weight in layer.weights) + layer.activation_bytes)
         for layer in counted.count.layers

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _leave_cores() -> None:
-    """Leave the cores of a rank that has bound itself to them."""
+    """Move this process to the cores of the job to which its parent rank is not bound."""
     given, own = given_cpus(), allowed_cpus()
     if given is not None and own is not None and given - own:
         with suppress(OSError):  # the cores may have been withdrawn meanwhile

@@ -43,10 +43,10 @@ def companions(
 ) -> Iterator[None]:
     """Run the model's layers in other processes, repeatedly, within the context.
 
-    As many processes run as other ranks of the host compute at the same time, each with as many
-    threads: at most 15, and using at most half of the host's free memory (400 MB plus `layer_bytes`
-    each). The context starts when all are about to compute. Failures are logged, and the others
-    continue.
+    One process runs for each other rank of the host that will compute at the same time, with the
+    same number of threads: at most 15 processes, which use at most half of the host's free memory
+    (400 MB plus `layer_bytes` each). The context starts when all are ready to compute. If a process
+    fails, this is logged and the others continue.
 
     Args:
         config: the settings.
@@ -89,7 +89,10 @@ class _Companion(NamedTuple):
     said: IO[bytes]
 
     def why_not_ready(self, until_s: float) -> str:
-        """Wait until the process is about to compute; return an error message, empty on success."""
+        """Wait until the process is ready to compute; return an error message, empty on success.
+
+        `until_s` is the deadline of `time.monotonic`.
+        """
         output = self.process.stdout
         assert output is not None, "a pipe"
         come = select.poll()

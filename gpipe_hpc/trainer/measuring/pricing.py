@@ -80,7 +80,7 @@ def measure_prices(
 
 
 def _process_bytes(world: World) -> int:
-    """Return the largest memory of any rank's process besides the tensors of a run. Collective.
+    """Return the largest memory of any rank's process without tensors, in bytes. Collective.
 
     Call it after pipelines have run, when libraries are loaded and connections open, but no tensors
     are allocated. On an accelerator it is the device memory in use besides torch's tensors; 0 if
@@ -119,7 +119,7 @@ class _ParameterLayer(nn.Module):
         self.own = nn.ParameterList(torch.full((size,), 1e-3) for _ in range(num))
 
     def forward(self, value: Tensor) -> Tensor:
-        """Return the input times approximately one."""
+        """Multiply the input by a number close to 1 that depends on all parameters."""
         means = torch.stack([each.mean() for each in self.own])
         return value * (1 + means.sum())
 
@@ -130,7 +130,7 @@ def _loss(output: Tensor, target: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Bench:
-    """Measurement of overheads on the ranks of a run, with its pipeline layout.
+    """Benchmark of step overheads on the ranks of a run, with its numbers of stages and replicas.
 
     `slowed` is the slowdown caused by several ranks sharing a core.
     """
@@ -167,7 +167,7 @@ class _Bench:
         yield 1, _LARGE
 
     def _pass(self, num: int, size: int) -> tuple[float, float]:
-        """Return the seconds of an optimizer step, and of clipping, for tensors on each rank."""
+        """Return the seconds of an optimizer step and of clipping, for `num` tensors of `size`."""
         layers = [LayerSpec(_ParameterLayer, num, size) for _ in range(self.mesh.stages)]
         pipe = self._pipeline(layers)
         optimizer = build_optimizer(pipe.named_parameters(), self.config.optimizer)
@@ -178,9 +178,9 @@ class _Bench:
         return update_s / self.slowed, norm_s / self.slowed
 
     def summing(self) -> Link:
-        """Return the link for messages of a ring all-reduce between the ranks of a host.
+        """Fit latency and bandwidth of a message of a ring all-reduce between the ranks of a host.
 
-        It is free if rank 0's host has no other rank.
+        The link is free if rank 0's host has no other rank.
         """
         hosts = self._ranks_of_hosts()
         size = len(hosts[0])
@@ -194,7 +194,7 @@ class _Bench:
         return Link(small_s / messages, more_bytes / max(1e-9, large_s - small_s))
 
     def _ranks_of_hosts(self) -> Sequence[Sequence[int]]:
-        """Return the ranks of each host, equal on every rank."""
+        """Return the ranks of each host, equal on every rank. Collective."""
         world = self.world
         with together(world, "counting hosts"):
             told = world.everybody.gather_object(kernel_identity(), root=0)
@@ -211,11 +211,11 @@ class _Bench:
         return self._median_s(lambda: all_reduce(tensor))
 
     def _median_s(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of an operation that all ranks perform.
+        """Return the median seconds of an operation that all ranks perform. Collective.
 
-        A barrier precedes it, so that waiting for other ranks is not counted. On CPUs wall-clock
-        time is measured, including waiting for threads that send or reduce. Gloo's all-reduce of
-        two ranks varies from a fifth to twice its median.
+        A barrier precedes each repetition, so that waiting for other ranks is not counted. On CPUs
+        wall-clock time is measured, including waiting for threads that send or reduce. Gloo's
+        all-reduce of two ranks varies from a fifth to twice its median.
         """
         clock, device = Clock(), self.world.device
         times = []

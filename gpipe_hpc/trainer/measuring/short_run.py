@@ -44,14 +44,14 @@ _LOCAL: Final = frozenset({"tensorboard"})
 
 
 class Reading(nn.Linear):
-    """A small linear layer that also reads `num_read` floats in its forward and backward."""
+    """Small linear layer that also reads `num_read` floats in its forward and backward."""
 
     def __init__(self, width: int, num_read: int) -> None:
         super().__init__(width, width)
         self._read = torch.ones(num_read)  # not a buffer, so that it is not synchronized
 
     def forward(self, value: Tensor) -> Tensor:
-        """Apply the linear layer and read the memory."""
+        """Apply the linear layer and read the additional memory."""
         output = super().forward(value)
         self._read.sum()
         register: Any = output.register_hook  # untyped in torch
@@ -64,15 +64,15 @@ class Reading(nn.Linear):
 
 
 def reading_layers(num_layers: int, num_read: int) -> list[LayerSpec]:
-    """Return a sequence of `num_layers` such layers."""
+    """Return the specifications of `num_layers` layers of type `Reading`."""
     return [LayerSpec(Reading, _WIDTH, num_read) for _ in range(num_layers)]
 
 
 def prices_of_short_run(config: Config, world: World, mesh: Mesh, folder: Path) -> Prices | None:
     """Train a short run and return its measured overheads on rank 0, None elsewhere. Collective.
 
-    The run uses `folder`, which all ranks see and which is removed afterwards. Its steps have the
-    same boundaries as those of any run and write as many metrics.
+    The run uses `folder`, which all ranks see and which is removed afterwards. Its steps
+    synchronize and write metrics as those of other runs do.
     """
     own, where = _settings(config, world, mesh, folder), "a short run of the preflight"
     writes = "tensorboard" in own.metrics.to and world.rank == 0

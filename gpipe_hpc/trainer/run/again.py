@@ -19,8 +19,8 @@ def command_again(
 ) -> str:
     """Return a command line that continues the run in `run_folder`.
 
-    The launcher's arguments are taken from an ancestor process of this one (`pid`) whose command
-    ends like this one's. `checkpoint.resume` is removed.
+    The launcher and its arguments are taken from the outermost ancestor of process `pid` whose
+    command line ends with this command. `checkpoint.resume` is removed.
 
     Args:
         run_folder: the folder of the run.
@@ -38,7 +38,7 @@ def command_again(
 
 
 def _launcher_of(own: Sequence[str], pid: int, proc: Path) -> list[str] | None:
-    """Return the first words of the outermost ancestor command that ends with the words `own`."""
+    """Return what precedes `own` in the outermost ancestor's command line that ends with it."""
     found = None
     for _ in range(_MOST_ANCESTORS):
         try:
@@ -65,6 +65,6 @@ def _as_typed(words: Sequence[str]) -> list[str]:
 
 
 def _relative(folder: Path) -> Path:
-    """Return a folder relative to the current one if it is inside it."""
+    """Return a folder relative to the current one, if it is inside that."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder

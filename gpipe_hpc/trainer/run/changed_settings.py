@@ -65,7 +65,7 @@ class Change(NamedTuple):
 
     @property
     def is_layout(self) -> bool:
-        """Return whether a run may be resumed with the change: layout, execution or length."""
+        """Return whether a run can be resumed with the change: it affects layout or length only."""
         if self.setting in _LAYOUT or (self.setting in REMOVED and not self.is_of_data):
             return True
         return self.setting.startswith("pipeline.") and self.setting not in _NO_LAYOUT
@@ -92,7 +92,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings in a run folder's file; empty if there are none."""
+    """Read the settings from a run folder's config.yaml; empty if it is missing or invalid."""
     try:
         told = read_yaml(path)
     except (OSError, ValueError):
@@ -105,9 +105,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     """Return the differences between `before`, the settings of a checkpoint or file, and `config`.
 
-    Ignored are settings that do not affect what a step computes, settings that an older version did
-    not have, and removed settings whose value was the current behaviour. Empty settings have no
-    differences.
+    Settings are not compared if they do not affect what a step computes, if an older version did
+    not have them, or if they were removed and had the value that corresponds to the current
+    behaviour. If `before` is empty, there are no differences.
     """
     if not before:
         return []

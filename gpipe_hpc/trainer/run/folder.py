@@ -36,7 +36,7 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def default_run_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return runs/<name>, with the same name for a restart of the same run.
+    """Return runs/<name>, which is the same for each restart of a run.
 
     Restarted workers of torchrun and requeued jobs of Slurm must find their checkpoints. The name
     therefore comes from the job, or from the start time and process id of the launcher, which
@@ -54,7 +54,7 @@ def default_run_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def _start_s(pid: int) -> float | None:
-    """Return a process's start time in seconds since the epoch; None if /proc does not tell."""
+    """Return a process's start time in seconds since the epoch; None if /proc is not available."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         lines = Path("/proc/stat").read_text().splitlines()
@@ -65,7 +65,7 @@ def _start_s(pid: int) -> float | None:
 
 
 class Restart(NamedTuple):
-    """Evidence that a run is a restart of the one in its folder."""
+    """Evidence that a run is a restart of the previous run in its folder."""
 
     by_launcher: bool  # a launcher repeats the same command
     has_mark: bool  # the previous run left its requeue mark
@@ -78,8 +78,8 @@ def find_restart(
 ) -> Restart:
     """Detect whether a launcher or the run's requeue mark indicates a restart.
 
-    Launchers count restarts in environment variables; otherwise, one of `launchers`, those of all
-    ranks, must be recorded as launcher of the previous start.
+    A launcher is recognized by its restart count in environment variables, or because one of
+    `launchers` (those of all ranks) also started the previous run.
     """
     env = os.environ if environ is None else environ
     counts = (env.get(name, "0") for name in _RESTART_COUNTS)
@@ -90,11 +90,15 @@ def find_restart(
 
 
 class Checkpoints:
-    """The checkpoints of a run folder, by step, of which the newest `keep` remain.
+    """Checkpoints in a run folder, named by step.
 
     A checkpoint of the run is a folder (not a link) with the exact name of its step, whose manifest
     has the same step and the run's name. A checkpoint of an older version names no run: it can be
     loaded but is never removed. Other files are not read, renamed or removed.
+
+    Args:
+        run_folder: the run folder.
+        keep: number of newest checkpoints that `prune` keeps.
     """
 
     def __init__(self, run_folder: Path, keep: int) -> None:
@@ -112,14 +116,14 @@ class Checkpoints:
         return [path for path in self._named() if _may_be_of(name, path)]
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint."""
+        """Return the newest complete checkpoint; None if there is none."""
         name = run_id(self._run_folder)
         return next((p for p in reversed(self._named()) if _may_be_of(name, p)), None)
 
     def prune(self) -> None:
-        """Remove the run's checkpoints except the newest `keep`, and its incomplete ones.
+        """Remove the run's incomplete checkpoints, and its complete ones except the newest `keep`.
 
-        Abandoned checkpoints are counted separately. Errors of removing are logged as warnings.
+        Checkpoints renamed by `set_aside` are counted separately. Errors are logged as warnings.
         """
         name = run_id(self._run_folder)
         if name is None:
@@ -139,8 +143,8 @@ class Checkpoints:
     def set_aside(self, resumed: Path | None) -> list[Path]:
         """Rename checkpoints of earlier starts past the step that this start resumes from.
 
-        This start will write these steps again, and a later one must not take an old one for the
-        newest. Raises ConfigError if one of them does not belong to this run.
+        This start will write these steps again, and a later start must not resume from the old
+        ones. Raises ConfigError if one of them does not belong to this run.
         """
         first = 0 if resumed is None else read_facts(resumed)["steps_done"]
         kept = None if resumed is None else resumed.resolve()
@@ -161,7 +165,7 @@ class Checkpoints:
         return [self._abandon(path) for path in stale]
 
     def _refuse_partials(self, first: int, name: str | None) -> None:
-        """Raise ConfigError if another run's incomplete checkpoint has a name that is needed."""
+        """Raise ConfigError if another run's incomplete checkpoint has a name needed later."""
         for path in self._incomplete():
             if not path.name.startswith(_PREFIX) or _could_be_of(name, path):
                 continue
@@ -172,11 +176,10 @@ class Checkpoints:
                 )
 
     def candidates(self, resume: str, is_restart: bool = False) -> list[Path]:
-        """Return the checkpoints selected by `checkpoint.resume`, best first, also damaged ones.
+        """Return the checkpoints that `checkpoint.resume` selects, newest first, damaged or not.
 
         Args:
-            resume: auto, never, or the path of a checkpoint or of a run folder, whose newest is
-                best.
+            resume: auto, never, or the path of a checkpoint or of a run folder.
             is_restart: whether a launcher repeats its command; then the run's own checkpoints take
                 precedence.
 
@@ -257,7 +260,7 @@ def _step(path: Path) -> int:
 
 
 def _may_be_of(name: str | None, path: Path) -> bool:
-    """Return whether a complete checkpoint is of the run `name` or names no run."""
+    """Return whether a complete checkpoint belongs to the run `name` or does not name its run."""
     try:
         facts = read_facts(path)
     except CheckpointError:
@@ -267,7 +270,7 @@ def _may_be_of(name: str | None, path: Path) -> bool:
 
 
 def _is_damaged(name: str | None, path: Path) -> bool:
-    """Return whether a folder is an unreadable checkpoint that may be the run's."""
+    """Return whether a folder is an unreadable checkpoint that may belong to the run `name`."""
     try:
         read_facts(path)
     except CheckpointError:
@@ -276,9 +279,9 @@ def _is_damaged(name: str | None, path: Path) -> bool:
 
 
 def _could_be_of(name: str | None, path: Path) -> bool:
-    """Return whether a folder, complete or damaged, is not known to belong to another run.
+    """Return whether a checkpoint, complete or damaged, is not known to belong to another run.
 
-    A manifest with a wrong digest may have changed at the name of its run.
+    The run name in a manifest with a wrong digest is not trusted.
     """
     owner = read_owner(path, OWNER)
     return None in (name, owner) or owner == name or not is_manifest_as_written(path)
@@ -298,7 +301,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _warn_on_error(path: Path) -> Iterator[None]:
-    """Log an error of removing a checkpoint instead of ending the run."""
+    """Context manager that logs an error of removing a checkpoint instead of ending the run."""
     try:
         yield
     except OSError as error:

@@ -15,10 +15,10 @@ from gpipe_hpc.small_files import read_json
 
 RUN_FILE: Final = "run.json"
 STARTS: Final = "starts"
-"""Key, in `run.json`, of the last step of each start from which a later one resumed.
+"""Key, in `run.json`, of the step of each start from which a later start resumed.
 
-If a start returns to an earlier step, in-memory copies of later steps may remain on hosts that have
-left. When such a host rejoins, its copies must be ignored, as those steps are computed again."""
+If a start returns to an earlier step, in-memory checkpoints of later steps may remain on hosts that
+have left. When such a host rejoins, they must be ignored, as those steps are computed again."""
 UNRECORDED: Final = "unrecorded"
 """Id of a run that is never resumed, in a folder that is removed when it ends."""
 
@@ -27,7 +27,7 @@ _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class Run(NamedTuple):
-    """A start of a run in its folder, known to all ranks."""
+    """A start of a run in its folder, as known to all ranks."""
 
     folder: Path
     name: str
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 def read_run(run_folder: Path) -> dict[str, Any]:
     """Return the content of `run.json`; empty if it does not exist or is invalid.
 
-    The id is validated, because folders are named by it and removed.
+    The run's id is validated, because folders with this name are removed.
     """
     try:
         told = read_json(run_folder / RUN_FILE)
@@ -67,9 +67,9 @@ def write_run(run_folder: Path, about: Mapping[str, Any]) -> str:
 
 
 def known_starts(told: Mapping[str, Any]) -> dict[str, int]:
-    """Return the last step of each earlier start from which a later one resumed.
+    """Return, for each earlier start, the step from which a later start resumed.
 
-    Starts that no other start has followed are left out.
+    `told` is the content of `run.json`. A start after which none has resumed is left out.
     """
     starts = told.get(STARTS)
     each = starts.items() if isinstance(starts, dict) else ()
@@ -79,7 +79,7 @@ def known_starts(told: Mapping[str, Any]) -> dict[str, int]:
 def write_start(run_folder: Path, steps_done: int, name: str | None) -> None:
     """Record that a start resumes from `steps_done`; later steps of earlier starts become invalid.
 
-    `name` identifies the start; None if it writes no in-memory copies.
+    `name` identifies the start; None if it writes no in-memory checkpoints.
     """
     told = read_run(run_folder)
     before = told.get(STARTS)

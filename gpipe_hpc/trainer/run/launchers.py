@@ -1,8 +1,8 @@
 """Identification of the launcher of a process, to recognize that it repeats a command.
 
-torchrun counts restarts of its workers, except when hosts join or leave: each agent then restarts
-its workers with the same count, and an agent that joined later has counted none. But an agent that
-was there before still runs.
+torchrun counts restarts of its workers in an environment variable, but not if hosts join or leave:
+each agent then restarts its workers with the same count, and the count of a new agent is 0. A
+restart is therefore also recognized by an agent that started workers of the previous run.
 """
 
 import os

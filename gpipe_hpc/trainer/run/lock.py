@@ -82,13 +82,13 @@ class RunLock:
     def take(cls, folder: Path, waits: bool = False) -> "RunLock":
         """Lock an existing folder; raise RunFolderError naming the owner if it is locked.
 
-        An owner on another machine whose heartbeat is overdue is waited for until it beats again,
-        or counts as dead after STALE_S. Raises OSError if the folder is not writable.
+        If the heartbeat of an owner on another machine is overdue, wait for the next one, or until
+        the owner counts as dead after STALE_S. Raises OSError if the folder is not writable.
 
         Args:
             folder: the run folder.
-            waits: whether this run is a restart, whose previous process may still be ending; it is
-                waited for up to WAIT_S.
+            waits: whether to wait up to WAIT_S for the owner to exit, as in a restart, whose
+                previous process may still be ending.
         """
         lock = cls(folder, myself())
         aside = folder / f"{LOCK_FILE}.new.{lock.owner.token}"
@@ -103,7 +103,7 @@ class RunLock:
     def check(self, looks: bool = False) -> None:
         """Raise RunFolderError if another process has taken over the lock, believing this one dead.
 
-        With `looks` the file is read now, otherwise the result of the last heartbeat is used.
+        If `looks` is set, the lock file is read now; otherwise the last heartbeat's result is used.
         """
         if looks and self._lost is None:
             self._lost = self._new_owner()
@@ -189,7 +189,7 @@ class RunLock:
         return None
 
     def _inherit(self, dead: list[tuple[Path, Owner]], claim: Path) -> bool:
-        """Replace a dead owner's lock by our claim; return False if another process was faster."""
+        """Replace a dead owner's lock by this process's; return False if another was faster."""
         for place, owner in dead:
             now = _read(place)
             if now is None or now.token != owner.token:
@@ -216,7 +216,7 @@ class RunLock:
                     os.utime(self._path)
 
     def _new_owner(self) -> str | None:
-        """Return why the lock is no longer ours; None if it is, or if this cannot be determined."""
+        """Return why this process has lost the lock; None if it has not, or if this is unknown."""
         try:
             owner = read_owner(self._path)
         except FileNotFoundError:
@@ -234,7 +234,7 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def myself() -> Owner:
-    """Return this process as an owner with a new token."""
+    """Return an `Owner` that describes this process, with a new token."""
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
@@ -247,7 +247,7 @@ def myself() -> Owner:
 
 
 def machine() -> str:
-    """Return an identifier of the PID namespace, else the host name."""
+    """Return an identifier of the PID namespace, or the host name if there is none."""
     return shared_identity("pid") or socket.gethostname()
 
 
@@ -284,7 +284,7 @@ def lives(owner: Owner) -> bool:
 def _silence_s(place: Path, owner: Owner, aside: Path) -> float | None:
     """Return the age in seconds of the heartbeat of an owner on another machine; None on this one.
 
-    Both times are those of the file server, as the clocks of machines differ.
+    Both file times are those of the file server, as the clocks of machines differ.
     """
     if is_here(owner):
         return None
@@ -295,7 +295,7 @@ def _silence_s(place: Path, owner: Owner, aside: Path) -> float | None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Create a hard link; return False if the name exists. Atomic, also over NFS."""
+    """Create a hard link, atomically also over NFS; return False if the name exists."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -316,7 +316,7 @@ def _is_same_file(source: Path, target: Path) -> bool:
 
 
 def _copy_exclusively(source: Path, target: Path) -> bool:
-    """Replace `_link` on file systems without hard links."""
+    """Copy a file to a new name, in place of a hard link; return False if the name exists."""
     try:
         with target.open("x") as file:
             file.write(source.read_text())
@@ -326,10 +326,10 @@ def _copy_exclusively(source: Path, target: Path) -> bool:
 
 
 def _read(place: Path) -> Owner | None:
-    """Return the owner in a lock file; None if it is gone. An invalid file gets an unknown owner.
+    """Return the owner recorded in a lock file; None if the file is gone, unknown if it is invalid.
 
-    Raises RunFolderError if the path is not a regular file, such as a folder, which is never
-    released.
+    Raises RunFolderError if the path is not a regular file (for example a folder), as such a lock
+    would never be released.
     """
     try:
         if not stat.S_ISREG(place.lstat().st_mode):

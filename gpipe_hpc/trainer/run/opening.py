@@ -50,7 +50,7 @@ CONFIG_FILE: Final = "config.yaml"
 
 
 class Refusal(NamedTuple):
-    """The error with which rank 0 refuses a start, in a form that can be broadcast to all ranks."""
+    """Error with which rank 0 refuses a start, in a form that can be broadcast to all ranks."""
 
     words: str
     is_non_finite: bool
@@ -70,12 +70,13 @@ class Refusal(NamedTuple):
 def own_folder(
     config: Config, stop: StopRequest, launchers: Set[str] = frozenset()
 ) -> Iterator[RunLock]:
-    """Create and lock the folder of a run; raise ConfigError or RunFolderError on failure.
+    """Context manager that creates and locks the folder of a run, and yields the lock.
 
     If the run ends before its first step is done, a new folder is removed again, with parent
     folders that were created for it: always for an unnamed folder in runs/, and for a named one if
-    the settings are invalid. A NaN or infinite loss or gradient leaves a mark, since launchers
-    restart failed runs.
+    the settings are invalid. A NaN or infinite loss or gradient is recorded in a file, since
+    launchers restart failed runs. Raises ConfigError or RunFolderError if the folder cannot be
+    created or locked.
 
     Args:
         config: the settings.
@@ -110,7 +111,7 @@ def own_folder(
 
 @contextmanager
 def _outcome_marks(folder: Path, config: Config) -> Iterator[None]:
-    """Context that marks the folder if the run is stopped or reaches NaN, for its restart.
+    """Context manager that writes a file into the folder if the run is stopped or reaches NaN.
 
     A restart continues a stopped run, also if another rank received the signal, and refuses to
     repeat a run that reached NaN.
@@ -134,7 +135,7 @@ def _mark_requeue(folder: Path) -> None:
 
 
 def _settings_hash(config: Config) -> str:
-    """Return a hash of all settings except those of the folder and the network."""
+    """Return a hash of all settings except the sections `run` and `comm`."""
     told = {name: each for name, each in written(config).items() if name not in ("run", "comm")}
     text = json.dumps(told, sort_keys=True, default=str)
     return f"settings {hashlib.sha256(text.encode()).hexdigest()}"
@@ -227,8 +228,8 @@ def record_start(folder: Path, steps_done: int, start: str | None) -> None:
 def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ from those of the checkpoint that resume=auto would use.
 
-    The previous start may have had other settings and failed. If a checkpoint of an older version
-    does not contain its settings, those of the previous start are used.
+    The previous start may have had other settings and failed, so its settings are compared only if
+    the checkpoint, of an older version, does not contain its own.
     """
     newest = Checkpoints(folder, 1).newest() if config.checkpoint.resume == "auto" else None
     if newest is None:
@@ -237,7 +238,7 @@ def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> l
 
 
 def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before: object) -> str:
-    """Return an identifier of the run's history; states with another one are not used."""
+    """Return an identifier of the run's history; states of another history are not loaded."""
     is_same = restart.by_launcher or config.checkpoint.resume == "auto"
     is_other = any(not change.is_layout for change in changed)
     return before if isinstance(before, str) and is_same and not is_other else uuid.uuid4().hex
@@ -254,10 +255,11 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 def _refuse_changes(
     config: Config, folder: Path, restart: Restart, differing: Sequence[Change]
 ) -> None:
-    """Raise ConfigError if the folder contains a run with other settings.
+    """Raise ConfigError if the folder contains a run with other settings, unless this is a restart.
 
-    A requeue mark, or a launcher that restarts the run, shows that it is the same run. In the
-    default folder, however, the second command of a restarted job would find the run of the first.
+    A restart is recognized by a requeue mark, or by its launcher. In the default folder the
+    launcher does not suffice: the second command of a restarted job would find the run of the
+    first.
     """
     is_named = config.run.dir is not None
     if restart.has_mark or (restart.by_launcher and is_named):
@@ -299,7 +301,7 @@ def _refuse_non_finite(folder: Path, config: Config) -> None:
 
 
 def _keep_settings(folder: Path, text: str) -> None:
-    """Write config.yaml; an existing one with other content is renamed with a number."""
+    """Write config.yaml, after saving an existing one with other content under a number."""
     path = folder / CONFIG_FILE
     if path.exists():
         try:

@@ -61,7 +61,7 @@ def newest_whole(
 
 
 def newest_listed(checkpoints: Checkpoints, resume: str, is_restart: bool) -> Path | None:
-    """Return the first candidate of `newest_whole` with a readable manifest, or None."""
+    """Return the first checkpoint of `candidates` that has a readable manifest, or None."""
     for path in checkpoints.candidates(resume, is_restart):
         try:
             read_facts(path)

@@ -1,1 +1,1 @@
-"""The search for the best layout that settings ask for, and its answer as text."""
+"""Search for the fastest layout that the settings allow, and its result as text."""

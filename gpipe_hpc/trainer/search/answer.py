@@ -1,4 +1,4 @@
-"""Format the answer of a search: the best layouts, or what they all lack."""
+"""Run a search over layouts and format its result: the fastest layouts, or why none fits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ _MAX_LISTED: Final = 8  # maximum number of ranks listed with their shortage
 
 
 class Answer(NamedTuple):
-    """The best layout (None if none fits), the text to print, and the ranking."""
+    """Result of a search: the fastest layout (None if none fits), its text, and the ranking."""
 
     chosen: Trial | None
     text: str
@@ -33,17 +33,17 @@ class Answer(NamedTuple):
 
 
 def compared(config: Config, words: Sequence[str] = ()) -> Answer:
-    """Search the layouts that the settings allow; settings on the command line, `words`, are fixed.
+    """Search the layouts that the settings allow, keeping the layout settings of the command line.
 
-    Raises ConfigError, ModelError or PartitionError for settings that are invalid on any number of
-    ranks.
+    `words` are the settings on the command line. Raises ConfigError, ModelError or PartitionError
+    for settings that are invalid on any number of ranks.
     """
     check_planning(config, None)
     return _ranked(Searching.in_each_precision(config, words))
 
 
 def compared_on(config: Config, words: Sequence[str], came: Came) -> Answer:
-    """Search as `compared` does, on the ranks of a run that has started."""
+    """Search like `compared`, for the running ranks `came`."""
     return _ranked([Searching.of(config, words, came)])
 
 
@@ -97,7 +97,7 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
 
 
 def _layers_as(searching: Searching) -> str:
-    """Describe the source of the layer times."""
+    """Describe how the layer times were obtained."""
     if searching.notes:
         return "measured by a run (plan.calibration)"
     return "measured here" if searching.measured else "counted"
@@ -109,7 +109,10 @@ def _rest_as(config: Config) -> str:
 
 
 def _unfactored(space: Space) -> ConfigError:
-    """Return the error that no replicas x stages fill the ranks, with the nearest valid numbers."""
+    """Return the error for a number of ranks that valid replicas x stages cannot fill.
+
+    The message suggests the nearest valid numbers.
+    """
     most = space.num_layers * space.batch_size
     near = [n for n in range(space.num_ranks - 1, 0, -1) if not space.of(n).is_empty][:1]
     near += [
@@ -150,7 +153,7 @@ def _missing(nearest: MemoryExcess) -> str:
 
 
 def _others_missing(nearest: MemoryExcess) -> str:
-    """Describe the shortage of the other ranks, the largest first."""
+    """Describe how much memory the other ranks lack, the largest shortage first."""
     others = {r: lack for r, lack in enumerate(nearest.lacks) if lack and r != nearest.rank}
     worst = sorted(others, key=lambda rank: -others[rank])
     told = [f"rank {rank} {bytes_text(others[rank])}" for rank in worst[:_MAX_LISTED]]
@@ -159,7 +162,7 @@ def _others_missing(nearest: MemoryExcess) -> str:
 
 
 def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: int) -> str:
-    """Describe what the closest layout lacks, and how many ranks suffice."""
+    """Describe how much memory the closest layout lacks, and how many ranks suffice."""
     lines = []
     limit = searches[0].config.pipeline.memory_bytes
     if limit is None:

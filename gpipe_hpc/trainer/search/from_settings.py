@@ -1,4 +1,4 @@
-"""Set up a search over layouts from the settings: the ranks, and what may be chosen."""
+"""Set up a search over layouts from the settings and, if they are running, the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,14 +76,14 @@ def fixed_by(words: Sequence[str]) -> frozenset[str]:
 
 
 class Came(NamedTuple):
-    """The ranks of a run that has started.
+    """Measured speeds and hosts of the ranks of a run that has started.
 
     Attributes:
-      rates: rates of the fastest rank.
-      hosts: number of ranks of each host.
-      paces: slowdown of each rank relative to the fastest, for the model's layers if these are
-        measured (plan.costs), else for matrix products; empty if all are equal.
-      host_copy_bytes_per_s: device-to-host bandwidth of the slowest rank, None on CPUs.
+        rates: rates of the fastest rank.
+        hosts: number of ranks on each host.
+        paces: slowdown of each rank relative to the fastest, for the model's layers if these are
+            measured (plan.costs), else for matrix products; empty if all are equal.
+        host_copy_bytes_per_s: device-to-host bandwidth of the slowest rank, None on CPUs.
     """
 
     rates: Rates
@@ -94,13 +94,16 @@ class Came(NamedTuple):
 
 @dataclass(frozen=True)
 class Searching:
-    """A search: settings, fixed settings, model and ranks.
+    """A search over layouts, set up from the settings.
 
     Attributes:
-      doubts: warnings about the files that describe the ranks.
-      notes: source of scaled layer times and what it does not cover; empty if they are counted or
-        measured.
-      measured: how layers are measured, empty if they are not.
+        config: the settings.
+        fixed: names of the layout settings that the search does not change.
+        ground: cache of the model's costs.
+        came: the ranks, if they are running.
+        doubts: warnings about the files that describe the ranks.
+        notes: source and limits of layer times scaled from another run; empty if there are none.
+        measured: how layers are measured; empty if they are not.
     """
 
     config: Config
@@ -113,9 +116,9 @@ class Searching:
 
     @classmethod
     def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
-        """Return the search for the settings; raise ConfigError for unsearchable settings.
+        """Return the search for the settings; raise ConfigError if they cannot be searched.
 
-        `words`: the command line; `came`: the ranks, if they are running.
+        `words`: the settings on the command line; `came`: the ranks, if they are running.
         """
         fixed = fixed_by(words)
         _refuse_what_is_no_search(config, fixed)
@@ -166,7 +169,7 @@ class Searching:
         return tuple(found)
 
     def space(self, num_ranks: int) -> Space:
-        """Return the layouts on a number of ranks."""
+        """Return the set of candidate layouts for a number of ranks."""
         device = device_to_come(self.config.train.device)
         process_bytes = self.ground.machine.prices.process_bytes
         base = with_process(request_of(self.config), process_bytes, device)
@@ -187,10 +190,10 @@ class Searching:
         )
 
     def on(self, num_ranks: int) -> Ground:
-        """Return the cached costs for a number of ranks and their links."""
+        """Return the cost cache for a number of ranks and the links between them."""
         cluster, given = self._cluster(num_ranks), self.space(num_ranks).base.paces
         paces = [float(pace) for pace in given or ()]
-        # Where ranks came, times are those of the fastest.
+        # If ranks are running, times are those of the fastest rank.
         plan = self.config.plan
         is_measured = plan.measures_layers or plan.calibration is not None
         of_rank_0 = self.came is None and is_measured
@@ -198,14 +201,14 @@ class Searching:
         return self.ground.on(slow_once(cluster, paces, own))
 
     def _cluster(self, num_ranks: int) -> Cluster:
-        """Return the cluster; slowdowns of ranks are measured, or read from plan.links."""
+        """Return the cluster, with slowdowns of ranks as measured, else from plan.links."""
         if self.came is None:
             return cluster_of(self.config, num_ranks)
         found = cluster_of(self.config, num_ranks, self.came.hosts)
         return replace(found, paces=dict(enumerate(self.came.paces)) or found.paces)
 
     def num_ranks(self) -> int | None:
-        """Return the number of ranks, or None for as few as the memory allows."""
+        """Return the number of ranks; None to search the smallest number with enough memory."""
         if self.came is not None:
             return sum(self.came.hosts)
         found = _ranks_asked(self.config)
@@ -279,7 +282,7 @@ def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
 
 
 def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callable[[int], Counted]:
-    """Return a function that counts a micro-batch of a number of samples."""
+    """Return a function that counts FLOPs and bytes of the layers for a micro-batch size."""
 
     def counted(num_samples: int) -> Counted:
         sample = microbatch(config.data, num_samples)
@@ -299,9 +302,9 @@ def _without_shared_casts(counted: Callable[[int], Counted], num_samples: int) -
 
 
 def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measured:
-    """Return a gauge that measures each layer in this process, for a micro-batch size.
+    """Return the times of each layer, measured on first access for a micro-batch of `num_samples`.
 
-    It uses the threads of this process, and emulates no load of other ranks.
+    Layers run in this process with its threads, without load generators.
     """
     layers = normalise_layers(build_target("model", config.model))
     return measured_as_a_rank(
@@ -310,14 +313,14 @@ def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measure
 
 
 def _share(config: Config, device: Device, came: Came | None) -> Share | None:
-    """Return the share of a host that a rank has for measuring, or None if unknown."""
+    """Return the threads and competing processes of a rank for measurements, or None if unknown."""
     if came is not None:
         return None if device.is_accelerator else share_of_bound(came.hosts[0])
     return share_of_rank(config, device, _ranks_asked(config))
 
 
 def _ranks_asked(config: Config) -> int | None:
-    """Return the number of ranks from the settings or the file of plan.links."""
+    """Return the number of ranks from the settings or the file of plan.links, or None."""
     found = config.plan.ranks or config.pipeline.ranks
     if found is None and config.plan.links is not None:
         found = read_cluster(config.plan.links).num_ranks
@@ -327,7 +330,10 @@ def _ranks_asked(config: Config) -> int | None:
 def _scaling(
     config: Config, counted: Callable[[int], Counted], device: Device
 ) -> tuple[Scaling | None, list[str]]:
-    """Return the times of plan.calibration and warnings; raise ConfigError for another model."""
+    """Return the layer times of plan.calibration, if set, and warnings about them.
+
+    Raises ConfigError if they are of another model or micro-batch.
+    """
     path = config.plan.calibration
     if path is None:
         return None, []
@@ -350,9 +356,9 @@ def _scaling(
 def _scaled(
     scaling: Scaling, machine: Machine, counted: Callable[[int], Counted], came: Came | None
 ) -> Callable[[int], Gauge]:
-    """Return a function that scales a run's times to a micro-batch size.
+    """Return a function that scales the layer times of plan.calibration to a micro-batch size.
 
-    The times are those of rank 0, and are converted to the fastest rank.
+    These are the times of rank 0, and are converted to those of the fastest rank.
     """
     pace = came.paces[0] if came is not None and came.paces else 1.0
     return lambda num_samples: scaling.scaled(counted(num_samples), machine, pace)
@@ -361,9 +367,9 @@ def _scaled(
 def _measuring(
     config: Config, counted: Callable[[int], Counted], came: Came | None, share: Share | None
 ) -> Callable[[int], Gauge]:
-    """Return a function that measures the layers here for a micro-batch size.
+    """Return a function that measures the layers on this rank for a micro-batch size.
 
-    This is rank 0 if ranks are running; times are converted to the fastest rank.
+    If ranks are running, this is rank 0, whose times are converted to those of the fastest rank.
     """
     pace = came.paces[0] if came is not None and came.paces else 1.0
 

@@ -1,4 +1,4 @@
-"""Build the pipeline and the loss of the settings."""
+"""Build the pipeline and the loss function from the settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,9 +21,10 @@ from gpipe_hpc.trainer.machines import process_bytes_of, with_process
 
 
 def loss_of(config: Config, facts: DataFacts, layers: Sequence[Layer]) -> LossFunction:
-    """Return the loss named in the settings, or the default for data and model.
+    """Return the loss function named in the settings, or the default for data and model.
 
-    Only a causal language model uses `causal_lm`, for labels equal to its inputs.
+    If labels equal inputs, the default is `causal_lm` for causal language models, and
+    `token_cross_entropy` for other models.
     """
     if config.loss:
         return bind_loss(config.loss)
@@ -46,7 +47,7 @@ def build_pipeline(
     cut: Mapping[str, Any] | None,
     example: tuple[Nest, Nest] | None,
 ) -> Pipeline:
-    """Build the pipeline of the settings; `cut` is the partition of the state to resume from."""
+    """Build the pipeline from the settings; `cut` is the partition of the state to resume from."""
     request = replace(request_of(config), partition=_partition(config, cut))
     request = with_process(request, _process_bytes(config, world), world.device)
     return Pipeline(
@@ -60,7 +61,7 @@ def build_pipeline(
 
 
 def _process_bytes(config: Config, world: World) -> int:
-    """Broadcast the memory of a process besides tensors, as read by rank 0. Collective."""
+    """Return the planned bytes of a process besides tensors, read by rank 0. Collective."""
     if config.plan.prices is None and config.plan.calibration is None:
         return 0
     with together(world, "reading the memory of a process"):
@@ -70,9 +71,10 @@ def _process_bytes(config: Config, world: World) -> int:
 
 
 def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
-    """Return the partition policy; a measured partition is taken from the checkpoint if it matches.
+    """Return the partition policy, or the checkpoint's partition if it was measured likewise.
 
-    So is a partition for ranks whose speed was measured, which keeps their measured slowdown.
+    This applies to partitions by measured layer times and by measured speeds of ranks, which a new
+    measurement would change.
     """
     policy = config.pipeline.partition
     if cut is None or policy not in _MEASURES:

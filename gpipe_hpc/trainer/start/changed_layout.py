@@ -14,10 +14,10 @@ def say_change(before: Mapping[str, Any], pipe: Pipeline, position: int, source:
     """Log changes of the layout since a state was saved, and warn if micro-batches change.
 
     Args:
-        before: facts of the checkpoint's manifest, which an older version may lack.
+        before: entries of the checkpoint's manifest, which an older version may lack.
         pipe: the pipeline.
         position: samples that the run has consumed.
-        source: where the state comes from.
+        source: description of the checkpoint for the message.
     """
     mesh = pipe.mesh
     stages, replicas = before.get("stages"), before.get("replicas")

@@ -30,7 +30,7 @@ log = logging.getLogger("gpipe_hpc.train")
 def check_model(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
     """Raise ConfigError or ModelError if the model cannot be trained on the data.
 
-    `source` is given on rank 0, which alone reads samples.
+    `source` is None except on rank 0, which alone reads samples.
     """
     if isinstance(config.data, TokenDataConfig):
         model = normalise_layers(layers)
@@ -42,9 +42,9 @@ def check_model(config: Config, source: DataSource | None, layers: Sequence[Laye
 
 
 def check_labels(config: Config, source: DataSource | None, loss_fn: LossFunction) -> None:
-    """Raise ConfigError if the loss would shift labels twice; warn if a model could copy them.
+    """Raise ConfigError if the loss would shift labels twice; warn if a model could copy labels.
 
-    Also logs the loss that is chosen for user data. `source` is given on rank 0.
+    Also logs the loss chosen for user data. `source` is None except on rank 0.
     """
     function = getattr(loss_fn, "func", loss_fn)
     name = str(getattr(function, "__name__", type(function).__name__))

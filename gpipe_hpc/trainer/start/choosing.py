@@ -38,7 +38,7 @@ _Layout = dict[str, dict[str, Any]]  # chosen settings, by section
 
 
 class Chosen(NamedTuple):
-    """The settings with the chosen layout, warnings about them, and rank 0's report."""
+    """Settings with the chosen layout, warnings about them, and rank 0's report of the search."""
 
     config: Config
     doubts: Sequence[str]
@@ -46,7 +46,7 @@ class Chosen(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The best layout, and the report about it.
+    """Result of a search: the fastest layout, and a report.
 
     `off_best_cut` is the distance of its partition from the best one; None on one rank.
     """
@@ -57,11 +57,11 @@ class _Found(NamedTuple):
 
 
 def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) -> Chosen | None:
-    """Return the settings with the best layout for the current ranks; None if the layout is given.
+    """Return the settings with the fastest layout for the current ranks; None without a search.
 
     Collective. Rank 0 searches, unless an earlier start of the run has stored a result for the same
-    settings and number of ranks. Settings in `words`, the command line, are not changed. Raises
-    ConfigError if no layout fits.
+    settings and number of ranks. Layout settings in `words`, the command line, are not changed.
+    Raises ConfigError if no layout fits.
     """
     if not config.pipeline.is_searched:
         return None
@@ -129,13 +129,13 @@ def _store(path: Path, asked: Mapping[str, Any], found: _Found) -> None:
 
 
 def _shared_layout(layout: _Layout) -> _Layout:
-    """Return a layout without the slowdown of each rank, which only rank 0 needs."""
+    """Return a layout without the slowdowns of ranks, which only rank 0 needs."""
     paces = {"paces": ()} if "paces" in layout["pipeline"] else {}
     return layout | {"pipeline": layout["pipeline"] | paces}
 
 
 def _measure_ranks(config: Config, world: World) -> Came | None:
-    """Return, on rank 0, the speed and host of all ranks, which each rank measures itself."""
+    """Measure each rank's speed; return speeds and hosts on rank 0, None elsewhere. Collective."""
     where = "measuring how fast ranks are"
     took_s = None
     if config.plan.measures_layers and world.size > 1:
@@ -178,7 +178,7 @@ def _layers_s(config: Config, world: World) -> float:
 
 
 def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
-    """Search the best layout; raise ConfigError if none fits."""
+    """Search the fastest layout; raise ConfigError if none fits."""
     shown = min(_SHOWN, config.plan.shown)
     answer = compared_on(replace(config, plan=replace(config.plan, shown=shown)), words, came)
     if answer.chosen is None:

@@ -18,7 +18,7 @@ INDEX_FOLDER: Final = "index"
 
 
 class Opened(NamedTuple):
-    """Information about the data on this rank; `source` is None if it has not opened the data.
+    """The opened data and facts about it; `source` is None on ranks that have not opened the data.
 
     `baseline`, the loss of a trivial prediction, is only known on rank 0.
     """
@@ -32,10 +32,10 @@ class Opened(NamedTuple):
 def open_data_first(
     config: Config, world: World, folder: Path, check: Callable[[Identity], None]
 ) -> Opened:
-    """Open the data on rank 0 and broadcast the facts about it. Collective.
+    """Open the data on rank 0 and broadcast facts about it. Collective.
 
-    Other ranks open the data only if needed: on a cluster, a thousand ranks would list the same
-    folders. `check` may raise an error for the data's identity, on rank 0.
+    Other ranks open the data later if they need it: on a cluster, a thousand ranks would list the
+    same folders. `check` is called on rank 0 with the data's identity and may raise an error.
     """
 
     def first() -> Opened:

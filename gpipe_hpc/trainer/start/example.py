@@ -13,7 +13,7 @@ from gpipe_hpc.settings import Config
 def example_of(
     config: Config, world: World, source: DataSource | None, sampler: ShuffledSampler
 ) -> tuple[Nest, Nest] | None:
-    """Read a micro-batch on rank 0 if layers are to be measured or counted; else return None."""
+    """Return the first micro-batch on rank 0 if layers will be measured or counted, else None."""
     pipeline = config.pipeline
     is_counted = pipeline.recompute == "budget" or pipeline.memory_bytes is not None
     if source is None or not (pipeline.partition in ("time", SIMULATED) or is_counted):
@@ -25,7 +25,7 @@ def example_of(
 def first_microbatch(
     config: Config, source: DataSource, sampler: ShuffledSampler
 ) -> tuple[Nest, Nest]:
-    """Read the first micro-batch of the run, which has the maximum size."""
+    """Read inputs and targets of the run's first micro-batch, which has the maximum size."""
     indices, _ = sampler.batch(0)
     pieces = config.pipeline.num_replicas * config.pipeline.microbatches * config.train.accumulation
     return read_samples(config, source, indices[: max(1, -(-len(indices) // pieces))])

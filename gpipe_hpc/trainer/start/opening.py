@@ -48,10 +48,10 @@ def open_session(
     Args:
         config: the settings.
         world: all ranks.
-        run: the run.
+        run: the start of the run.
         lock: lock of the run folder, on rank 0.
         copies: in-memory checkpoints, preferred to an older checkpoint on disk.
-        asked: the settings as given, if a layout was searched for them.
+        asked: the settings as given, if a search has chosen the layout in `config`.
     """
     checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
     origin = Origin(config, world, run, checkpoints, copies)
@@ -144,7 +144,7 @@ def _refuse_frozen(world: World, pipe: Pipeline) -> None:
 
 
 def _planned(world: World, foreseen: Foresight | None) -> tuple[RankForecast, ...] | None:
-    """Broadcast rank 0's memory forecast of each stage rank. Collective."""
+    """Return rank 0's memory forecast of each stage rank, on all ranks. Collective."""
     told = None if foreseen is None else [vars(rank) for rank in foreseen.ranks]
     with together(world, "broadcasting the planned memory"):
         rows: list[dict[str, Any]] | None = world.everybody.broadcast_object(told, root=0)

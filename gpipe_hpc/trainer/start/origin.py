@@ -1,4 +1,4 @@
-"""The state from which a run starts: in-memory copies, a checkpoint, or none."""
+"""The state from which a run starts: an in-memory checkpoint, a checkpoint on disk, or none."""
 
 import logging
 from collections.abc import Mapping
@@ -66,10 +66,10 @@ class Resumed(NamedTuple):
 
 
 class Origin:
-    """The state of a run before this start, found collectively by all ranks.
+    """Finds and restores the state from which a run resumes. Creating it is collective.
 
-    `in_memory` contains the in-memory copies of all ranks, if they are at least as new as the
-    checkpoint; the checkpoint is not verified then.
+    `in_memory` is the in-memory checkpoint, if it is at least as new as `resumed`, the checkpoint
+    on disk; the latter is not verified then.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Origin:
 
     @property
     def cut(self) -> Mapping[str, Any] | None:
-        """Return the partition of the state from which the run resumes."""
+        """Return the partition of the state from which the run resumes, if any."""
         if self.in_memory is not None:
             cut: Mapping[str, Any] = self.in_memory.about["partition"]
             return cut
@@ -106,7 +106,7 @@ class Origin:
             check_data(resumed.path, resumed.extra, identity, policy)
 
     def move_aside(self) -> None:
-        """Rename, on rank 0, an earlier start's checkpoints past the step of this start."""
+        """Rename an earlier start's checkpoints past the step to resume from; call it on rank 0."""
         resumed, last = self.resumed, last_step(self._config.train)
         found = None if resumed is None else resumed.path
         done = 0 if resumed is None else resumed.steps_done
@@ -120,7 +120,10 @@ class Origin:
     def take_over(
         self, pipe: Pipeline, optimizer: torch.optim.Optimizer, identity: Identity
     ) -> dict[str, Any] | None:
-        """Restore pipeline and optimizer from memory or disk; return the extra values, if any."""
+        """Restore pipeline and optimizer from memory or disk; return the checkpoint's extra values.
+
+        Returns None if there is no state to resume from.
+        """
         if self.in_memory is not None and self._copies is not None:
             extra = self._copies.restore(self.in_memory, pipe, optimizer)
             if extra is not None:
@@ -146,7 +149,7 @@ class Origin:
             say_change(before, pipe, int(extra["position"]), source)
 
     def _fall_back(self, identity: Identity) -> None:
-        """Switch from in-memory copies to the newest intact checkpoint."""
+        """Switch from the in-memory checkpoint to the newest intact one on disk."""
         with together(self._world, "opening the run"):
             self.in_memory = None
             self.resumed = self._found()
@@ -155,9 +158,9 @@ class Origin:
                 self.move_aside()
 
     def _found(self) -> Resumed | None:
-        """Return the newest intact checkpoint, if any.
+        """Return the newest intact checkpoint on disk, if any.
 
-        If in-memory copies are at least as new, its files are not read, and `verified` is None.
+        If the in-memory checkpoint is at least as new, files are not read, and `verified` is None.
         """
         world, resume, is_repeated = (
             self._world,

@@ -22,7 +22,7 @@ class Balance(NamedTuple):
 
 
 def balance(busy_s: Sequence[float], portions: MicrobatchSplit) -> Balance | None:
-    """Return weights with which all replicas finish together; None if they would save little.
+    """Return weights with which all replicas would end together; None if they would save little.
 
     `busy_s` is the computing time of each rank, by world rank, over any number of steps. A replica
     is as slow as its busiest rank; its time is assumed to be proportional to its micro-batches.

@@ -48,14 +48,17 @@ _DEFINITION: Final = (
 
 
 class Ended(NamedTuple):
-    """The outcome of a run: running, done, stopped or failed, with the error."""
+    """Outcome of a run (running, done, stopped or failed), with the error of a failed one."""
 
     outcome: str
     error: str | None = None
 
 
 class Traced(NamedTuple):
-    """The median of the traced steps: a timeline for each replica, on a common clock."""
+    """The median of the traced steps: a timeline for each replica, on a common clock.
+
+    `file` is the path of its trace in the run folder.
+    """
 
     step: int
     pipeline_s: float
@@ -236,7 +239,7 @@ def _planned(rank: RankForecast) -> dict[str, int]:
 
 
 def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, Any]]:
-    """Return advice that would make the traced step of the replica with the most work faster.
+    """Return advice on how the traced step could become faster, for the replica with the most work.
 
     For a stopped run only quick simulations are made, since the process may soon be killed.
     """

@@ -17,7 +17,7 @@ from gpipe_hpc.trainer.traces.held import RecordedStep
 
 @dataclass
 class Sums:
-    """Sums of a rank's times over the steps of a start, usually without the first step.
+    """Total times of a rank over the steps of a start, in seconds, without its first step.
 
     The first step, which includes initialization, counts only if it is the only one.
     """
@@ -47,11 +47,11 @@ class Sums:
 
 
 class RankFigures(NamedTuple):
-    """Measurements of one rank.
+    """Measurements of one rank; times in seconds.
 
     Args:
         busy_s: computing time in the median of the traced steps, if any.
-        computed_s: computing time of all steps but the first, which includes initialization.
+        computed_s: total computing time of all steps but the first, which includes initialization.
         reading_s, clipping_s, optimizer_s: means over these steps.
         layers: forward times of layers in a few steps.
     """
@@ -112,10 +112,10 @@ class RankFigures(NamedTuple):
 def idle_of_ranks(
     ranks: Sequence[RankFigures], pipeline_s: float, replicas: Sequence[Timeline]
 ) -> list[dict[str, Any]]:
-    """Return each rank's busy and idle seconds in a step of `pipeline_s`, and why it idled.
+    """Return each rank's busy and idle seconds in a step of `pipeline_s`, and the causes of idling.
 
-    The causes come from the measured step of its replica, plus the time before and after it, during
-    which other replicas work; they are None without `replicas`.
+    The causes come from the measured timeline of the rank's replica, plus the time before and after
+    it, during which other replicas work; they are None if `replicas` is empty.
     """
     causes = [
         _causes(own, timeline, pipeline_s)
@@ -133,7 +133,7 @@ def idle_of_ranks(
 
 
 def _causes(own: BubbleCauses, timeline: Timeline, pipeline_s: float) -> dict[str, float]:
-    """Return the seconds of each cause; they add up to the idle time within `pipeline_s`.
+    """Return idle seconds by cause; they add up to the idle time within `pipeline_s`.
 
     That time ends when all compute actions have run; the rest of an ongoing reduction is not
     counted.

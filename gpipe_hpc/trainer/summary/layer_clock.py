@@ -14,16 +14,16 @@ _NUM_STEPS: Final = 3  # timed steps, after the first, which includes initializa
 
 
 class LayerTime(NamedTuple):
-    """Mean forward time of a layer on one rank, including recomputation; `layer` is its index."""
+    """Mean forward seconds of layer number `layer` on one rank, including recomputation."""
 
     layer: int
     forward_s: float
 
 
 class LayerClock:
-    """Measures the forward times of a rank's layers in steps 2 to 4 of a start.
+    """Timer of the forwards of a rank's layers in steps 2 to 4 of a start.
 
-    Later steps have no overhead. Does nothing without layers.
+    It adds no overhead to later steps, and does nothing if `layers` is empty.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], device: Device) -> None:
@@ -33,7 +33,7 @@ class LayerClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager for a training step, with timing hooks on the layers if it is timed."""
+        """Context manager for a training step; in steps 2 to 4, layers have timing hooks."""
         self._num_seen += 1
         if not 2 <= self._num_seen < 2 + _NUM_STEPS:
             yield

@@ -12,7 +12,7 @@ _NUM_KEPT: Final = 10_000  # newest steps over which medians are computed
 
 
 class Times(NamedTuple):
-    """Times of a step: in the pipeline of all ranks, and around it on rank 0."""
+    """Times of a step: of the pipeline on all ranks, and of its other parts on rank 0."""
 
     pipeline_s: float
     bubble: float
@@ -24,13 +24,13 @@ class Times(NamedTuple):
 
     @staticmethod
     def none() -> dict[str, float | None]:
-        """Return the same names with None, for a step with unknown times."""
+        """Return the keys of `scalars` with None, for a step whose times are unknown."""
         return dict.fromkeys(("bubble", "pipeline_s", *Spent._fields))
 
 
 @dataclass
 class Ledger:
-    """Sums over the steps of one start, and the newest steps individually.
+    """Totals over the steps of one start, and the times of its newest steps.
 
     The first step, which includes initialization, is excluded from rates and medians.
     """
@@ -69,7 +69,7 @@ class Ledger:
         return self.num_samples / self.steps_s if self.steps_s else None
 
     def medians(self) -> dict[str, Any]:
-        """Return the medians of step time, pipeline time, the other times, and the bubble."""
+        """Return the medians of step time, pipeline time, other parts of a step, and the bubble."""
         if not self._newest:
             return {"step_time_s": None, "pipeline_s": None, "outside_pipeline_s": None}
         outside = [step_s - times.pipeline_s for step_s, times in self._newest]

@@ -41,7 +41,7 @@ log = logging.getLogger("gpipe_hpc.train")
 
 @contextmanager
 def _log_errors(failed: str = "summary: cannot be created") -> Iterator[None]:
-    """Log errors of writing a report instead of ending the run."""
+    """Context manager that logs errors of writing a report instead of ending the run."""
     try:
         yield
     except OSError as error:
@@ -52,10 +52,10 @@ def _log_errors(failed: str = "summary: cannot be created") -> Iterator[None]:
 
 
 class Reporter:
-    """Measurements of one rank for the report, which rank 0 writes.
+    """Collector of one rank's measurements for the report, which rank 0 writes.
 
     Ranks send them to rank 0 when all synchronize anyway: after a validation and at the end. Each
-    sends a few numbers, and at the end the times of one step's actions.
+    sends a few numbers, and at the end the times of the actions of the traced steps.
     """
 
     def __init__(self, session: Session, memory_before_bytes: int) -> None:
@@ -117,7 +117,7 @@ class Reporter:
                 write_summary(self._session.run_folder, summary)
 
     def finish(self, ended: Ended) -> None:
-        """Write traces and summary and log the closing table. Collective."""
+        """Write traces, summary and calibration, and log the closing table. Collective."""
         ranks = self._gather_figures()
         with together(self._pipe.world, "gathering traces"):
             median = self._held.median
@@ -143,9 +143,9 @@ class Reporter:
             calibrate(self._session, self.ledger, steps, typical.replicas, ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Write a summary of a failed run on rank 0, from its own data; ignores errors.
+        """Write the summary of a failed run, on rank 0 and from its own data; ignore errors.
 
-        No other rank is queried, as one of them has failed.
+        Other ranks are not queried, as one of them may have failed.
         """
         with suppress(Exception):
             if self._session.lock is not None:

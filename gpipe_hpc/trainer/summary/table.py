@@ -1,4 +1,4 @@
-"""Closing table of a run: its summary as text."""
+"""Closing table of a run: the content of summary.json as text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -9,7 +9,7 @@ from gpipe_hpc.units import bytes_text, flops_text
 _MAX_RANKS: Final = 16  # lines of a table; of more ranks only the extremes are shown
 _AROUND: Final = {
     "reading_ahead_s": "reading",
-    "edge_s": "summing up",
+    "edge_s": "all-reduce",
     "clipping_s": "clipping",
     "optimizer_s": "optimizer",
 }
@@ -55,13 +55,13 @@ def _pace(summary: Mapping[str, Any]) -> str:
 
 
 def _around(step: Mapping[str, Any]) -> str:
-    """Return the parts of the time outside the pipeline."""
+    """Format the times of the parts of a step outside the pipeline."""
     known = [f"{name} {_time(step[key])}" for key, name in _AROUND.items() if key in step]
     return f" ({', '.join(known)})" if known else ""
 
 
 def _advice(summary: Mapping[str, Any]) -> str:
-    """Return the advice with the largest gain, and its assumptions."""
+    """Format the advice with the largest gain, and its assumptions."""
     if not summary["advice"]:
         return ""
     first = summary["advice"][0]
@@ -137,7 +137,7 @@ def _legend(summary: Mapping[str, Any]) -> str:
 
 
 def _caption(summary: Mapping[str, Any], num_shown: int) -> str:
-    """Return the heading of the table: its step and number of ranks."""
+    """Return the heading of the table: the traced step, and how many ranks are shown."""
     words = []
     if summary["traced_step"] is not None:
         words.append(f"step {summary['traced_step']['step']}, the median of those traced")
@@ -164,7 +164,7 @@ def _stalls(summary: Mapping[str, Any]) -> str:
 
 
 def _balance(summary: Mapping[str, Any]) -> str:
-    """Return the weights with which replicas of unequal speed would finish at the same time."""
+    """Format the weights with which replicas of unequal speed would end at the same time."""
     better = summary["balance"]
     if better is None:
         return ""

@@ -1,1 +1,1 @@
-"""Measured timelines of a run: kept in memory on each rank, gathered once, written to files."""
+"""Measured timelines of steps, which ranks keep in memory and rank 0 writes to files at the end."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Around(NamedTuple):
-    """An activity of a rank around the pipeline, with host times in seconds."""
+    """An activity of a rank outside the pipeline, such as clipping; host times in seconds."""
 
     name: str
     start_s: float

@@ -60,7 +60,7 @@ def write_planned(timeline: Timeline, run_folder: Path) -> Path:
 
 
 def _write(path: Path, replicas: list[Timeline], more: dict[str, Any]) -> Path:
-    """Write the events of all ranks, replica by replica, in seconds since the first event."""
+    """Write the events of all ranks as JSON, in seconds since the first one; return the path."""
     first = replicas[0]
     start_s = _start_s(replicas)
     content = {

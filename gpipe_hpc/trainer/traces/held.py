@@ -1,4 +1,4 @@
-"""Events of recent steps, kept in memory on each rank and gathered at the end of a run."""
+"""Events of recent steps, kept in memory on each rank and gathered when a run ends."""
 
 from array import array
 from collections import deque
@@ -12,10 +12,10 @@ from gpipe_hpc.trainer.traces.around import Around
 
 
 class RecordedStep(NamedTuple):
-    """The events of one step on one rank; `pipeline_s` is the pipeline time of all ranks.
+    """The events of one step on one rank.
 
-    `around` lists activities outside the pipeline; `origin_s` is the time of this rank's clock from
-    which times are counted.
+    `pipeline_s` is the pipeline time of all ranks; `around` lists activities outside the pipeline;
+    `origin_s` is the reading of this rank's clock from which times are counted.
     """
 
     step: int
@@ -26,9 +26,9 @@ class RecordedStep(NamedTuple):
 
 
 class RecordedSteps:
-    """The last `most` steps, or the first `most` steps from `first_step` on.
+    """Memory of the last `most` steps, or of the first `most` steps from `first_step` on.
 
-    Every rank keeps the same steps, so all choose the same median without communication.
+    Every rank stores the same steps, so all choose the same median without communication.
     """
 
     def __init__(self, most: int, first_step: int | None = None) -> None:
@@ -58,10 +58,10 @@ class RecordedSteps:
 
 
 class TracedStep(NamedTuple):
-    """One step of all ranks, in the order of world ranks.
+    """One step of all ranks: `rows` contains the events of each world rank.
 
-    `is_median` marks the median of the traced steps; `around` lists each rank's activities outside
-    the pipeline, on the same clock as the rows.
+    `is_median` is set for the median of the traced steps; `around` lists each rank's activities
+    outside the pipeline, on the same clock.
     """
 
     step: int
@@ -72,7 +72,7 @@ class TracedStep(NamedTuple):
     around: tuple[tuple[Around, ...], ...] = ()
 
     def replicas(self) -> list[tuple[tuple[Event, ...], ...]]:
-        """Return the rows of each replica."""
+        """Return the events of each rank, grouped by replica."""
         size = self.num_stage_ranks
         return [self.rows[at : at + size] for at in range(0, len(self.rows), size)]
 
@@ -116,7 +116,7 @@ def _events(rank: int, actions: Sequence[str], seconds: Sequence[float]) -> tupl
 
 
 def timelines_of(traced: TracedStep, tables: Sequence[Schedule]) -> list[Timeline]:
-    """Return a timeline for each replica; `tables` are the replicas' schedules."""
+    """Return a timeline for each replica of a traced step; `tables` are the replicas' schedules."""
     return [
         Timeline(rows, table.num_stages, table.num_microbatches, table.name, table.skips)
         for rows, table in zip(traced.replicas(), tables, strict=True)
