@@ -1,7 +1,8 @@
-"""Checkpoints that any layout can load: torch.distributed.checkpoint, keyed by global names.
+"""Checkpoints in torch.distributed.checkpoint's format, which any parallel layout can load.
 
-A checkpoint is a folder. It is written under a temporary name and renamed when it is complete; its
-manifest contains digests of all files, which detect later damage. Nothing in its files is executed.
+A checkpoint is a folder. It is written under a temporary name and renamed when it is complete.
+Tensors have names that do not depend on the layout; a manifest contains digests of all files, which
+detect later damage. Nothing in the files is executed.
 """
 
 from gpipe_hpc.checkpoint.background import BackgroundSaver

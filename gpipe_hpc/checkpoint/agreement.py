@@ -13,7 +13,8 @@ T = TypeVar("T")
 def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
     """Return this rank's result of `action`, if it succeeds on every rank of the group. Collective.
 
-    If it raises CheckpointError on any rank, all ranks raise it with the first rank's text.
+    If `action` raises CheckpointError on some ranks, all ranks raise the error of the first of
+    them.
     """
     refusal: CheckpointError | None = None
     try:
@@ -43,7 +44,7 @@ def raise_first(group: Gathering, refusal: CheckpointError | None) -> None:
 
 
 def _is_of_machine(error: BaseException | None) -> bool:
-    """Return whether an OSError other than FileNotFoundError caused the error."""
+    """Return whether the error was caused by an OSError other than FileNotFoundError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error is not None and not isinstance(error, FileNotFoundError)

@@ -1,9 +1,10 @@
-"""Checkpoints of local SGD, whose replicas differ: names of their states, and their assignment.
+"""Names of tensors in checkpoints of local SGD, whose replicas differ, and which replicas to load.
 
 States of replica 0 have the usual names; those of replica r are named ``replica<r>.<name>``. This
 applies to the optimizer's state, and between two outer steps also to parameters and buffers. A run
 with the same number of replicas restores each of them. Another run uses the mean of the parameters
-and floating-point buffers, and the optimizer's state of replica ``r modulo their number``.
+and floating-point buffers; its replica r uses the optimizer's state of replica r modulo the stored
+number of replicas.
 """
 
 from collections.abc import Mapping
@@ -32,12 +33,12 @@ def described(pipe: "Pipeline") -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Reading:
-    """The replicas from which one rank reads a checkpoint.
+    """The replicas whose tensors one rank reads from a checkpoint.
 
     Args:
         replica: the replica whose optimizer state is read, and whose model if `is_own`.
-        is_own: whether the model of that replica is read.
-        averaged: number of replicas whose mean is the model; 1 if they were equal.
+        is_own: whether the model is read from that replica alone.
+        averaged: number of replicas over whose models the mean is taken; 1 if they were equal.
     """
 
     replica: int = 0
@@ -66,12 +67,15 @@ class Reading:
         return named_by(self.replica, name)
 
     def others(self, name: str) -> list[str]:
-        """Return the names of the other replicas' values that `name` is averaged with."""
+        """Return the stored names of the other replicas' values that are averaged with `name`."""
         return [named_by(replica, name) for replica in range(1, self.averaged)]
 
 
 def average(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reading: Reading) -> None:
-    """Replace the values of replica 0 by the mean over replicas, added in the order of replicas."""
+    """Replace tensors of replica 0 in `targets` by the mean over replicas, added in replica order.
+
+    `values` contains the tensors of the other replicas, by their stored names.
+    """
     for name, target in targets.items():
         others = [values[other] for other in reading.others(name)]
         if others and (target.is_floating_point() or target.is_complex()):

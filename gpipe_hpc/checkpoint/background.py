@@ -48,10 +48,10 @@ class _Job:
 
 
 class BackgroundSaver:
-    """Save a pipeline's checkpoints in the background, one at a time.
+    """Writer of a pipeline's checkpoints in the background, one at a time.
 
-    All ranks call `start` and `finish` at the same step boundary. The host copy of what this rank
-    writes (pinned if there is an accelerator) is reused.
+    All ranks call `start` and `finish` at the same step boundary. The host memory (pinned if there
+    is an accelerator) for the copy of what this rank writes is reused.
     """
 
     def __init__(self, pipe: "Pipeline") -> None:
@@ -59,7 +59,7 @@ class BackgroundSaver:
         self._buffer = HostBuffer(pipe.world.device)
         self._job: _Job | None = None
         self.seconds = 0.0
-        """How long this rank wrote its part of the last checkpoint that was finished."""
+        """Seconds in which this rank wrote its part of the last finished checkpoint."""
 
     @property
     def is_under_way(self) -> bool:

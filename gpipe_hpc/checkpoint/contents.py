@@ -140,7 +140,10 @@ def split_values(values: Mapping[str, Any]) -> Split:
 
 
 def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the extra states of modules and their tensors, for stages whose first copy is here."""
+    """Encode the modules' extra states, for stages that this rank is the first to have.
+
+    Returns the encoded states by module name, and their tensors.
+    """
     states: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for index, stage in pipe.stages.items():
@@ -153,7 +156,7 @@ def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _others_buffers(pipe: "Pipeline") -> set[str]:
-    """Return the buffers that another rank saves, since it has the first copy of their stage."""
+    """Return the names of buffers that another rank saves, as the first that has their stage."""
     return {
         f"model.{name}"
         for index, stage in pipe.stages.items()
@@ -165,12 +168,12 @@ def _others_buffers(pipe: "Pipeline") -> set[str]:
 
 
 def _is_first(pipe: "Pipeline", stage: int) -> bool:
-    """Return whether this rank has the first copy of a stage."""
+    """Return whether this rank is the first of all ranks that have a stage."""
     return not pipe.replica and _is_first_of_replica(pipe, stage)
 
 
 def _is_first_of_replica(pipe: "Pipeline", stage: int) -> bool:
-    """Return whether this rank has the first copy of a stage within its replica."""
+    """Return whether this rank is the first rank of its replica that has a stage."""
     return pipe.schedule.placement.holders(stage)[0] == pipe.stage_rank
 
 
@@ -179,7 +182,7 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _writers(sizes: Iterable[Sizes]) -> dict[str, int]:
-    """Return the writer of each tensor: among its holders, the rank with the fewest bytes."""
+    """Assign each tensor to a writer: of the ranks that have it, the one with the fewest bytes."""
     holders: dict[str, list[tuple[int, int]]] = {}
     for position, part in enumerate(sizes):
         for name, size in part.items():

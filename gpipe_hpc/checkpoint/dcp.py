@@ -83,7 +83,7 @@ def read_tensors(
 
 
 class _Writer(FileSystemWriter):
-    """Torch's file writer, without recording the folder's path on this machine."""
+    """Torch's file writer, which does not record the folder's path on this machine."""
 
     def storage_meta(self) -> StorageMeta:
         """Return the identifier of this save."""

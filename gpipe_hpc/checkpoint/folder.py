@@ -40,7 +40,10 @@ def read_facts(path: Path) -> Facts:
 
 
 def read_owner(path: Path, key: str) -> str | None:
-    """Return the run that wrote a checkpoint, also an incomplete one; None if unknown."""
+    """Return the run that wrote a checkpoint, complete or not; None if unknown.
+
+    `key` is the key of the run's name in the extra values.
+    """
     try:
         owner = read_part(path)["extra"][key]
     except (OSError, ValueError, LookupError, TypeError):
@@ -54,12 +57,12 @@ def is_ours(name: str) -> bool:
 
 
 def has_files(path: Path) -> bool:
-    """Return whether a folder contains parts of a checkpoint, complete or not."""
+    """Return whether a folder contains files of a checkpoint, complete or not."""
     return any(is_ours(each.name) for each in path.iterdir())
 
 
 def read_stored(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by name; raise CheckpointError if this fails."""
+    """Return descriptions of a checkpoint's tensors by name; raise CheckpointError on failure."""
     try:
         return read_metadata(path)
     except (OSError, ValueError) as error:
@@ -70,7 +73,7 @@ def read_stored(path: Path) -> dict[str, StoredTensor]:
 
 
 def other_checkpoint(path: Path) -> str:
-    """Return the remedy for a damaged checkpoint; it names the newest older one, if any."""
+    """Return advice for messages about a damaged checkpoint: the newest older one, if any."""
     found = _newest_older(path)
     if found is None:
         return "check the disk, or load another checkpoint"
@@ -115,7 +118,7 @@ def steps_done(path: Path, looks_whole: bool = True) -> int | None:
 
 
 def space_remedy(folder: Path, needed_bytes: int, error: BaseException | None = None) -> str:
-    """Return the remedy for a failed write: by its errno, or the free and the needed disk space."""
+    """Return the remedy for a failed write, from its errno, or from free and needed disk space."""
     known = os_remedy(error)
     if known is not None and not (isinstance(error, OSError) and error.errno in _FULL):
         return known

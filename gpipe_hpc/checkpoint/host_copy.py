@@ -21,14 +21,14 @@ class HostBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized memory of `num_bytes`; invalidates what was returned before."""
+        """Return uninitialized memory of `num_bytes`; memory returned earlier becomes invalid."""
         if len(self._bytes) < num_bytes:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # free before allocating more
             self._bytes = self._device.pinned((num_bytes,), torch.uint8)
         return self._bytes[:num_bytes]
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors into this buffer and wait; return the copies by name."""
+        """Copy tensors into this buffer, wait for completion, and return the copies by name."""
         offsets, total = aligned_offsets(tensors)
         copies = views(self.reserve(total), tensors, offsets)
         fill(copies, tensors, self._device)
@@ -36,7 +36,7 @@ class HostBuffer:
 
 
 def aligned_offsets(tensors: Mapping[str, torch.Tensor], start: int = 0) -> tuple[list[int], int]:
-    """Return aligned offsets of consecutively stored tensors, and the end of the last, in bytes."""
+    """Return aligned byte offsets of tensors stored one after another, and the end of the last."""
     offsets = []
     for tensor in tensors.values():
         start += -start % _ALIGNMENT

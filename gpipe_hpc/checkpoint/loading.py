@@ -1,4 +1,4 @@
-"""Load a checkpoint: each rank reads what it owns, whatever the layout was at saving.
+"""Load a checkpoint: each rank reads its own tensors, whatever the layout was at saving.
 
 All ranks first check everything: every byte of every file, the model's names, shapes and dtypes,
 the optimizer's options and the free memory. Only after all ranks have agreed are tensors
@@ -34,7 +34,7 @@ _PART_BYTES: Final = 2**30
 
 
 class _Cut(NamedTuple):
-    """The part of a stored tensor that a rank keeps, and its device."""
+    """Part of a stored tensor that a rank keeps, and the device for it."""
 
     held: OwnedParameter
     device: torch.device
@@ -233,7 +233,7 @@ def _check_described(
     states: Mapping[nn.Parameter, Mapping[str, str]],
     named: Sequence[tuple[str, nn.Parameter]],
 ) -> None:
-    """Raise CheckpointError if optimizer state is stored without the options of its group."""
+    """Raise CheckpointError if optimizer state is stored without options of its parameter group."""
     if facts["format"] == 1 or facts.get("optimizer") is None:  # written by an earlier version
         return
     described = {name for entry in facts["optimizer"] for name in entry["parameters"]}
@@ -246,7 +246,7 @@ def _check_described(
 
 
 def _warn_no_optimizer(pipe: "Pipeline", found: Verified) -> None:
-    """Warn if the checkpoint contains no optimizer state, so that the optimizer starts afresh."""
+    """Warn if the checkpoint contains no optimizer state, so that the optimizer has none."""
     # In-memory checkpoints and the first versions have no list of groups.
     is_listed = found.facts.get("optimizer", True) or not found.facts["parameters"]
     is_there = any(name.startswith("optimizer.") for name in found.stored)
@@ -331,7 +331,7 @@ def _is_like(tensor: Tensor, stored: StoredTensor, device: torch.device) -> bool
 
 
 def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, Any]]:
-    """Return this rank's modules with an extra state, each with its stored state."""
+    """Return this rank's modules that define `get_extra_state`, each with its stored state."""
     modules = {n: m for s in pipe.stages.values() for n, m in s.extra_states().items()}
     if found.facts["format"] == 1:
         for name in modules:
@@ -350,7 +350,7 @@ def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, An
 
 
 def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch.device, int]:
-    """Return the additional bytes that loading needs per device: new tensors and a read buffer."""
+    """Return the additional bytes needed for loading, by device: new tensors and a read buffer."""
     needed: dict[torch.device, int] = {}
     for name, device in plan.wanted.items():
         size = stored[name].dtype.itemsize * stored[name].shape.numel()
@@ -388,7 +388,7 @@ def _cut_out(found: Verified, name: str, cut: _Cut) -> Tensor:
 
 
 def _check_readable(found: Verified, names: Iterable[str]) -> None:
-    """Raise CheckpointError if a tensor is not where the metadata says, before any change."""
+    """Raise CheckpointError if a tensor is unreadable at its listed location, before any change."""
     for name in names:
         try:
             found.check(name)

@@ -69,7 +69,7 @@ _SHAPE_SINCE_2: Final[dict[str, Any]] = {
 }
 
 Facts = dict[str, Any]
-"""The content of a manifest; see `save` for the keys."""
+"""The content of a manifest, a JSON object."""
 
 
 def manifest_text(facts: Mapping[str, Any]) -> bytes:
@@ -130,7 +130,7 @@ def is_manifest_as_written(path: Path) -> bool:
 
 
 def read_part(path: Path) -> Any:
-    """Return the JSON of a manifest without validation, also of an incomplete checkpoint.
+    """Return the JSON content of a manifest without validation, even of an incomplete checkpoint.
 
     Raises OSError or ValueError if it cannot be read.
     """
@@ -148,7 +148,7 @@ def _is_as_written(raw: bytes) -> bool:
 
 
 def _lists_files(facts: Mapping[str, Any]) -> bool:
-    """Return whether each entry names a file in this folder with one digest per block."""
+    """Return whether `files` names files of this folder with one digest per block."""
     size, files = facts["block_bytes"], facts["files"]
     if not isinstance(files, dict) or type(size) is not int or size < 1 or METADATA not in files:
         return False

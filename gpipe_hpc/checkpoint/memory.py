@@ -17,8 +17,8 @@ def check_room(
 ) -> None:
     """Raise CheckpointError on all ranks if a host or device lacks free memory. Collective.
 
-    `needed` gives this rank's bytes on the host and on `device`; ranks that share a host or device
-    are added up.
+    `needed` is the number of bytes that this rank needs on the host and on `device`; the needs of
+    ranks that share a host or device are added up.
     """
     host = shared_identity("mnt") or socket.gethostname()
     own = {

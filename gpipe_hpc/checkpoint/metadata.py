@@ -89,7 +89,7 @@ def fill(path: Path, stored: Mapping[str, StoredTensor], targets: Mapping[str, T
 
 
 def check_readable(path: Path, stored: StoredTensor) -> None:
-    """Check that a tensor of the given shape and dtype is at its location, without its data.
+    """Check that a file contains a tensor at the given location, without reading its data.
 
     Raises OSError or ValueError otherwise.
     """
@@ -136,7 +136,7 @@ class _Span(io.RawIOBase):
 
 
 class _Record:
-    """Replacement for classes and functions of a pickle that only stores arguments and state."""
+    """Replacement for a class or function of a pickle that only stores its arguments and state."""
 
     arguments: tuple[Any, ...]
     state: Any = None
@@ -214,31 +214,31 @@ class _Reader(pickle._Unpickler):
 
 def _stored_tensors(root: Any) -> dict[str, StoredTensor]:
     listed, places = _state(root, "Metadata", "state_dict_metadata", "storage_data")
-    _expect(isinstance(listed, dict) and isinstance(places, dict), "no tables")
+    _expect(isinstance(listed, dict) and isinstance(places, dict), "no dictionaries of tensors")
     place_of: dict[str, Any] = {}
     for index, place in places.items():
         (name,) = _state(index, "MetadataIndex", "fqn")
-        _expect(isinstance(name, str), "a name that is no text")
+        _expect(isinstance(name, str), "a name that is not a string")
         _expect(name not in place_of, "a tensor in pieces")
         place_of[name] = place
-    _expect(place_of.keys() == listed.keys(), "tensors without a place")
+    _expect(place_of.keys() == listed.keys(), "tensors without a location")
     return {name: _stored_tensor(name, entry, place_of[name]) for name, entry in listed.items()}
 
 
 def _stored_tensor(name: Any, entry: Any, place: Any) -> StoredTensor:
-    _expect(isinstance(name, str), "a name that is no text")
+    _expect(isinstance(name, str), "a name that is not a string")
     names = ("properties", "size", "chunks")
     properties, size, pieces = _state(entry, "TensorStorageMetadata", *names)
     shape = _size(size)
     _expect(isinstance(pieces, list) and len(pieces) == 1, f"{name} in pieces")
     piece = _state(pieces[0], "ChunkStorageMetadata", "offsets", "sizes")
     start, length = map(_size, piece)
-    _expect(length == shape and not any(start), f"a piece of {name} alone")
+    _expect(length == shape and not any(start), f"only a part of {name}")
     _expect(type(properties).__name__ == "TensorProperties", f"no properties of {name}")
     dtype = properties.state[0]
     _expect(isinstance(dtype, torch.dtype), f"no dtype of {name}")
     file, offset, num_bytes = _state(place, "_StorageInfo", "relative_path", "offset", "length")
-    _expect(isinstance(file, str) and Path(file).name == file, "a file elsewhere")
+    _expect(isinstance(file, str) and Path(file).name == file, "a file outside the folder")
     _expect(type(offset) is int and type(num_bytes) is int and offset >= 0 < num_bytes, "no bytes")
     _expect(not place.state.get("transform_descriptors"), f"{name} encoded")
     return StoredTensor(shape, dtype, file, offset, num_bytes)
@@ -253,7 +253,7 @@ def _state(record: Any, kind: str, *names: str) -> tuple[Any, ...]:
 def _size(record: Any) -> torch.Size:
     _expect(isinstance(record, _Record) and type(record).__name__ == "Size", "no size")
     sizes = tuple(record.arguments[0])
-    _expect(all(type(each) is int and each >= 0 for each in sizes), "a size of other than numbers")
+    _expect(all(type(each) is int and each >= 0 for each in sizes), "a size that is not an integer")
     return torch.Size(sizes)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of a script in one folder, named by step: find the newest, remove old ones.
 
 The newest checkpoint is the one written last. If a script returns to step 50 and writes step 60
-again, a checkpoint of step 80 from an earlier start is older.
+again, a checkpoint of step 80 from an earlier start counts as older.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _BEFORE: Final = f".before{PARTIAL_SUFFIX}"
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step's checkpoint; names sort by step."""
+    """Return the name of a step's checkpoint, such as step_00000060."""
     return f"step_{step:08d}"
 
 
@@ -91,7 +91,7 @@ def save_numbered(
 
 
 def _whole(number: object) -> int | None:
-    """Return an integer, also of NumPy or torch, as int; None for anything else."""
+    """Convert an integer of Python, NumPy or torch to int; return None for anything else."""
     if isinstance(number, bool) or not isinstance(number, SupportsIndex):
         return None
     try:

@@ -1,8 +1,8 @@
 """Options of an optimizer's parameter groups in a checkpoint, stored by parameter.
 
-A group is a list of one rank's parameters, and another partition makes other lists. The checkpoint
-therefore lists each distinct set of options once with the parameters that had it; on loading, a
-group gets the options of its parameters.
+Parameter groups of a rank contain the parameters of its stages, so another partition has other
+groups. The checkpoint therefore lists each distinct set of options once with the parameters that
+had it; on loading, a group gets the options of its parameters.
 """
 
 import json
@@ -25,13 +25,13 @@ _STATE_OF: Final = {"Adam": _AMSGRAD, "AdamW": _AMSGRAD, "RMSprop": {"centered":
 _NEED_STATE: Final = ("amsgrad", "centered", "momentum")
 
 Entry = dict[str, Any]
-"""JSON values: kind (class name), options, state (its keys), parameters (global names)."""
+"""Options of parameters as JSON: kind (optimizer class), options, state (keys), parameters."""
 
 
 def describe_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> list[Entry]:
-    """Return an entry for each parameter group that has parameters of this rank."""
+    """Return an `Entry` for each parameter group that contains parameters of this rank."""
     names = {parameter: name for name, parameter in named_parameters}
     entries = []
     for group in optimizer.param_groups:
@@ -48,7 +48,7 @@ def describe_groups(
 
 
 def merge_groups(parts: Iterable[Iterable[Entry]]) -> list[Entry]:
-    """Merge the entries of all ranks: one entry for each type of optimizer and set of options."""
+    """Merge the entries of all ranks into one for each type of optimizer and set of options."""
     merged: dict[str, Entry] = {}
     for entry in (each for part in parts for each in part):
         key = json.dumps([entry["kind"], entry["options"]], sort_keys=True)
@@ -110,7 +110,7 @@ def _unfit(path: Path, key: str, expected: str, got: object) -> CheckpointError:
 
 
 def _kind(value: Any) -> str:
-    """Return the type of an option as text; values with equal texts may replace each other."""
+    """Return a type name of an option's value; values with equal names may replace each other."""
     match value:
         case bool():
             return "true or false"

@@ -1,8 +1,8 @@
 """Assembly of sharded optimizer states on the rank that writes them.
 
-The rank with the largest part of a state writes it; the name of the state breaks ties, which
-balances the writing. The whole tensor is assembled on the host, as a device may have no memory for
-it.
+The rank with the largest part of a state writes it; if several are equally large, a hash of the
+state's name selects one, which balances the writing. The whole tensor is assembled on the host, as
+a device may have no memory for it.
 
 The other ranks send their parts along a binary tree over distances 1, 2, 4, 8, ..., so that each
 rank communicates with few others even if thousands have parts. All ranks compute the senders and
@@ -78,7 +78,7 @@ def _assemble_stage(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
 
 
 def _writer(name: str, shares: Sequence[ShardSpan]) -> ShardSpan:
-    """Return the largest share of a state; its name breaks ties."""
+    """Return the largest span of a parameter; a hash of the state's name breaks ties."""
     most = max(share.stop - share.start for share in shares)
     largest = [share for share in shares if share.stop - share.start == most]
     return largest[crc32(name.encode()) % len(largest)]
@@ -87,7 +87,10 @@ def _writer(name: str, shares: Sequence[ShardSpan]) -> ShardSpan:
 def _sides(
     shares: Sequence[ShardSpan], writer: ShardSpan
 ) -> tuple[list[ShardSpan], list[ShardSpan]]:
-    """Split a state's shares at the writer, and order both halves by distance from it."""
+    """Split a parameter's spans at the writer, and order both halves by distance from it.
+
+    The writer is the first of both halves.
+    """
     at = shares.index(writer)
     return [*shares[at::-1]], [*shares[at:]]
 
@@ -95,7 +98,7 @@ def _sides(
 def _place(
     shares: Sequence[ShardSpan], writer: ShardSpan, position: int
 ) -> tuple[list[ShardSpan], int]:
-    """Return the half of the shares that contains a position, and its distance from the writer."""
+    """Return the half of the spans that contains `position`, and its distance from the writer."""
     ahead, behind = _sides(shares, writer)
     side = ahead if position < writer.position else behind
     return side, abs(position - writer.position)
@@ -104,9 +107,10 @@ def _place(
 def _forward(
     group: Group, side: Sequence[ShardSpan], place: int, row: Tensor, start: int = 0
 ) -> None:
-    """Receive the parts of more distant ranks into `row`, and send all of it towards the writer.
+    """Receive the parts of more distant ranks into `row`, and send the result towards the writer.
 
-    `row` starts at element `start` of the parameter.
+    `side` lists the spans by distance from the writer, and `place` is this rank's distance. `row`
+    is a buffer that begins at element `start` of the parameter.
     """
 
     def elements(first: int, last: int) -> Tensor:
@@ -129,7 +133,7 @@ def _forward(
 
 
 def _span(side: Sequence[ShardSpan], first: int, last: int) -> tuple[int, int]:
-    """Return the first and last element of consecutive shares `side[first:last]`."""
+    """Return the first element and the end of consecutive spans `side[first:last]`."""
     some = side[first:last]
     return min(share.start for share in some), max(share.stop for share in some)
 
@@ -138,9 +142,9 @@ _PRIME: Final = 2**61 - 1
 
 
 class StateCheck(NamedTuple):
-    """Distributed check whether ranks that share parameters have equal states; 0 means equal.
+    """Distributed check whether ranks that share parameters have equal optimizer states.
 
-    Each rank contributes a number; for shared parameters the numbers add up to 0.
+    Each rank contributes a number; the sum over all ranks is 0 if the states are equal.
     """
 
     number: int = 0
@@ -170,7 +174,7 @@ def _check_alike(pipe: "Pipeline", own: Mapping[str, Part]) -> None:
     """Raise CheckpointError on all ranks unless all owners of each parameter have equal states.
 
     Otherwise a rank would wait for data that another does not send. Each rank contributes one
-    number; details are exchanged only if the sum shows a difference.
+    number; details are exchanged only if the sum shows a difference. Collective.
     """
     kinds: dict[str, list[str]] = {}
     for name, part in own.items():

@@ -37,11 +37,11 @@ _DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance
 
 
 class StateError(ValueError):
-    """Bytes that are not a valid state, or that have changed since they were written."""
+    """Raised for bytes that are not a valid state, or that have changed since they were written."""
 
 
 class StoredState(NamedTuple):
-    """A state as read: its description by the writer, and its tensors by name."""
+    """A state read from bytes: the writer's description of it, and its tensors by name."""
 
     about: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -84,7 +84,7 @@ def pack(
 
 
 def read_about(header: bytes) -> dict[str, Any]:
-    """Return the description in the JSON of a header; raise StateError if it is invalid."""
+    """Return the writer's description in a header; raise StateError if it is invalid."""
     try:
         told = parse_json(header, _MOST_VALUES)
         about: dict[str, Any] = told["about"]
@@ -96,7 +96,7 @@ def read_about(header: bytes) -> dict[str, Any]:
 
 
 def unpack(memory: torch.Tensor) -> StoredState:
-    """Deserialize a state with tensors as views of `memory`; raise StateError if it is damaged."""
+    """Deserialize a state; raise StateError if it is damaged. Tensors are views of `memory`."""
     raw = memory.numpy()
     digest = _digest(raw[:-DIGEST_BYTES].data)
     if len(raw) < LENGTH_BYTES + DIGEST_BYTES or raw[-DIGEST_BYTES:].tobytes() != digest:
@@ -119,7 +119,8 @@ def unpack(memory: torch.Tensor) -> StoredState:
 def fits(pipe: "Pipeline", state: StoredState) -> bool:
     """Return whether a state has the tensors, dtypes and shapes of this rank.
 
-    The ranges of partial parameters must match too, as another version may divide them differently.
+    The element ranges of partial parameters must be equal too, as another version may divide
+    parameters differently.
     """
     if state.about.get(PARTS, {}) != _parts(pipe):
         return False
@@ -189,7 +190,7 @@ def _live(
 
 
 def _modules(pipe: "Pipeline") -> dict[str, nn.Module]:
-    """Return this rank's modules with an extra state (`get_extra_state`), by its global name."""
+    """Return this rank's modules with an extra state (`get_extra_state`), by their global names."""
     return {n: m for stage in pipe.stages.values() for n, m in stage.extra_states().items()}
 
 
@@ -202,7 +203,7 @@ def _digest(raw: memoryview) -> bytes:
 
 
 def _owner(name: str) -> str | None:
-    """Return the parameter that a name of optimizer state belongs to; None for other tensors."""
+    """Return the parameter name within a name of optimizer state; None for other tensors."""
     of_model = not name.startswith(_OPTIMIZER)
     return None if of_model else name.removeprefix(_OPTIMIZER).rpartition(".")[0]
 

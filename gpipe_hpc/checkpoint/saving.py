@@ -37,7 +37,7 @@ _MOST_EXTRA: Final = 64 * 2**20
 
 
 class Written(NamedTuple):
-    """Tensors that a rank has written, and the manifest's entries for its files."""
+    """Descriptions of tensors that a rank has written, and manifest entries for its files."""
 
     tensors: dict[str, StoredTensor]
     files: dict[str, dict[str, Any]]
@@ -82,7 +82,7 @@ def begin(
 
 
 def write(begun: PendingCheckpoint, rank: int) -> Written | CheckpointError:
-    """Write a rank's tensors, from any thread; return the result, or the error on failure."""
+    """Write a rank's tensors, from any thread; return the result, or the error as a value."""
     try:
         return write_files(begun.contents.tensors, begun.partial, rank)
     except Exception as error:  # torch's writer may raise anything
@@ -137,7 +137,7 @@ def _prepare(path: Path, partial: Path, facts: Facts) -> None:
 
 
 def _free(path: Path) -> Path:
-    """Return an unused name like this one, with a number appended."""
+    """Return an unused path: the given one with a number appended."""
     number = 2
     while os.path.lexists(path.with_name(f"{path.name}_{number}")):
         number += 1
@@ -145,7 +145,7 @@ def _free(path: Path) -> Path:
 
 
 def _clear(partial: Path) -> None:
-    """Remove the rest of an interrupted save; raise CheckpointError if it contains other files."""
+    """Remove the files of an interrupted save; raise CheckpointError if there are others."""
     if not os.path.lexists(partial):
         return
     is_folder = partial.is_dir() and not partial.is_symlink()

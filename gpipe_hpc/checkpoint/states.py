@@ -65,7 +65,7 @@ def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 class Split(NamedTuple):
-    """Entries of a dict: `plain` ones, which JSON preserves, and encoded pairs (`typed`).
+    """Entries of a dict: `plain` ones, which JSON preserves exactly, and encoded pairs (`typed`).
 
     For an OrderedDict or a Counter, `typed` is the encoding of the whole object.
     """
@@ -127,7 +127,7 @@ def join(plain: Mapping[str, Any], typed: object) -> dict[Any, Any]:
 
 
 def tensor_names(written: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the names of an encoded state's tensors, each with whether it was on the CPU."""
+    """Yield the names of the tensors in an encoded state, each with whether it was on the CPU."""
     match written:
         case {"tensor": str(key), "on_cpu": bool(on_cpu)}:
             yield key, on_cpu
@@ -157,7 +157,7 @@ def _has_json_types(value: Any) -> bool:
 
 
 def _written(part: Any, where: str, depth: int, keep: Callable[[Tensor], Any] | None = None) -> Any:
-    """Return a value as JSON; `keep` encodes a tensor. Raises _NotExact for unsupported types.
+    """Encode a value as JSON; `keep` encodes a tensor. Raises _NotExact for unsupported types.
 
     If `keep` is given, subclasses are refused too, since the module that reads the value may depend
     on the class.

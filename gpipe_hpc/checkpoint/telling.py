@@ -1,7 +1,8 @@
-"""Compact report of what each rank has to write, gathered on the first rank.
+"""Compact reports of what each rank has to write, gathered on the first rank.
 
-Replicas have the same tensors, except for shards and what only the first copy stores. Each rank
-therefore receives the report of its counterpart in the first replica and sends the differences.
+Replicas have the same tensors, except for shards and for what only the first replica stores. Each
+rank therefore receives the report of its counterpart in the first replica and sends the
+differences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ def gather(
 
 
 def sizes_of_all(told: Sequence[RankReport], places: int) -> Iterator[Sizes]:
-    """Yield the tensor sizes of each rank; `places` is the number of ranks per replica."""
+    """Yield the tensor sizes of each rank; each replica has `places` ranks."""
     for position, own in enumerate(told):
         theirs = told[position % places].sizes if position >= places else {}
         kept = {n: size for i, (n, size) in enumerate(theirs.items()) if not own.lacks >> i & 1}

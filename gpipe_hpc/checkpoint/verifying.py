@@ -1,4 +1,4 @@
-"""Verify the integrity of a checkpoint; all ranks share the work, each byte is read once.
+"""Verify the integrity of a checkpoint; the ranks share the work, so that each byte is read once.
 
 The digests detect accidental changes: a flipped bit, a truncated file, a file of another
 checkpoint. They do not authenticate the writer.
@@ -32,12 +32,12 @@ _RankDigests = list[tuple[str, int]]
 
 
 class Verified(NamedTuple):
-    """A checkpoint whose bytes are unchanged (format 1: whose files have the right sizes).
+    """A checkpoint whose digests were verified (in format 1, which has none: its file sizes).
 
     Args:
         path: its folder.
         facts: its manifest.
-        stored: its tensors, by name.
+        stored: descriptions of its tensors, by name.
     """
 
     path: Path
@@ -69,8 +69,8 @@ def verify(
         path: the checkpoint.
         group: the ranks that share the work.
         rank: this rank.
-        say: called with the progress at least every 256 MiB; the ranks synchronize equally often,
-            so that no rank waits long for a slower one.
+        say: called with a description of the progress at least every 256 MiB; the ranks synchronize
+            equally often, so that no rank waits long for a slower one.
 
     Raises:
         CheckpointError: on all ranks, for the first damaged file, with the range of bytes.
@@ -107,7 +107,7 @@ def _check_same(path: Path, group: Gathering, facts: Facts) -> None:
 
 
 def _first_of_two(ahead: _RankDigests, behind: _RankDigests) -> _RankDigests:
-    """Return the first rank with its digest, and the first rank with another digest, if any."""
+    """Merge digests of two groups of ranks; keep two different ones, each with its first rank."""
     first, *_ = ahead
     return [first, *(each for each in (*ahead, *behind) if each[0] != first[0])][:2]
 
@@ -145,7 +145,7 @@ def _blocks(path: Path, facts: Facts) -> list[tuple[Block, str]]:
 
 
 def _shares(blocks: list[tuple[Block, str]], num_ranks: int) -> list[list[tuple[Block, str]]]:
-    """Split the blocks into contiguous shares of about equal bytes for `num_ranks` ranks."""
+    """Split the blocks into one contiguous group for each rank, of about equal bytes."""
     total = sum(block.size for block, _ in blocks)
     shares: list[list[tuple[Block, str]]] = [[] for _ in range(num_ranks)]
     done = 0

@@ -1,4 +1,4 @@
-"""In-memory checkpoints: each rank's state in the memory of another host, between those on disk.
+"""In-memory checkpoints: each rank's state in the memory of another host, between saves to disk.
 
 A killed process, or the loss of one host, then costs the steps since the last copy instead of those
 since the last checkpoint on disk. The copies are files in a memory-backed folder, which outlive the

@@ -1,9 +1,9 @@
 """In-memory checkpoints: placement of each rank's copies, and replacement of old generations.
 
 A rank's state is stored on its own host, in case processes die, and on another host, in case the
-host is lost. While the state of step N is written, that of the previous step is complete on every
-host; it is removed only after all ranks have written N. A kill at any moment therefore leaves one
-complete generation.
+host is lost. While the state of step N is written, an older generation (the copies of all ranks at
+an earlier step) is complete; it is removed only after all ranks have written N. A kill at any
+moment therefore leaves one complete generation.
 """
 
 import logging
@@ -83,9 +83,9 @@ class NeighbourCopies:
     def restore(
         self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
     ) -> dict[str, Any] | None:
-        """Restore a state that was found; return its `extra` values.
+        """Restore the state that `find` returned; return its `extra` values.
 
-        Returns None on all ranks, without changing anything, if it does not fit the model.
+        Returns None on all ranks, without changing anything, if the state does not fit the model.
         """
         with together(self._world, "taking over copies in memory"):
             own = self._receive(found)
@@ -106,13 +106,13 @@ class NeighbourCopies:
         with together(self._world, "removing old copies in memory"):
             self._folder.keep(set(self._whole))
             self._folder.clear_forgotten()
-            # No rank may write before all ranks have removed.
+            # No rank may write before all ranks have removed old copies.
             meet(self._world.everybody)
 
     def save(
         self, pipe: "Pipeline", optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
     ) -> float:
-        """Store the state after this step; return the seconds that it added to the step.
+        """Store the state after this step; return the seconds that this took.
 
         Raises ConfigError on all ranks if the memory of a host is too small for two generations.
         """
@@ -165,13 +165,13 @@ class NeighbourCopies:
         return failures[0] if failures else None
 
     def _memory_shortage(self, num_bytes: int) -> str | None:
-        """Return, on all ranks, the message of the first host with too little memory, or None.
+        """Return the same error message on all ranks if a host has too little memory, else None.
 
         `num_bytes` is the number of bytes that this rank will write.
         """
         world, here = self._world, self.place.here
         own = self._folder.publish_need(world.rank, num_bytes)
-        # Ranks of one host share the folder: no rank may write before all have removed.
+        # Ranks of one host share the folder: none may write before all have removed old copies.
         meet(world.everybody)
         if world.rank == here[0]:
             # The first save needs memory for two generations, later ones for one.
@@ -187,7 +187,7 @@ class NeighbourCopies:
         return world.everybody.merge_object(own, lambda ahead, behind: ahead or behind)
 
     def _receive(self, found: Found) -> torch.Tensor:
-        """Return this rank's state, received from the rank that has read it."""
+        """Return this rank's state, sent by the rank that has read it from a file."""
         rank, reader = self._world.rank, found.reader
         outgoing = {r: state for r, state in found.states.items() if r != rank}
         moves = [Move(rank, r) for r in outgoing]

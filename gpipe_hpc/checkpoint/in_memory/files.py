@@ -41,7 +41,7 @@ _MOST_HEADER_BYTES: Final = 2**30
 
 
 class Generation(NamedTuple):
-    """Copies of the same step, written by the same start of the run.
+    """Identifies copies of the same step that were written by the same start of the run.
 
     Another start may have reached the same step in another layout, in which sums are computed in
     another order.
@@ -52,7 +52,7 @@ class Generation(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A copy on this host, that is, a file with a rank's state at a step, and its description."""
+    """A copy on this host: a file with the state of a rank at a step, and its description."""
 
     path: Path
     rank: int
@@ -73,7 +73,10 @@ class CopyFolder:
     """The folder with the in-memory checkpoint files (copies) of one run on this host."""
 
     def __init__(self, root: Path, run_name: str, starts: Mapping[str, int] = NO_STARTS) -> None:
-        """Create the object; `starts` maps each earlier start to the step resumed from it."""
+        """Create the object without the folder.
+
+        `starts` maps each earlier start to the step from which a later one resumed.
+        """
         self._user = root / f"gpipe_hpc_{os.getuid()}"
         self.path = self._user / run_name
         self._starts = starts
@@ -109,10 +112,10 @@ class CopyFolder:
         (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
 
     def entered(self, start: str) -> tuple[int, ...]:
-        """Return the ranks registered for a start of the run, and remove the notes of other starts.
+        """Return the ranks registered for a start of the run, and remove registrations of others.
 
-        All ranks have registered before; a missing one must open the folder again, because an
-        earlier start, which was still ending, has removed it.
+        Call it after all ranks have registered. A rank that is missing must call `open` again: an
+        earlier start, which was still ending, has removed its registration.
         """
         ranks = []
         for path, its_start, rank in _notes(self._paths()):
@@ -154,7 +157,8 @@ class CopyFolder:
     def all(self) -> list[Held]:
         """Return the readable copies of this run on this host.
 
-        Copies that a start wrote after the step from which a later start resumed are left out.
+        Copies that an earlier start wrote after the step from which a later start resumed are left
+        out.
         """
         found = []
         with contextlib.suppress(OSError):
@@ -184,10 +188,9 @@ class CopyFolder:
         return shutil.disk_usage(self.path).free
 
     def remove(self, start: str = "") -> None:
-        """Remove all copies of the run on this host when the given start ends.
+        """Remove all copies of the run on this host at the end of the given start.
 
-        Copies of a later start, which has opened the folder while this one was still ending,
-        remain.
+        If a later start has already opened the folder, nothing is removed.
         """
         paths = self._paths()
         if all(its_start == start for _, its_start, _ in _notes(paths)):
@@ -261,7 +264,7 @@ class CopyWriter:
 
 
 def read_copy(path: Path) -> torch.Tensor:
-    """Return the bytes of an in-memory checkpoint file; raise OSError if it cannot be read."""
+    """Read an in-memory checkpoint file into a uint8 tensor; raise OSError on failure."""
     size = path.stat().st_size
     memory = torch.empty(size, dtype=torch.uint8)
     view = memory.numpy().data
@@ -287,7 +290,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _notes(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Yield the registrations in a folder: path of the note, start and rank."""
+    """Yield the registrations among files of a folder: path of the file, start and rank."""
     for path in paths:
         if path.name.startswith(_HERE):
             start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
@@ -296,7 +299,7 @@ def _notes(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
 
 
 def _remove(folder: Path, paths: Iterable[Path]) -> None:
-    """Remove the given files and then the folder, unless it contains new files."""
+    """Remove the given files, and then the folder if it contains no new ones."""
     with contextlib.suppress(OSError):  # another rank has removed it, or it is not empty
         for path in paths:
             path.unlink(missing_ok=True)

@@ -35,9 +35,9 @@ class Found(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Ranks in [first, stop) whose copies are missing on their own hosts, by generation.
+    """Ranks in [first, stop) that have no copy on their own hosts, by generation.
 
-    Ranks are stored as ranges; a generation of which no host of these ranks has a copy is left out.
+    Ranks are stored as ranges. A generation of which no host of these ranks has a copy is left out.
     """
 
     first: int
@@ -45,11 +45,11 @@ class Missing(NamedTuple):
     runs: dict[Generation, tuple[range, ...]]
 
     def of(self, generation: Generation) -> tuple[range, ...]:
-        """Return the ranks whose copies of a generation are missing."""
+        """Return the ranks that have no copy of a generation on their own hosts."""
         return self.runs.get(generation, (range(self.first, self.stop),))
 
     def then(self, behind: "Missing") -> "Missing":
-        """Merge with the missing copies of the ranks that follow."""
+        """Merge with `behind`, the missing copies of the ranks that follow."""
         runs = {
             generation: _joined(self.of(generation), behind.of(generation))
             for generation in self.runs.keys() | behind.runs.keys()
@@ -66,7 +66,7 @@ def _joined(ahead: tuple[range, ...], behind: tuple[range, ...]) -> tuple[range,
 def find(
     world: World, folder: CopyFolder, here: Sequence[int], expected: Mapping[str, Any]
 ) -> Found | None:
-    """Return the newest step of which every rank's state exists undamaged on some host, or None.
+    """Return the newest step at which an undamaged copy of every rank's state exists, or None.
 
     Collective; all ranks get the same step.
 
@@ -125,7 +125,7 @@ def _found(
     generation: Generation,
     missing: Sequence[int],
 ) -> Found | list[tuple[int, int]] | None:
-    """Read the copies of a generation that are assigned to this rank.
+    """Read the copies of a generation that are assigned to this rank. Collective.
 
     Args:
         missing: ranks without a copy on their own host; the first other host that has a copy reads

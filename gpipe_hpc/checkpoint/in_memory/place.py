@@ -1,8 +1,8 @@
 """Assignment of ranks to hosts, and of each rank's second copy to a rank of another host.
 
-The ranks of a host find each other in its folder. Each rank also gets three numbers about all
-ranks; if the ranks of each host are consecutive, as launchers assign them, these determine its
-role:
+The ranks of a host find each other by files in its folder. If the ranks of each host are
+consecutive, as launchers assign them, three numbers about all hosts determine where a rank stores
+its second copy:
 
     hosts  a a a b b b c c     rank r stores its copy at r + 3, as no host has more than 3 ranks
 """
@@ -21,7 +21,7 @@ _TRIES: Final = 10  # attempts to find every rank in its folder
 
 
 class Place(NamedTuple):
-    """The host of a rank, and the ranks that exchange second copies of their state with it.
+    """The host of a rank, and the ranks with which it exchanges second copies of their states.
 
     Args:
         here: the ranks of its host (those that share its folder), ascending.
@@ -95,10 +95,9 @@ def find_place(world: World, folder: CopyFolder, start: str) -> Place:
 def choose_holders(hosts: Sequence[Hashable]) -> list[int]:
     """Return, for each rank, the rank of another host that stores its second copy.
 
-    With ranks ordered by host, it is the rank as many positions further as the largest host has
-    ranks, so that each rank stores one copy. If that host has more than half of the ranks, the
-    other ranks store its copies in turn, and its ranks store theirs. With one host, a rank stores
-    its own.
+    Ranks are ordered by host. If the largest host has n ranks, the rank n positions further stores
+    the copy, so that each rank stores one. If that host has more than half of the ranks, the other
+    ranks take turns to store its copies. With one host, each rank stores its own copy.
     """
     counts = Counter(hosts)
     if len(counts) == 1:
