@@ -1,6 +1,7 @@
 """Comparison of each training step of a layout with the plain training, on rank 0."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -28,6 +29,14 @@ Piece = tuple[Nest, Nest, int]
 _SLACK: Final = 16  # in units in the last place (ulp) of the largest sum
 _ONE_SUM: Final = 32  # factor on this if one kernel sums a whole batch
 _OTHER_KERNELS: Final = 4096  # in ulp, if layers run different kernels than the plain training
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shard of an optimizer's state: elements from `start` of the flattened parameter's."""
+
+    start: int
+    tensor: Tensor
 
 
 class Judge:
@@ -145,12 +154,17 @@ class Judge:
         if len(self._pieces) > len(self._uncut):
             self._compare_uncut(plain)
         line = self.report.line("restored checkpoint")
-        kept: dict[str, Any] = {}
-        for saved, _ in reversed(states):
-            kept |= saved  # if replicas may differ (buffers=each), a checkpoint has the first's
-        for rank, (saved, loaded) in enumerate(states):
-            for name in saved:
-                line.add(f"{name} (rank {rank})", *_as_tensors(loaded.get(name), kept[name]), 0.0)
+        kept = _whole_state([saved for saved, _ in states])
+        # A layout that is measured or searched may place layers differently the second time.
+        for rank, (_, loaded) in enumerate(states):
+            for name, value in loaded.items():
+                expected = kept.get(name)
+                if isinstance(value, Part) and isinstance(expected, Tensor):
+                    expected = expected[value.start :][: len(value.tensor)]
+                    value = value.tensor
+                line.add(f"{name} (rank {rank})", *_as_tensors(value, expected), 0.0)
+        for name in kept.keys() - set().union(*(loaded for _, loaded in states)):
+            line.add(f"{name} (no rank)", *_as_tensors(None, kept[name]), 0.0)
         if self._order_effect:
             self.report.notes.append(
                 f"The order in which the table sums micro-batches is part of this comparison; the "
@@ -349,6 +363,21 @@ def _joined(outputs: Sequence[tuple[Nest, int]]) -> Nest:
 
 def _number(value: float | None) -> Tensor:
     return torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
+
+
+def _whole_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of all ranks by name, with shards put together."""
+    whole: dict[str, Any] = {}
+    parts: dict[str, dict[int, Tensor]] = {}
+    for state in reversed(states):  # if replicas may differ, a checkpoint has the first one's
+        for name, value in state.items():
+            if isinstance(value, Part):
+                parts.setdefault(name, {})[value.start] = value.tensor
+            else:
+                whole[name] = value
+    for name, of_starts in parts.items():
+        whole[name] = torch.cat([of_starts[start] for start in sorted(of_starts)])
+    return whole
 
 
 def _as_tensors(ours: Any, theirs: Any) -> tuple[Tensor | None, Tensor | None]:

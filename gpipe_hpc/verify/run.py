@@ -29,7 +29,7 @@ from gpipe_hpc.trainer.run.identity import UNRECORDED, Run
 from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.start import open_session
 from gpipe_hpc.verify.comparing import Report
-from gpipe_hpc.verify.judging import Facts, Judge
+from gpipe_hpc.verify.judging import Facts, Judge, Part
 from gpipe_hpc.verify.watching import (
     WORDS,
     Observations,
@@ -233,7 +233,7 @@ def _host(nest: Nest) -> Any:
 
 
 def checkpoint_state(session: Session) -> dict[str, Any]:
-    """Return the state that a checkpoint must restore, by name."""
+    """Return the state that a checkpoint must restore, by global name."""
     state: dict[str, Any] = dict(_weights(session))
     for stage in session.pipe.stages.values():
         state |= {name: _host(b) for name, b in stage.named_buffers().items()}
@@ -242,9 +242,12 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
                 if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                     state[f"extra state of layers.{index}.{name}"] = module.get_extra_state()
     for name, held in session.pipe.owned_parameters().items():
-        where = f"{name}[{held.start}:{held.stop}]" if held.is_part else name
         for key, value in session.optimizer.state.get(held.parameter, {}).items():
-            state[f"optimizer state {key} of {where}"] = _host(value)
+            where = f"optimizer state {key} of {name}"
+            if isinstance(value, Tensor) and held.is_elementwise(value):
+                state[where] = Part(held.start, _host(value))
+            else:
+                state[where] = _host(value)
     return state
 
 

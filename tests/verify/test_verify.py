@@ -1,5 +1,7 @@
 """The command that holds a layout against one plain process: what is the same is said to be."""
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.trainer.start import open_session
 from gpipe_hpc.verify.comparing import Verdict
 from gpipe_hpc.verify.run import verify
 
@@ -47,6 +50,24 @@ def test_a_layout_is_the_same_to_the_bit(layout):
     assert {each.verdict for each in report.lines.values()} == {Verdict.EXACT}, str(report)
     assert report.lines["gradients"].count > 0
     assert report.lines["restored checkpoint"].count > 0
+
+
+@pytest.mark.parametrize("layout", [[], ["outer.shard=flat", "pipeline.replicas=2"]])
+def test_a_checkpoint_is_compared_if_layers_are_placed_differently(monkeypatch, layout):
+    """A partition by measured times may differ when the same settings are used again."""
+    sessions = Counter()
+
+    def opened(config, world, *others):
+        sessions[world.rank] += 1
+        partition = {1: [2, 5], 2: [4, 3]}[sessions[world.rank]]
+        pipeline = replace(config.pipeline, partition=partition)
+        return open_session(replace(config, pipeline=pipeline), world, *others)
+
+    monkeypatch.setattr("gpipe_hpc.verify.run.open_session", opened)
+    report = verify(compose_config([*GPT, "optimizer=adamw", *layout]))
+    line = report.lines["restored checkpoint"]
+    assert line.verdict is Verdict.EXACT and line.count > 0, str(report)
+    assert set(sessions.values()) == {2}
 
 
 SMALL = ["train.batch_size=8", "pipeline.microbatches=2", "pipeline.partition=uniform"]
