@@ -1,13 +1,14 @@
-"""Seed faults into a copy of the package and say which of them the fast tests find.
+"""Mutation testing: seed faults into a copy of the package and report which the fast tests find.
 
-    python tests/mutations.py --number 60 --out found.json
-    python tests/mutations.py --again found.json --tests OLD/tests    # what was missed, by others
+    python -m tests.mutations --packages engine,config --number 60 --out faults.json
+    python -m tests.mutations --again faults.json    # only those that were missed
 
-A fault is one small change: a comparison or condition turned round, a statement dropped, two
-arguments swapped, a number off by one. Files are drawn evenly over the packages, by a seed. Of each
-faulty file the tests that mirror it are run, from near to far, until one fails that does not fail
-without the fault. A fault that none
-finds is printed: a test is missing, or the change changes nothing (about one in ten does not).
+A fault is one small change: an inverted comparison or condition, a deleted statement, two swapped
+arguments, a number off by one. First the fast tests run once and record with coverage.py which
+test executes which line; `--coverage` keeps this record for the next run of the same code. For each
+fault those tests run that execute its line, the tests of its package first and fast ones before
+slow ones, until one fails that passes without the fault. A fault that no test finds is printed:
+either a test is missing, or the change has no effect (about one in ten has none).
 """
 
 import argparse
@@ -20,16 +21,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+
+import coverage
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "schedule",
     "comm",
-    "data_parallel",
     "data_parallel",
     "engine",
     "planner",
@@ -37,10 +40,9 @@ PACKAGES = (
     "data",
     "trainer",
 )
-# After those that mirror the file: tests of the whole, in which much of the package takes part.
-WHOLE = ("tests/engine/test_exactness.py", "tests/pipeline", "tests/trainer/run")
 LIMIT_S = 600
-USAGE_ERROR = 4  # of pytest: as for a file that is not there
+TESTS_S = 240  # of tests for a fault, as recorded; the slowest are left out
+FEW = 40
 FAST = (
     "not slow and not product and not simulated and not long"
     " and not two_hosts and not cluster and not browser"
@@ -160,13 +162,13 @@ def faults_of(path: Path) -> Iterator[Fault]:
     yield from visit(ast.parse(text))
 
 
-def draw(number: int, seed: int) -> list[Fault]:
-    """Return faults drawn evenly over the packages, then over their files, then over kinds."""
+def draw(packages: Sequence[str], number: int, seed: int) -> list[Fault]:
+    """Return random faults, spread evenly over the packages, then over their files and kinds."""
     chance = random.Random(seed)
     found: list[Fault] = []
-    files = {name: sorted((ROOT / "gpipe_hpc" / name).rglob("*.py")) for name in PACKAGES}
+    files = {name: sorted((ROOT / "gpipe_hpc" / name).rglob("*.py")) for name in packages}
     while len(found) < number:
-        path = chance.choice(files[PACKAGES[len(found) % len(PACKAGES)]])
+        path = chance.choice(files[packages[len(found) % len(packages)]])
         faults = list(faults_of(path))
         kinds = sorted({each.kind for each in faults})
         if kinds:
@@ -176,48 +178,45 @@ def draw(number: int, seed: int) -> list[Fault]:
     return found
 
 
-def mirrors(path: str, tests: Path) -> list[list[str]]:
-    """Return the tests of a file, nearest first: of its name, of its folder, of the whole."""
-    parts = Path(path).relative_to("gpipe_hpc").with_suffix("").parts
-    folder, name = tests.joinpath(*parts[:-1]), parts[-1]
-    while not folder.is_dir():
-        folder = folder.parent
-    near = sorted(folder.glob(f"test_{name}*.py"))
-    steps = [near, [folder], [tests.parent / each for each in WHOLE]]
-    return [[str(each.relative_to(tests.parent)) for each in step] for step in steps if step]
+class Recorder:
+    """Pytest plugin that records which test executes which line, and how long each test takes."""
+
+    def __init__(self, recorded: coverage.Coverage) -> None:
+        self._recorded = recorded
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._recorded.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + report.duration
 
 
-def run_tests(copied: Path, which: list[str], limit_s: float) -> tuple[bool, str]:
-    """Run tests in a process that has torch already; return whether all pass, and who fails."""
-    report = copied / "failed.txt"
-    report.unlink(missing_ok=True)
+class Selection:
+    """Pytest plugin that runs the given tests in the given order and stores who failed."""
+
+    def __init__(self, tests: Sequence[str], failed: Path) -> None:
+        self._order = {name: place for place, name in enumerate(tests)}
+        self._failed = failed
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [each for each in items if each.nodeid in self._order]
+        items.sort(key=lambda each: self._order[each.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._failed.write_text(report.nodeid)
+
+
+def forked(copied: Path, body: Callable[[], int]) -> int:
+    """Run a function in a process that has torch already; return the pid."""
     pid = os.fork()
-    if pid == 0:
-        become_pytest(copied, which, report)
-    deadline = time.monotonic() + limit_s
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            break
-        if time.monotonic() > deadline:
-            os.killpg(pid, 9)
-            os.waitpid(pid, 0)
-            return False, "out of time"
-        time.sleep(0.02)
-    code = os.waitstatus_to_exitcode(status)
-    # Also that of a conftest.py which cannot be imported: the fault is found.
-    missing = [each for each in which if not each.startswith("-") and not is_there(copied, each)]
-    assert code != USAGE_ERROR or not missing, f"pytest cannot find {missing}"
-    said = report.read_text().strip() if report.exists() else f"ended with code {code}"
-    return code in (0, 5), said
-
-
-def is_there(copied: Path, test: str) -> bool:
-    return (copied / test.partition("::")[0]).exists()
-
-
-def become_pytest(copied: Path, which: list[str], report: Path) -> None:
-    """Run pytest until a test fails; leave its name in a file."""
+    if pid:
+        return pid
     os.setsid()
     os.chdir(copied)
     null = os.open(os.devnull, os.O_RDWR)
@@ -225,62 +224,149 @@ def become_pytest(copied: Path, which: list[str], report: Path) -> None:
         os.dup2(null, stream)
     sys.path.insert(0, str(copied))
     os.environ["PYTHONPATH"] = str(copied)
-    import pytest
-
-    class Watch:
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.failed:
-                self.note(report.nodeid)
-
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            if report.failed:
-                self.note(report.nodeid)
-
-        def note(self, name: str) -> None:
-            report.write_text(name)
-
-    options = ["-x", "-q", "-m", FAST, "-p", "no:cacheprovider", "--timeout", "60"]
-    code = pytest.main([*options, *which], plugins=[Watch()])
-    os._exit(int(code))
+    code = 70
+    try:
+        code = body()
+    finally:
+        os._exit(code)
 
 
-def first_to_fail(
-    fault: Fault, copied: Path, left_out: set[str]
-) -> tuple[str | None, Sequence[str]]:
-    """Run the tests of a faulty file; return who finds the fault, if anybody, and what ran."""
-    path, ran = copied / fault.path, []
+def run_pytest(options: Sequence[str], plugin: object) -> int:
+    usual = ["-q", "-m", FAST, "-p", "no:cacheprovider", "--timeout", "60"]
+    return int(pytest.main([*usual, *options], plugins=[plugin]))
+
+
+class Coverage:
+    """Which fast test executes which line of the package, and the seconds that each test takes.
+
+    Args:
+        folder: Where the record is kept; it is made anew if the folder does not exist.
+        copied: Copy of the repository, in which the tests run.
+        packages: Packages whose lines are recorded.
+        tests: Folders of the tests.
+    """
+
+    def __init__(
+        self, folder: Path, copied: Path, packages: Sequence[str], tests: Sequence[str]
+    ) -> None:
+        if not folder.exists():
+            self._record(folder, copied, packages, tests)
+        self.seconds: dict[str, float] = {}
+        for each in sorted(folder.glob("seconds.*")):
+            self.seconds |= json.loads(each.read_text("utf-8"))
+        self._data = coverage.CoverageData(basename=str(folder / "all"))
+        for each in sorted(folder.glob("lines.*")):
+            part = coverage.CoverageData(basename=str(each))
+            part.read()
+            self._data.update(part)
+
+    def _record(
+        self, folder: Path, copied: Path, packages: Sequence[str], tests: Sequence[str]
+    ) -> None:
+        found = [each for name in tests for each in (copied / name).rglob("test_*.py")]
+        files = sorted(each.relative_to(copied).as_posix() for each in found)
+        folder.mkdir(parents=True)
+        folder = folder.resolve()
+        num_workers = os.cpu_count() or 1
+
+        def record(worker: int) -> int:
+            recorded = coverage.Coverage(
+                data_file=str(folder / f"lines.{worker}"),
+                source=[str(copied / "gpipe_hpc" / name) for name in packages],
+                config_file=False,
+            )
+            recorded.set_option("run:relative_files", True)
+            recorder = Recorder(recorded)
+            recorded.start()
+            run_pytest(files[worker::num_workers], recorder)
+            recorded.stop()
+            recorded.save()
+            (folder / f"seconds.{worker}").write_text(json.dumps(recorder.seconds), "utf-8")
+            return 0
+
+        pids = [forked(copied, lambda worker=each: record(worker)) for each in range(num_workers)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        assert not any(codes), f"the tests could not be recorded, exit codes {codes}"
+
+    def tests_of(self, fault: Fault, text: str) -> list[list[str]]:
+        """Return the tests that execute a fault's line, in batches; then others of their files."""
+        first = min(
+            (
+                each
+                for each in ast.walk(ast.parse(text))
+                if isinstance(each, ast.stmt)
+                and each.lineno <= fault.line <= (each.end_lineno or each.lineno)
+            ),
+            key=lambda each: (each.end_lineno or each.lineno) - each.lineno,
+        ).lineno
+        by_line = self._data.contexts_by_lineno(fault.path)
+        names = {name for line in range(first, fault.line + 1) for name in by_line.get(line, ())}
+        if names == {""}:  # executed by an import: any test of the file may depend on it
+            names = {name for contexts in by_line.values() for name in contexts}
+        mirrored = "tests/" + "/".join(Path(fault.path).parts[1:-1])
+
+        def order(name: str) -> tuple[bool, float]:
+            return not name.startswith(mirrored), self.seconds[name]
+
+        own = sorted(names & self.seconds.keys(), key=order)
+        # What a shared fixture executes is recorded for the first test only that needs it.
+        files = {name.partition("::")[0] for name in own}
+        others = [name for name in self.seconds if name.partition("::")[0] in files]
+        more = sorted(set(others) - set(own), key=order)
+        own, more = self._within(own, TESTS_S), self._within(more, TESTS_S / 2)
+        return [each for each in (own[:FEW], own[FEW:], more) if each]
+
+    def _within(self, tests: list[str], limit_s: float) -> list[str]:
+        chosen, total_s = [], 0.0
+        for name in tests:
+            total_s += self.seconds[name]
+            if total_s <= limit_s:
+                chosen.append(name)
+        return chosen
+
+
+def run_tests(copied: Path, which: list[str]) -> str | None:
+    """Run tests until one fails; return the one that fails, None if all pass."""
+    failed = copied / "failed.txt"
+    failed.unlink(missing_ok=True)
+    files = list(dict.fromkeys(name.partition("::")[0] for name in which))
+    selection = Selection(which, failed)
+    pid = forked(copied, lambda: run_pytest(["-x", *files], selection))
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            break
+        if time.monotonic() > deadline:
+            os.killpg(pid, 9)
+            os.waitpid(pid, 0)
+            return "out of time"
+        time.sleep(0.02)
+    code = os.waitstatus_to_exitcode(status)
+    if code in (0, 5):
+        return None
+    return failed.read_text().strip() if failed.exists() else f"ended with code {code}"
+
+
+def finder_of(fault: Fault, copied: Path, covered: Coverage, left_out: set[str]) -> str | None:
+    """Return the test that finds a fault; None if no test does."""
+    path = copied / fault.path
     text = path.read_text("utf-8")
-    for step in mirrors(fault.path, copied / "tests"):
-        ran += step
-        while True:
+    for batch in covered.tests_of(fault, text):
+        while left := [name for name in batch if name not in left_out]:
             path.write_text(fault.applied(text), "utf-8")
-            passed, who = run_tests(copied, [*step, *map(without, sorted(left_out))], LIMIT_S)
+            who = run_tests(copied, left)
             path.write_text(text, "utf-8")
-            if passed:
+            if who is None:
                 break
-            if "::" not in who and not who.endswith(".py"):
-                return who, ran
-            if run_tests(copied, [who], LIMIT_S)[0]:
-                return who, ran
+            if who not in covered.seconds or run_tests(copied, [who]) is None:
+                return who
             left_out.add(who)  # it fails without the fault, too
-    return None, ran
+    return None
 
 
-def without(name: str) -> str:
-    """Return the option that leaves a test or a file out."""
-    return f"--deselect={name}" if "::" in name else f"--ignore={name}"
-
-
-def try_fault(fault: Fault, copied: Path, left_out: set[str]) -> dict[str, object]:
-    """Return what became of a fault."""
-    began = time.monotonic()
-    finder, ran = first_to_fail(fault, copied, left_out)
-    took_s = round(time.monotonic() - began, 1)
-    return asdict(fault) | {"finder": finder, "ran": ran, "took_s": took_s}
-
-
-def copy_of_the_tree(to: Path, tests: Path | None) -> Path:
-    """Copy what git tracks; `tests` takes the place of the tests."""
+def copy_of_the_tree(to: Path) -> Path:
+    """Copy the files that git tracks."""
     names = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\n")
@@ -288,9 +374,6 @@ def copy_of_the_tree(to: Path, tests: Path | None) -> Path:
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
-    if tests is not None:
-        shutil.rmtree(to / "tests")
-        shutil.copytree(tests, to / "tests")
     return to
 
 
@@ -298,29 +381,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--number", type=int, default=60, help="how many faults")
+    parser.add_argument("--number", type=int, default=60, help="number of faults")
+    parser.add_argument("--packages", default=",".join(PACKAGES), help="packages that get faults")
+    parser.add_argument("--tests", default="tests", help="folders of tests that may find them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", type=Path, help="another folder of tests")
-    parser.add_argument("--again", type=Path, help="only what was not found there")
+    parser.add_argument("--coverage", type=Path, help="folder of the record of coverage")
+    parser.add_argument("--again", type=Path, help="only faults that were not found there")
     parser.add_argument("--out", type=Path, default=Path("faults.json"))
     given = parser.parse_args()
+    packages = given.packages.split(",")
     if given.again:
         kept = json.loads(given.again.read_text())
         names = Fault.__dataclass_fields__
         faults = [Fault(**{n: e[n] for n in names}) for e in kept if e["finder"] is None]
     else:
-        faults = draw(given.number, given.seed)
+        faults = draw(packages, given.number, given.seed)
     for name in ("torch", "numpy", "hydra", "hypothesis", "torch.distributed.checkpoint"):
         import_module(name)  # seconds that no run then pays again
     results: list[dict[str, object]] = []
     left_out: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
-        copied = copy_of_the_tree(Path(folder), given.tests)
+        copied = copy_of_the_tree(Path(folder) / "tree")
+        record = given.coverage or Path(folder) / "coverage"
+        covered = Coverage(record, copied, packages, given.tests.split(","))
         for fault in faults:
-            result = try_fault(fault, copied, left_out)
-            results.append(result)
-            print(f"{'found' if result['finder'] else 'MISSED':7}{fault}", flush=True)
-            print(f"       by {result['finder']} in {result['took_s']} s", flush=True)
+            began = time.monotonic()
+            finder = finder_of(fault, copied, covered, left_out)
+            took_s = round(time.monotonic() - began, 1)
+            results.append(asdict(fault) | {"finder": finder, "took_s": took_s})
+            print(f"{'found' if finder else 'MISSED':7}{fault}", flush=True)
+            print(f"       by {finder} in {took_s} s", flush=True)
             given.out.write_text(json.dumps(results, indent=1))
     missed = [each for each in results if each["finder"] is None]
     print(f"{len(results) - len(missed)} of {len(results)} found")

@@ -22,7 +22,6 @@ from gpipe_hpc import torch_compat
 from gpipe_hpc.config import Keywords, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.settings import Config, settings_of
-from tests import mutations
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "gpipe_hpc"
@@ -254,11 +253,6 @@ def test_each_test_shows_what_it_asserts():
     """A test that only called a function passed as well when that function did nothing."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         assert list(hidden_asserts(ast.parse(path.read_text("utf-8")))) == [], label(path)
-
-
-def test_the_tests_that_mutations_run_are_there():
-    """One had moved: that pytest would not run it counted as a fault that was found."""
-    assert [each for each in mutations.WHOLE if not (ROOT / each).exists()] == []
 
 
 def test_rule_of_asserts_sees_what_it_forbids():
