@@ -21,12 +21,12 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
-	@echo "make course     open the exercises of experiments/course in Jupyter, or run all where there is none"
+	@echo "make course     open the exercises of experiments/course in Jupyter; without Jupyter, run all"
 	@echo "make course-check  run all exercises, one line for each (five minutes)"
-	@echo "make bench      beside torch's own pipelining, against the figures kept (five minutes)"
+	@echo "make bench      compare speed with torch's pipelining and with stored results (five minutes)"
 	@echo "make test       the fast tests (five minutes on two cores)"
-	@echo "make test-slow  what kills, starts many processes, or builds the wheel (five minutes)"
-	@echo "make test-product    every combination of what those sample (an hour)"
+	@echo "make test-slow  tests that kill ranks, start many processes or build the wheel (eight minutes)"
+	@echo "make test-product    all combinations, of which make test runs a sample (an hour)"
 	@echo "make test-simulated  training on the simulated accelerator (twenty minutes)"
 	@echo "make test-long  soak, scale, sweeps, studies and benchmarks (twenty minutes)"
 	@echo "make test-all   all of these, and make check"
@@ -34,9 +34,9 @@ help:
 	@echo "make test-cluster  a real Slurm, containers, Kubernetes (Debian: slurm-wlm munge podman buildah runc debootstrap; kubectl 1.29)"
 	@echo "make test-browser  a report in a real browser (Debian: chromium)"
 	@echo "make test-torch VERSION=2.15.0  five minutes of tests against a version of torch (PYTHON=python3.12)"
-	@echo "make check      formatting, lint, types, fitness of the code, links of the documents"
-	@echo "make docs       the documents as a site in build/site"
-	@echo "make .venv      only the environment"
+	@echo "make check      formatting, lint, types, rules of the code, links of the documents"
+	@echo "make docs       build the documentation in build/site"
+	@echo "make .venv      only create the environment"
 
 .venv: $(STAMP)
 
