@@ -1,4 +1,4 @@
-"""Layer costs, partitioning and planning of pipelines."""
+"""Plan a pipeline: measure layers, partition the model, forecast memory and step time."""
 
 from gpipe_hpc.planner.costs.gauges import Counted, Example, Gauge, LayerTimes, Measured
 from gpipe_hpc.planner.costs.measured import LayerCost, measure_layers

@@ -58,7 +58,7 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """Layer costs already known from a run, with the interface of `Gauge`; nothing is measured."""
+    """Layer costs that are already known, for example from a run; implements `Gauge`."""
 
     layers: Sequence[Layer]
     times: tuple[LayerTimes, ...]
@@ -77,21 +77,23 @@ def advise(
     finer: int | None = None,
     most_actions: int = MOST_ACTIONS,
 ) -> list[Advice]:
-    """Return settings that would save time on the same ranks, the largest gain first.
+    """Return settings that would make steps faster on the same ranks, the largest gain first.
 
-    The candidates leave the training result unchanged: other schedules, another cut, no
-    recomputation, more micro-batches. Each is tried alone; one that makes a rank exceed its memory
-    limit is dropped. A single rank can only recompute less. The layout of the run and the
-    candidates are simulated with the gauge's times and free transfers.
+    The candidates leave the training result unchanged: other schedules, another partition, no
+    recomputation, more micro-batches (with a single rank: no recomputation only). Each is tried
+    alone; candidates that make a rank exceed its memory limit are dropped. The layout of the run
+    and the candidates are simulated with the gauge's times and free transfers.
 
     Args:
+      gauge: measured times of the layers.
       measured_s: measured time in the pipeline with transfers; gains are shares of it.
       shares: relative sizes of the micro-batches. Empty ones do not run; the gauge's times are the
         mean of the others.
       limits: bytes that each rank may use.
       finer: value of pipeline.microbatches that doubles their number; None if there are too few
         samples.
-      most_actions: largest table that is simulated (a thousand actions take half a second).
+      most_actions: maximum number of actions of a simulated table (1000 actions take half a
+        second).
     """
     if sum(map(len, layout.schedule.ranks)) > most_actions or request.recompute == "budget":
         return []
@@ -119,7 +121,7 @@ def advise(
 
 
 class _Trial(NamedTuple):
-    """The simulated time of a layout, and the planned memory of each rank."""
+    """Simulated time of a layout in seconds, and the planned bytes of memory of each rank."""
 
     pipeline_s: float
     held_bytes: list[int]
@@ -151,7 +153,7 @@ _Other = tuple[str, Request, Known, str]
 
 
 def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -> Iterator[_Other]:
-    """Yield candidate settings, the request with them, its gauge, and the assumption it makes."""
+    """Yield each candidate: settings as text, the request, its layer costs, and what it assumes."""
     kept = layout.partition
     same_cut = replace(request, partition=kept)
     if any(action.op is Op.R for row in layout.schedule.ranks for action in row):
@@ -201,7 +203,7 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
 
 
 def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
-    """Yield the other orders of a placement with partial replicas, by their schedule names."""
+    """Yield candidates with another order of actions, for pipelines with partial replicas."""
     kept = {name: value for name, value in request.options.items() if name == "stages"}
     for order in ORDERS:
         if request.options.get("order") == order or (request.compile and order in _SPLITTING):
@@ -224,7 +226,7 @@ def _is_by_hand(request: Request) -> bool:
 
 
 def _laid_out(request: Request, gauge: Known, otherwise: Partition) -> Partition:
-    """Return the cut that laying out the request chooses, or `otherwise` if that fails."""
+    """Return the partition that `lay_out` chooses for a request, or `otherwise` if it fails."""
     try:
         return lay_out(request, gauge).partition
     except GpipeError:
@@ -269,7 +271,10 @@ def layer_times(
 def _both_forwards(
     kept: float | None, bare: float | None, basis: Sequence[LayerTimes]
 ) -> tuple[float, float]:
-    """Return a stage's forward times with and without a graph; `basis` supplies a missing ratio."""
+    """Return a stage's forward times with and without an autograd graph.
+
+    If only one of them was measured, the other is estimated by their ratio in `basis`.
+    """
     with_graph, without = sum(each.forward for each in basis), sum(e.bare_forward for e in basis)
     ratio = without / with_graph if with_graph and without else 1.0
     if kept is None and bare is None:

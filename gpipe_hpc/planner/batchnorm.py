@@ -20,11 +20,12 @@ from gpipe_hpc.planner.costs.trial import forgotten
 
 
 def check_batchnorm(layers: Sequence[Layer], smallest: Callable[[], Any]) -> None:
-    """Raise ModelError, naming layer and shape, if a BatchNorm layer would get one value a channel.
+    """Raise ModelError if a BatchNorm layer would get a single value per channel.
 
-    `smallest` returns the inputs of the smallest micro-batch; it is called only if the model has
-    BatchNorm layers. The layers run on the meta device. If they cannot, nothing is checked here and
-    the first step raises the error instead.
+    The error names the layer and the shape of its input. `smallest` returns the inputs of the
+    smallest micro-batch; it is called only if the model has BatchNorm layers. The layers run on the
+    meta device. If they cannot, nothing is checked here and the first step raises the error
+    instead.
     """
     try:
         modules = {index: meta_layer(layer, index) for index, layer in enumerate(layers)}

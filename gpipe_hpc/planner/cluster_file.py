@@ -131,14 +131,14 @@ class _File:
         self.path = path
 
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
-        """Raise ConfigError for one key."""
+        """Raise ConfigError that names the key, the expected value and the value found."""
         raise ConfigError(
             f"{self.path}: {key or 'top level'}, expected {expected}, got {got!r:.200}; "
             f"correct it, or {_REMEDY}"
         )
 
     def named(self, value: object, key: str) -> Mapping[Any, Any]:
-        """Return a mapping, empty if it is left out."""
+        """Return an optional mapping; empty if the file does not contain it."""
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -148,7 +148,7 @@ class _File:
     def keys(
         self, value: object, key: str, needed: Collection[str], optional: Collection[str] = ()
     ) -> Mapping[str, Any]:
-        """Return a mapping that has all needed keys and otherwise only optional ones."""
+        """Return a mapping after checking that it has all needed keys and no unknown ones."""
         found = self.named(value, key)
         if not set(needed) <= set(found) <= {*needed, *optional}:
             also = f", optionally {', '.join(sorted(optional))}" if optional else ""
@@ -164,25 +164,25 @@ class _File:
         return value
 
     def amount(self, value: object, key: str) -> float:
-        """Return a number as a float."""
+        """Return a number of any kind as a float."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "a number", value)
         return float(value)
 
     def link(self, value: object, key: str) -> Link:
-        """Parse a link."""
+        """Parse a link, given as latency in seconds and bandwidth in bytes/s."""
         found = self.keys(value, key, _LINK)
         latency, bandwidth = (self.amount(found[name], f"{key}.{name}") for name in _LINK)
         return Link(latency, bandwidth)
 
     def way(self, value: object, key: str) -> tuple[tuple[int, int], Link]:
-        """Parse a link in one direction; return its two ranks and the link."""
+        """Parse a link from one rank to another; return both ranks and the link."""
         found = self.keys(value, key, (*_LINK, *_WAY))
         source, destination = (self.number(found[name], f"{key}.{name}", least=0) for name in _WAY)
         return (source, destination), self.link({name: found[name] for name in _LINK}, key)
 
     def check_names(self, names: object, num_hosts: int) -> None:
-        """Check that names, if given, are a list with one name per host."""
+        """Check that host names, if given, are a list with one name per host."""
         if names is None:
             return
         if not isinstance(names, list) or len(names) != num_hosts:

@@ -24,7 +24,7 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: float) -> Request:
-    """Return the request with slowdowns measured and stages chosen, if it leaves them open.
+    """Return the request with rank slowdowns measured and a number of stages chosen, if requested.
 
     Collective: every rank calls it and gets the same result, except that only rank 0 knows the
     slowdowns of all ranks. `timeout_s`: how long a rank may wait while rank 0 chooses.
@@ -37,9 +37,10 @@ def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: f
 
 
 def decide_layout(request: Request, site: RankContext, gauge: Gauge, timeout_s: float) -> Layout:
-    """Return the layout that rank 0 computes; only rank 0 measures and needs an example.
+    """Compute the layout on rank 0 and return it on all ranks; collective.
 
-    Collective. Rank 0 has the tables of all ranks, the others only their own rows.
+    Only rank 0 measures layers and needs an example. Rank 0 gets the schedule rows of all ranks,
+    each other rank only its own row. `timeout_s`: how long a rank may wait for rank 0.
     """
     world = site.world
 
@@ -65,13 +66,13 @@ def decide_layout(request: Request, site: RankContext, gauge: Gauge, timeout_s: 
 
 
 def _laid_out(request: Request, gauge: Gauge) -> Layout:
-    """Lay out the request; for partial replicas, describe what split backwards would gain."""
+    """Compute the layout; for partial replicas, add a text about the gain of split backwards."""
     layout = lay_out(request, gauge)
     return replace(layout, searched=layout.searched or gain_of_splitting(request, layout, gauge))
 
 
 def _recut_text(before: object, now: Partition) -> str:
-    """Describe how an earlier cut was adapted to another number of ranks; empty if it was not."""
+    """Describe how an earlier partition was adapted to other ranks; empty if it was not."""
     if not isinstance(before, Partition) or before.costs != now.costs:
         return ""
     if before.num_ranks == now.num_ranks:
@@ -88,9 +89,9 @@ def _recut_text(before: object, now: Partition) -> str:
 
 
 def _with_measured_paces(request: Request, world: World) -> Request:
-    """Return the request with the measured slowdown of each rank, on rank 0; all ranks measure.
+    """Measure the speed of every rank; return the request with the slowdown of each on rank 0.
 
-    Slowdowns stored with a checkpoint's cut are kept if the measurement agrees with them.
+    Slowdowns stored with a checkpoint's partition are kept if the measurement agrees with them.
     """
     if world.size == 1:
         return replace(request, paces=None)
@@ -110,10 +111,7 @@ def _with_measured_paces(request: Request, world: World) -> Request:
 
 
 def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
-    """Return the slowdowns stored with the request's cut if the measured ones agree with them.
-
-    Otherwise return the measured ones.
-    """
+    """Return the slowdowns stored with the partition, or the measured ones if they differ."""
     measured, before = request.paces, request.partition
     assert measured is not None and not isinstance(measured, str), "they were measured"
     if not isinstance(before, Partition) or not before.rank_paces or request.stages == FIT:

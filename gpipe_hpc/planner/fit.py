@@ -22,7 +22,7 @@ _WORTH_MORE_STAGES: Final = 0.99  # more stages must save at least 1 % of the ti
 
 
 class Fit(NamedTuple):
-    """The best number of stages, the request for it, and the reason in words."""
+    """The best number of stages, the request for that number, and the reason as text."""
 
     stages: int
     request: Request
@@ -30,10 +30,10 @@ class Fit(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """Simulated time and memory of a layout with a number of stages.
+    """Simulated time and memory of the layout for one number of stages.
 
     Attributes:
-      nbytes: memory of the fullest rank; None without memory limits.
+      nbytes: memory of the rank that needs most; None without memory limits.
       excess: largest number of bytes by which a rank exceeds its limit.
     """
 
@@ -50,9 +50,9 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
     The total number of micro-batches stays replicas x microbatches of the request, so each
     micro-batch is the same for any number of ranks. Candidates are numbers of stages from 1 up:
     whole replicas if they divide ranks and micro-batches, else one pipeline with partial replicas.
-    Of those within the memory limits, the fastest is chosen, simulated with the gauge's times and
-    free communication; if none is within them, the one that exceeds them least. Raises ConfigError
-    if no number of stages works.
+    The fastest candidate within the memory limits is chosen, simulated with the gauge's times and
+    free communication. If all exceed the limits, the one with the smallest excess is chosen. Raises
+    ConfigError if no number of stages works.
     """
     _refuse_what_knows_the_stages(request, num_ranks)
     tried: list[_Tried] = []
@@ -131,7 +131,7 @@ def _held(layout: Layout, request: Request, gauge: Gauge) -> list[int]:
 
 
 def on_stages(request: Request, num_ranks: int, stages: int) -> Request:
-    """Return the request for a number of stages on all ranks, keeping the total micro-batches."""
+    """Return the request with `stages` stages on all ranks and the same total of micro-batches."""
     total = request.replicas * request.microbatches
     rows = num_ranks // stages
     if num_ranks % stages == 0 and total % rows == 0:

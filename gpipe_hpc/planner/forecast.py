@@ -1,4 +1,4 @@
-"""Forecast the memory, sent bytes and simulated time of each rank from counts, cut and schedule."""
+"""Forecast each rank's memory, sent bytes and simulated time from layer costs and a schedule."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,17 +35,16 @@ Recomputed = Sequence[Collection[int]]
 
 @dataclass(frozen=True)
 class RankStates:
-    """Memory that a rank holds permanently, in bytes, and its stages.
+    """Memory that a rank needs apart from activations, in bytes, and the stages it holds.
 
     Attributes:
       cast_bytes: low-precision copies of weights, made once per step for all micro-batches.
       workspace_bytes: temporary memory of the stage that needs most while it runs; see
         `stage_workspace`.
-      process_bytes: memory besides tensors, of the kind in which tensors are stored; 0 if not
-        measured.
+      process_bytes: memory of the process besides tensors, on the device or host that stores the
+        tensors; 0 if not measured.
       update_bytes: temporary memory of the optimizer step, when no activations are alive.
-      saving_bytes: host buffers for checkpoints, which a CPU rank has in the same memory as
-        tensors.
+      saving_bytes: host buffers for checkpoints; on a CPU rank they share memory with the tensors.
       neighbour_bytes: in-memory checkpoints, in memory-backed files of the host.
       lies_apart: whether tensors are in device memory, so that saving_bytes do not count there.
     """
@@ -65,18 +64,18 @@ class RankStates:
 
     @property
     def lasting_bytes(self) -> int:
-        """Return the bytes of weights, casts, gradients, optimizer state, process and saving."""
+        """Return the permanently used bytes: weights, gradients, optimizer, process, buffers."""
         weights = self.weight_bytes + self.cast_bytes
         saving = 0 if self.lies_apart else self.saving_bytes
         return weights + self.gradient_bytes + self.optimizer_bytes + self.process_bytes + saving
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes needed besides activations."""
+        """Return the bytes needed without activations: permanent memory and workspace."""
         return self.lasting_bytes + self.workspace_bytes
 
     def with_activations(self, activation_bytes: int) -> int:
-        """Return the peak bytes, in the step or in the optimizer step."""
+        """Return the peak bytes: the larger of forward and backward, and optimizer step."""
         return self.lasting_bytes + max(self.workspace_bytes + activation_bytes, self.update_bytes)
 
 
@@ -84,8 +83,8 @@ class RankStates:
 class RankForecast(RankStates):
     """Peak memory of one rank, and the bytes it sends in a step.
 
-    `offloaded_bytes`: most bytes that an accelerator has offloaded to the host at once, not
-    included.
+    `offloaded_bytes`: peak host memory for activations offloaded from an accelerator; not part of
+    the total.
     """
 
     activation_bytes: int
@@ -94,13 +93,13 @@ class RankForecast(RankStates):
 
     @property
     def total_bytes(self) -> int:
-        """Return the peak bytes, in the step or in the optimizer step."""
+        """Return the peak bytes: the larger of forward and backward, and optimizer step."""
         return self.with_activations(self.activation_bytes)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Counted and simulated step of one replica; times are in FLOPs.
+    """Forecast of one step of one replica; times are in FLOPs.
 
     `paces`: slowdown of each rank.
     """
@@ -133,8 +132,8 @@ def forecast(
     Args:
       counts: number of layers of each stage.
       optimizer_states: number of values the optimizer keeps per parameter, or its memory model.
-      recomputed: layers that R recomputes; None for all layers of a stage.
-      shares: relative sizes of micro-batches if not all are as large as the counted one (see
+      recomputed: for each stage, the layers that its R actions recompute; None: all layers.
+      shares: sizes of the micro-batches relative to the counted one, if not all are equal (see
         `microbatch_shares`). Work and activations are proportional to samples.
       sharing: how replicas shard the optimizer state; None if each keeps all of it.
       paces: slowdown of each rank.
@@ -203,14 +202,14 @@ def held_bytes(
 
 
 class MemoryLowerBound(NamedTuple):
-    """Bytes that a rank holds permanently, and the activations of one micro-batch."""
+    """Lower bound of a rank's memory: permanent bytes plus activations of one micro-batch."""
 
     lasting_bytes: int
     activation_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of both."""
+        """Return the sum of permanent bytes and activation bytes."""
         return self.lasting_bytes + self.activation_bytes
 
 
@@ -282,7 +281,7 @@ def _sum_sent(row: Sequence[Action], stages: Sequence[StageCount], shares: Seque
 
 
 def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
-    """Return the bytes of tensors that an action sends to another rank; 0 if it sends nothing."""
+    """Return the tensor bytes that an action sends to another rank; 0 if it is not a send."""
     stage, peer = stages[action.stage], action.peer
     if action.op is Op.SEND_F:
         return sum((stage.output if peer is None else stage.sent[peer]).tensors)
@@ -294,7 +293,7 @@ def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
 def lasting_bytes(
     model: ModelCount, layers: Iterable[int], optimizer_states: int | OptimizerMemory
 ) -> int:
-    """Return the permanent memory of a rank with some layers, as `RankStates.lasting_bytes`."""
+    """Return the permanent bytes of a rank with some layers; see `RankStates.lasting_bytes`."""
     weights = model.weights(layers)
     held = sum(weight.nbytes + weight.cast_bytes for weight in weights)
     gradients = sum(weight.nbytes for weight in weights if weight.is_trained)
@@ -313,9 +312,9 @@ def rank_states(
     optimizer_states: int | OptimizerMemory,
     sharing: Sharing | None = None,
 ) -> RankStates:
-    """Return the permanent memory of a rank; weights tied among its stages count once.
+    """Return the memory of a rank without activations; weights tied among its stages count once.
 
-    With sharded states it is that of the replica's rank that holds most.
+    With sharded optimizer state, the result is the maximum over the replicas.
     """
     held = placement.stages_of(rank)
     weights = model.weights(i for stage in held for i in stages[stage].layers)

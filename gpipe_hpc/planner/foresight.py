@@ -24,12 +24,12 @@ log = logging.getLogger("gpipe_hpc.train")
 
 @dataclass(frozen=True)
 class Foresight:
-    """Forecast for the micro-batches of the first batch.
+    """Forecast of memory and FLOPs for the micro-batches of the first batch.
 
     Attributes:
       ranks: peak memory of each rank of a replica, without its process.
       model_flops: FLOPs of a step of all replicas, without recomputation.
-      known: layers without weights, and their FLOPs.
+      known: the layers, without allocated weights, and their counted costs.
       shares: relative micro-batch sizes of the replica with most samples, see `microbatch_shares`.
     """
 
@@ -80,7 +80,7 @@ def _kind(layer: Layer) -> str:
 
 
 def shares_of(pipe: Pipeline, num_samples: int) -> tuple[float, ...]:
-    """Return the relative micro-batch sizes of the first replica that has the most micro-batches.
+    """Return the relative micro-batch sizes of the first replica with the most micro-batches.
 
     `num_samples`: size of the global batch.
     """
@@ -95,7 +95,7 @@ def foresee(
     example: Callable[[], tuple[Nest, Nest] | None],
     num_samples: int,
 ) -> Foresight | None:
-    """Count the model on the example micro-batch; return None if it cannot be counted.
+    """Forecast memory and FLOPs from an example micro-batch; None if layers cannot be counted.
 
     The reason for None is logged and does not stop the run. `num_samples` is the size of the global
     batch; the example is one of its largest micro-batches. Raises ModelError if a layer does not

@@ -1,4 +1,4 @@
-"""Distribute the layout from rank 0: common facts to all ranks, table rows to their rank."""
+"""Send the layout from rank 0 to all ranks, with only the schedule rows that each rank runs."""
 
 from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.comm.world.mesh import Mesh
@@ -14,12 +14,12 @@ def hand_out(
     pipeline: Gathering,
     of_place: Gathering,
 ) -> Layout:
-    """Return the layout that rank 0 has `decided` on; collective over all ranks.
+    """Send the layout `decided` by rank 0 to all ranks and return it; collective.
 
-    Rank 0 keeps the complete layout, others get their own rows of its tables. Ranks at the same
-    position of different replicas have the same rows: rank 0 scatters them within the first
-    `pipeline`, whose ranks broadcast them to the same position of other replicas (`of_place`).
-    Raises ScheduleError if the received rows differ from the sent ones.
+    Rank 0 keeps the complete layout; every other rank gets only its own rows of the tables. Ranks
+    at the same position of different replicas have the same rows: rank 0 scatters them within the
+    first `pipeline`, whose ranks broadcast them to the same position of other replicas
+    (`of_place`). Raises ScheduleError if the received rows differ from the sent ones.
     """
     layout: Layout = everybody.broadcast_object(decided and decided.without_rows(), root=0)
     own = mesh.stage_rank_of(rank)

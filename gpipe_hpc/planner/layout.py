@@ -35,17 +35,17 @@ from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
 class Layout:
     """All decisions made before a run, as plain data, computed once on rank 0.
 
-    Other ranks receive it with only their own rows of the tables, see `hand_out`.
+    Other ranks receive it with only their own rows of the schedule tables, see `hand_out`.
 
     Attributes:
-      partition: the cut of layers into stages.
+      partition: the assignment of layers to stages.
       tables: placement, order of actions and offloading.
-      recomputed: indices of the layers of each stage that ``R`` recomputes; None for all.
-      portions: number of micro-batches of each replica. Partition, tables and `recomputed` are
-        those of the replica with most.
+      recomputed: for each stage, the indices of the layers that ``R`` recomputes; None: all layers.
+      portions: number of micro-batches of each replica. `partition`, `tables` and `recomputed` are
+        those of the replicas with the most micro-batches.
       others: layouts of replicas with fewer micro-batches.
       shard: as in `Outer`.
-      searched, budget: descriptions of the search and of the recomputation, for messages only.
+      searched, budget: descriptions of the schedule search and of the recomputation, for messages.
     """
 
     partition: Partition
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def schedule(self) -> Schedule:
-        """Return the lowered table of a training step."""
+        """Return the lowered schedule table of a training step."""
         return self.tables.training
 
     @property
@@ -78,17 +78,20 @@ class Layout:
         return next(e for e in (self, *self.others) if e.schedule.num_microbatches == count)
 
     def rows(self, rank: int) -> list[Row]:
-        """Return the rows of a rank: of these tables, and of those in `others`."""
+        """Return the actions of a rank in every schedule table of this layout and of `others`."""
         own = [table.rows[rank] for table in self.tables.schedules]
         return own + [row for each in self.others for row in each.rows(rank)]
 
     def without_rows(self) -> "Layout":
-        """Return a copy without the rows of any rank, but with their digests."""
+        """Return a copy in which each rank's row of actions is replaced by its digest."""
         tables = self.tables.with_schedules([*map(without_rows, self.tables.schedules)])
         return replace(self, tables=tables, others=tuple(e.without_rows() for e in self.others))
 
     def with_rows(self, rank: int, rows: Sequence[Row]) -> "Layout":
-        """Return a copy with the rows of a rank; raise ScheduleError if their digests differ."""
+        """Return a copy that contains one rank's rows of actions.
+
+        Raises ScheduleError if their digests differ from the stored ones.
+        """
         left = iter(rows)
         layouts = [
             replace(
@@ -102,7 +105,7 @@ class Layout:
         return replace(layouts[0], others=tuple(layouts[1:]))
 
     def digest(self) -> str:
-        """Return a hash of everything that affects the run, equal in every process."""
+        """Return a hash of all decisions that affect the run; equal layouts have equal hashes."""
         again = [sorted(layers) for layers in self.recomputed or ()]
         runs_all = self.recomputed is None
         tables = [digest(table) for table in self.tables.schedules], self.tables.buckets
@@ -112,7 +115,7 @@ class Layout:
 
 
 def lay_out(request: Request, gauge: Gauge) -> Layout:
-    """Lay out a request on `request.stages` ranks, using the layer costs of a gauge.
+    """Compute the layout of a request on `request.stages` ranks, with the layer costs of `gauge`.
 
     Deterministic: equal requests and costs give equal layouts. Raises ConfigError, ModelError,
     PartitionError or ScheduleError for impossible requests.
@@ -145,7 +148,7 @@ def _refuse_unequal(request: Request) -> None:
 
 
 def _fewer(request: Request, most: Layout, microbatches: int, gauge: Gauge) -> Layout:
-    """Lay out the replicas with fewer micro-batches, with the same cut on the same ranks."""
+    """Lay out replicas with fewer micro-batches, with the partition and placement of `most`."""
     asked = replace(request.of_one(microbatches), partition=most.partition)
     try:
         found = _one(asked, gauge)
@@ -191,11 +194,10 @@ def _one(request: Request, gauge: Gauge) -> Layout:
 
 
 def lay_out_compute(request: Request, gauge: Gauge) -> Order:
-    """Lay out one replica as `lay_out` does, but without communication and its checks.
+    """Lay out one replica without communication, to compare many layouts of which few are run.
 
-    A rank computes, recomputes, offloads and holds the same as in the complete layout. For
-    comparing many layouts of which few are run. Raises the errors of `lay_out`, except those of
-    communication.
+    Compute, recomputation, offloading and memory of each rank equal those of `lay_out`. Raises the
+    errors of `lay_out`, except those of communication.
     """
     found = order(request, cut(request, gauge), gauge)
     skips = long_skips(skip_routes(find_skips(gauge.layers), found.partition.counts))
@@ -204,7 +206,7 @@ def lay_out_compute(request: Request, gauge: Gauge) -> Order:
 
 
 def cut(request: Request, gauge: Gauge) -> Partition:
-    """Compute the partition of a layout, the only part for which a gauge may run layers.
+    """Partition the model as `lay_out` would; only this part of a layout may run layers.
 
     A request with this partition gives the same layout. Raises the errors of `lay_out`.
     """

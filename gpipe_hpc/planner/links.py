@@ -1,4 +1,4 @@
-"""Classify timed links between ranks by kind, and find the slow ones."""
+"""Classify measured links between ranks by kind, and find the slow ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Key = tuple[str, str]
 
 
 class Kind(NamedTuple):
-    """All timed links of one kind: their number, and median latency and bandwidth."""
+    """Summary of all measured links of one kind: their number, median latency and bandwidth."""
 
     name: str
     num_ways: int
@@ -30,34 +30,34 @@ class Kind(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """Return the median link."""
+        """Return a link with the median latency and bandwidth."""
         return Link(self.latency_s, self.bytes_per_s)
 
     def is_slow(self, way: Way) -> bool:
-        """Return whether a timed link is much slower than the median."""
+        """Return whether a measured link is much slower than the median of its kind."""
         is_late = way.latency_s > max(_SLOWER * self.latency_s, self.latency_s + _LEAST_S)
         return is_late or way.bytes_per_s < self.bytes_per_s / _SLOWER
 
     def is_far(self, way: Way) -> bool:
-        """Return whether a timed link is much slower or much faster than the median."""
+        """Return whether a measured link is much slower or faster than the median of its kind."""
         is_early = way.latency_s < min(self.latency_s / _SLOWER, self.latency_s - _LEAST_S)
         return self.is_slow(way) or is_early or way.bytes_per_s > self.bytes_per_s * _SLOWER
 
 
 @dataclass(frozen=True)
 class Links:
-    """Timed links between ranks; `hosts` has the name of each rank's host."""
+    """Measured links between ranks; `hosts` has the host name of each rank."""
 
     hosts: Sequence[str]
     ways: Sequence[Way]
 
     def kind_of(self, way: Way) -> Key:
-        """Return whether a link is within a host or between hosts, and what it carries."""
+        """Return the kind of a link: within or between hosts, and the traffic that it carries."""
         is_within = self.hosts[way.source] == self.hosts[way.destination]
         return (WITHIN if is_within else BETWEEN), way.carries
 
     def kinds(self) -> dict[Key, Kind]:
-        """Return the kinds with timed links."""
+        """Return a summary of each kind of which a link was measured."""
         of_kind: dict[Key, list[Way]] = {}
         for way in self.ways:
             of_kind.setdefault(self.kind_of(way), []).append(way)
@@ -72,12 +72,12 @@ class Links:
         }
 
     def slow(self) -> list[Way]:
-        """Return the links that are much slower than most of their kind."""
+        """Return the links that are much slower than the median of their kind."""
         kinds = self.kinds()
         return [way for way in self.ways if kinds[self.kind_of(way)].is_slow(way)]
 
     def blocks(self) -> list[list[int]]:
-        """Return runs of consecutive ranks on one host, as `Cluster` numbers its hosts.
+        """Group consecutive ranks of the same host, as `Cluster` numbers its hosts.
 
         A host whose ranks are not consecutive appears as several blocks.
         """
@@ -85,7 +85,7 @@ class Links:
         return [list(block) for _, block in groupby(ranks, key=lambda rank: self.hosts[rank])]
 
     def cluster(self, paces: Mapping[int, float]) -> Cluster | None:
-        """Return the cluster description for the planner, or None if no link was timed.
+        """Return a cluster description for the planner, or None if no link was measured.
 
         `paces`: slowdowns of slow ranks, see `Cluster`. Links within and between hosts get the
         median of stage-boundary transfers, or of all-reduces if there are none. Links far from the

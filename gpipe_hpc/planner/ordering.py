@@ -1,4 +1,4 @@
-"""Order the actions on a cut by a named schedule or by a search."""
+"""Choose the order of actions for a partitioned model: a named schedule, or one found by search."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from gpipe_hpc.units import bytes_text, flops_text
 
 
 class Order(NamedTuple):
-    """A cut, and a schedule table for it without communication.
+    """A partition, and a schedule table for it without communication.
 
     Attributes:
       budget: the recomputation chosen by memory, if requested; the table then has its R actions.
@@ -46,10 +46,11 @@ class Order(NamedTuple):
 
 
 def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
-    """Order the work of a cut as requested; `auto` searches, within the memory limits if given.
+    """Return the requested schedule for a partition; ``auto`` searches one within memory limits.
 
-    If some rank lacks memory with this cut and another cut fits, that one is used. Raises
-    ConfigError, ModelError, PartitionError or ScheduleError for impossible requests.
+    If some rank exceeds its memory limit with this partition, but fits with another one, the other
+    one is used. Raises ConfigError, ModelError, PartitionError or ScheduleError for impossible
+    requests.
     """
     if compares_placements(request):
         return _best_placement(request, partition, gauge)
@@ -69,14 +70,14 @@ def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
 
 
 def _thrifty(request: Request) -> Schedule:
-    """Return the requested table, or for a search the one that keeps the fewest micro-batches."""
+    """Return the requested table, or 1F1B for a search: it keeps the fewest micro-batches."""
     if request.schedule != "auto":
         return table_of(request)
     return build("one_f_one_b", ranks=ranks_of(request), microbatches=request.microbatches)
 
 
 def _on_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
-    """Order the work of a cut, or of a faster cut if the given one is open."""
+    """Return the schedule for a partition, or for a faster one if the given partition is open."""
     found = _on_this_cut(request, partition, gauge)
     return _settled(request, found, gauge, partial(_on_this_cut, request, gauge=gauge))
 
@@ -87,11 +88,11 @@ _MOST_SIMULATED: Final = 100_000  # simulated actions in the search for a cut: h
 def _settled(
     request: Request, found: Order, gauge: Gauge, order_of: Callable[[Partition], Order]
 ) -> Order:
-    """Return the order on the fastest cut found for its table, if the cut is open.
+    """Replace an open partition by the fastest one found by simulation with its schedule table.
 
-    The search applies if ranks hold several stages; cuts are simulated with free transfers.
-    `order_of` orders the work of a cut. A cut that fits in memory is not replaced by a faster one
-    that does not.
+    Applies if ranks hold several stages; partitions are simulated with free transfers. `order_of`
+    returns the schedule for a partition. A partition that fits in memory is not replaced by a
+    faster one that does not.
     """
     before = found.partition
     table = found.table
@@ -122,7 +123,7 @@ def _settled(
 
 
 def is_simulated(request: Request, kept: Partition) -> bool:
-    """Return whether a cut was or may be chosen by simulation, so that a new one may be too."""
+    """Return whether a partition was, or may be, chosen by simulation."""
     return request.partition == SIMULATED or bool(kept.made_on)
 
 
@@ -136,7 +137,7 @@ def place_name(request: Request) -> str:
 
 
 def _smaller(request: Request, table: Schedule) -> Schedule:
-    """Return a table for comparing cuts: the same one, or one with fewer micro-batches if large."""
+    """Return a table for comparing partitions: fewer micro-batches if the given one is large."""
     fewer = 4 * table.num_ranks
     is_large = table.num_actions > _MOST_SIMULATED // 50 and table.num_microbatches > fewer
     if not is_large or request.schedule == "auto" or not isinstance(request.schedule, str):
@@ -164,7 +165,10 @@ def compares_placements(request: Request) -> bool:
 
 
 def stages_of(request: Request) -> int:
-    """Return the number of stages of the first cut; raise for impossible requests."""
+    """Return the number of stages of the initial partition.
+
+    Raises ConfigError or ScheduleError for impossible requests.
+    """
     if request.schedule != "auto":
         return table_of(request).num_stages  # raises for impossible tables before running layers
     if compares_placements(request):
@@ -176,7 +180,7 @@ def stages_of(request: Request) -> int:
 def paces_of(request: Request) -> Paces:
     """Return the slowdowns of ranks and stages; raise ConfigError for invalid values.
 
-    If placements are compared, those of the placement with one stage per rank.
+    If placements are compared, the placement has one stage per rank.
     """
     paces = given_paces(request)
     if paces is None:
@@ -203,16 +207,16 @@ def _placement_of(request: Request) -> Placement:
 
 
 def shared_by(request: Request) -> int | None:
-    """Return how many ranks share the stages if these are in rows, or None if they are not.
+    """Return the number of ranks that share the stages of partial replicas, or None without these.
 
-    Then the cut determines the number of ranks of each stage, unless the request does.
+    None also if the request sets the ranks of each stage; otherwise they follow from the partition.
     """
     is_in_rows = request.schedule == "rerouted" or request.options.get("placement") == "rerouted"
     return ranks_of(request) if is_in_rows and "copies" not in request.options else None
 
 
 def _copies(request: Request, partition: Partition) -> dict[str, Any]:
-    """Return schedule options with the number of ranks of each stage, for schedules in rows."""
+    """Return the schedule options of partial replicas: number of ranks of each stage, slowdowns."""
     if shared_by(request) is None:
         return {}
     copies = partition._replace(num_ranks=shared_by(request)).copies
@@ -222,7 +226,7 @@ def _copies(request: Request, partition: Partition) -> dict[str, Any]:
 
 
 def table_of(request: Request, **more: Any) -> Schedule:
-    """Build the requested table; `more` are keywords of `build`, overridden by the options."""
+    """Build the requested table; `more` are further options, overridden by those of the request."""
     return table_asked_for(
         request.schedule,
         ranks=ranks_of(request),
@@ -238,7 +242,7 @@ def ranks_of(request: Request) -> int:
 
 
 def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
-    """Search a schedule for the layer times, or for equal stages if they are unknown."""
+    """Search a schedule for the layer times, or for stages of equal time if those are unknown."""
     request = _with_costs(request, partition)
     costs = _copies(request, partition)
     if request.memory_bytes is None:
@@ -252,8 +256,8 @@ def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
 def _with_costs(request: Request, partition: Partition) -> Request:
     """Return the request with costs for the search: layer times and slowdowns.
 
-    Costs set by the user are kept. Without a gauge and with equal ranks, the search assumes equal
-    stages.
+    Costs set by the user are kept. Without layer times and with equal ranks, the search assumes
+    stages of equal time.
     """
     paces, own = dict(enumerate(partition.rank_paces)), request.options.get("costs")
     if own is None:
@@ -270,7 +274,7 @@ def _with_costs(request: Request, partition: Partition) -> Request:
 def _within(
     request: Request, recompute: str, partition: Partition, gauge: Gauge, placement: Placement
 ) -> Within:
-    """Return the memory that ranks may use for activations on a placement."""
+    """Return the memory that each rank may use for activations with a placement."""
     model = gauge.count
     stages = count_stages(model, partition.counts)
     limits = memory_limits(request)
@@ -290,9 +294,9 @@ def _within(
 def _searched_with_budget(
     request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
 ) -> Order:
-    """Search schedules that keep ever fewer micro-batches, with recomputation; return the fastest.
+    """Search schedules that keep fewer and fewer micro-batches alive, each with recomputation.
 
-    If none fits, raises the PartitionError of the one that keeps the fewest.
+    Returns the fastest one that fits. If none does, raises the PartitionError of the last one.
     """
     best: tuple[float, Order] | None = None
     refusal: PartitionError | None = None
@@ -314,9 +318,10 @@ def _searched_with_budget(
 def _thriftier(
     request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
 ) -> Iterator[Schedule]:
-    """Yield tables: the fastest that fits without recomputation, and with recomputation of all.
+    """Yield tables that keep fewer and fewer micro-batches alive, without duplicates.
 
-    Then those that keep at most twice and once the number of stages alive, without duplicates.
+    First the fastest that fit without recomputation, and with recomputation of all layers. Then
+    those that keep at most two micro-batches per stage alive, and at most one.
     """
     seen: list[Schedule] = []
     each = len(partition.counts)
@@ -339,7 +344,7 @@ def _thriftier(
 
 
 def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
-    """Choose the recomputation of an order if the request has recompute=budget."""
+    """Choose the layers to recompute if the request has recompute=budget; else change nothing."""
     if request.recompute != "budget":
         return found
     table = found.table
@@ -368,9 +373,9 @@ def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
 
 
 def _time_of(found: Order, gauge: Gauge) -> float:
-    """Return the simulated time of an order, including recomputation.
+    """Return the simulated step time including recomputation.
 
-    In seconds if layers were measured, else in FLOPs.
+    The unit is seconds if layers were measured, else FLOPs.
     """
     partition = found.partition
     recomputed = None if found.budget is None else found.budget.recomputed
@@ -387,16 +392,16 @@ _WORTH_MORE_STAGES: Final = 0.99  # more stages must save at least 1 % of the ti
 
 
 class _Tried(NamedTuple):
-    """Simulated time of an order on a placement, and memory of each rank (None if unknown)."""
+    """A schedule on one placement: simulated time, and memory of each rank (None if unknown)."""
 
     order: Order
     time: float
     held: list[int] | None
 
     def beats(self, other: "_Tried", limits: Sequence[float] | None) -> bool:
-        """Return whether it is better than one with fewer stages.
+        """Return whether this placement is better than another one with fewer stages.
 
-        It is if it fits or exceeds the limits less, or, if both fit, if it is faster.
+        If both fit in memory, the faster one is better; else the one with the smaller excess.
         """
         if limits is not None and self.held is not None and other.held is not None:
             lacks, other_lacks = (excess_bytes(each.held or (), limits) for each in (self, other))
@@ -406,7 +411,7 @@ class _Tried(NamedTuple):
 
 
 def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
-    """Search a schedule on several placements and return the best by simulation.
+    """Search a schedule on each of several placements and return the best one by simulation.
 
     The best is the fastest of those that fit in memory, or else the one that exceeds it least.
     """
@@ -452,9 +457,9 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
 
 
 def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, each: int) -> _Tried:
-    """Return the order that `auto` finds on a placement, its time, and its memory.
+    """Search a schedule on one placement; return the schedule, its time and its memory.
 
-    The model is cut again for this placement and the slowdowns of ranks.
+    The model is partitioned again for this placement and the slowdowns of ranks.
     """
     ranks, paces = ranks_of(request), given_paces(request)
     where = place(placement, ranks, request.microbatches, each)

@@ -1,4 +1,4 @@
-"""Everything that decides the layout of a run and its results, as requested by the user."""
+"""The settings that decide the layout of a run and its results, as requested by the user."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,8 +16,8 @@ from gpipe_hpc.settings import Outer, PipelineConfig, TrainConfig
 class Settings:
     """Settings of a pipeline by name, except the number of replicas.
 
-    `Pipeline` documents each one. Each field is a keyword of `Pipeline`; a setting of the same name
-    in the sections `pipeline` and `train` of the configuration sets that field.
+    `Pipeline` documents the settings. Each field is a keyword of `Pipeline`; a setting of the same
+    name in the sections `pipeline` and `train` of the configuration sets that field.
     """
 
     stages: int | str | None = PipelineConfig.stages
@@ -48,7 +48,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Settings):
-    """Settings for a known number of ranks, and so of replicas."""
+    """Settings of a pipeline together with the number of replicas."""
 
     replicas: int = 1
 
@@ -71,15 +71,15 @@ class Request(Settings):
         return MicrobatchSplit.divide(self.microbatches, self.replicas, self.combining.weights)
 
     def of_one(self, microbatches: int) -> "Request":
-        """Return the request with equal replicas of `microbatches` micro-batches."""
+        """Return a request in which every replica has `microbatches` micro-batches."""
         alike = replace(self.combining, weights=None)
         return replace(self, microbatches=microbatches, outer=alike)
 
     def on(self, num_ranks: int) -> "Request":
         """Return the request for a number of ranks that may not divide into whole replicas.
 
-        If it does not, the partial replicas (the last one lacks some ranks) form one pipeline of
-        all ranks. Otherwise, and with too few or too many ranks, the same request is returned.
+        If they do not, the ranks form one pipeline with partial replicas, the last of which lacks
+        some ranks. Otherwise, and with too few or too many ranks, the same request is returned.
         Raises ConfigError for settings that do not support partial replicas.
         """
         assert not isinstance(self.stages, str), "the stages are known by now"
@@ -89,9 +89,9 @@ class Request(Settings):
         return self.in_rows(num_ranks, self.stages, rows * self.microbatches)
 
     def in_rows(self, num_ranks: int, stages: int, microbatches: int) -> "Request":
-        """Return the request for one pipeline of all ranks, in rows of `stages` ranks.
+        """Return the request for one pipeline of partial replicas, each of `stages` ranks at most.
 
-        Raises ConfigError for settings that do not support it.
+        Raises ConfigError for settings that do not support partial replicas.
         """
         rows = one_table(num_ranks, stages, microbatches, self.schedule, self.options)
         asked = {
@@ -118,7 +118,7 @@ class Request(Settings):
     def facts(self) -> dict[str, object]:
         """Return the values that must be equal on every rank, by name.
 
-        An existing Partition and measured slowdowns are left out, as only rank 0 knows them.
+        An existing Partition and measured slowdowns are left out, because only rank 0 has them.
         """
         found = {each.name: getattr(self, each.name) for each in fields(Request)}
         if isinstance(self.schedule, Schedule):

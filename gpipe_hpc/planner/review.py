@@ -1,4 +1,4 @@
-"""Review the cut after some steps: is there a better one for the measured times?"""
+"""Check after some steps whether another partition would be faster with the measured times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,14 +24,14 @@ MOST_ACTIONS: Final = 5_000  # larger tables are not reviewed, because all ranks
 
 
 class Review(NamedTuple):
-    """A better cut, and the reason for it.
+    """A faster partition, and the reason for it.
 
     Attributes:
-      gain: share of the simulated step time that it saves.
-      counted_gain: the same for the cut by counted FLOPs; negative if slower, None if it does not
-        fit.
+      gain: share of the simulated step time that the partition saves.
+      counted_gain: the same for the partition by counted FLOPs; negative if slower, None if it does
+        not fit.
       layer: the layer whose share of measured time exceeds its share of FLOPs most.
-      times_counted: ratio of the two shares.
+      times_counted: ratio of the two shares of that layer.
     """
 
     counts: tuple[int, ...]
@@ -62,11 +62,11 @@ def _than(gain: float) -> str:
 def review(
     request: Request, layout: Layout, gauge: Known, counted: Sequence[LayerTimes]
 ) -> Review | None:
-    """Return a cut that is much better for the gauge's times than the layout's, or None.
+    """Return a partition that is much faster with the gauge's times than the current one, or None.
 
-    Both cuts are laid out as requested, within the memory limits, and simulated with free
-    transfers. `counted` are the FLOPs of the same layers. Returns None for a single rank, for large
-    tables, and for cuts that do not fit.
+    Both are laid out as requested, within the memory limits, and simulated with free transfers.
+    `counted` are the FLOPs of the same layers. Returns None for a single rank, for large tables,
+    and for partitions that do not fit.
     """
     kept, schedule = layout.partition, layout.schedule
     if schedule.num_ranks == 1 or schedule.num_actions > MOST_ACTIONS:
@@ -101,7 +101,7 @@ def _cut(costs: Sequence[float], kept: Partition, request: Request) -> tuple[int
 
 
 class _Tried(NamedTuple):
-    """A cut as it was laid out, and its simulated step time."""
+    """A partition as it was laid out, and its simulated step time."""
 
     counts: tuple[int, ...]
     step_s: float
@@ -116,9 +116,9 @@ class _Tried(NamedTuple):
         *,
         is_open: bool = False,
     ) -> "_Tried | None":
-        """Lay out a cut, or one that fits in memory if it does not; None if none fits.
+        """Lay out a partition, or one that fits in memory if it does not; None if none fits.
 
-        `is_open`: also allow a faster cut found by simulation.
+        `is_open`: also allow a faster partition found by simulation.
         """
         costs = tuple(each.forward + each.backward for each in gauge.times)
         asked = kept._replace(
@@ -150,10 +150,10 @@ class _Tried(NamedTuple):
 def slow_stages_text(
     kept: Partition, took: Sequence[LayerTimes], counted: Sequence[LayerTimes]
 ) -> str:
-    """Describe in one line the stages whose time deviates from the plan; empty if none does much.
+    """Describe in one line the stages whose time deviates much from the plan; empty if none does.
 
-    Stages are compared with the seconds that the cut was made for, or else with their share of
-    FLOPs. Known slowdowns of ranks are taken into account.
+    Stages are compared with the seconds for which the partition was made, or else with their share
+    of FLOPs. Known slowdowns of ranks are taken into account.
     """
     planned = kept.times if kept.is_measured else counted
     pairs = [
@@ -179,7 +179,7 @@ def slow_stages_text(
 
 
 def _most_above(took: Sequence[float], flops: Sequence[float]) -> tuple[int, float]:
-    """Return the layer with most time beyond its share of FLOPs, and the ratio of the shares."""
+    """Return the layer whose share of time exceeds its share of FLOPs most, and their ratio."""
     shares = [(own / sum(took), due / sum(flops)) for own, due in zip(took, flops, strict=True)]
     layer = max(range(len(shares)), key=lambda index: shares[index][0] - shares[index][1])
     own, due = shares[layer]
@@ -189,10 +189,10 @@ def _most_above(took: Sequence[float], flops: Sequence[float]) -> tuple[int, flo
 def by_forwards(
     basis: Sequence[LayerTimes], forwards_s: Mapping[int, float], counts: Sequence[int]
 ) -> tuple[LayerTimes, ...]:
-    """Return layer times with a stage's time divided by the observed forwards of its layers.
+    """Return layer times that divide each stage's time by the observed forward times of its layers.
 
-    Backwards scale with forwards as in `basis`. A stage with an unobserved layer keeps the times of
-    the basis. Only the ratios within a stage are meaningful.
+    Backwards scale with forwards as in `basis`. If some layer of a stage was not observed, the
+    stage keeps the times of `basis`. Only the ratios within a stage are meaningful.
     """
     found = list(basis)
     ends = [0, *accumulate(counts)]

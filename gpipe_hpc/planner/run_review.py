@@ -1,4 +1,4 @@
-"""Review the cut of a run with its measured steps."""
+"""Review the partition of a run with its measured steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +13,10 @@ from gpipe_hpc.trainer.calibrating import measured_times
 def review_run(
     pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> Review | None:
-    """Return a much better cut for a measured step of the replica with most micro-batches, or None.
+    """Return a much faster partition for a measured step, or None if there is none.
 
-    `forwards_s`: observed seconds of layer forwards, which tell which layer of a stage is slow; the
-    step gives the time of the stage.
+    `measured` is a step of the replica with the most micro-batches. `forwards_s` are observed
+    seconds of layer forwards, which show which layer of a stage is slow.
     """
     known = foreseen.known
     times = measured_times(pipe, foreseen, measured, forwards_s)

@@ -1,4 +1,4 @@
-"""Relative sizes of the micro-batches of a step: a batch is cut into nearly equal pieces."""
+"""Relative sizes of the micro-batches of a step, as a batch may not divide evenly."""
 
 from gpipe_hpc.batches import share_of
 
@@ -6,7 +6,7 @@ from gpipe_hpc.batches import share_of
 def microbatch_shares(num_samples: int, num_global: int, own: range) -> tuple[float, ...]:
     """Return the sizes of a replica's micro-batches relative to the largest, 0 for empty ones.
 
-    The result is empty if all are as large as the largest. The first replica has the largest.
+    The result is empty if all have the largest size. The first replica has the largest one.
 
     Args:
       num_samples, num_global: samples and micro-batches of the global batch.

@@ -19,11 +19,11 @@ _MOST_ACTIONS: Final = 50_000  # larger tables are not tried, because all ranks 
 
 
 def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
-    """Describe how much shorter a step would be with zb_h1; empty if it is not much.
+    """Describe how much shorter a step would be with zb_h1; empty if the gain is small.
 
     Applies to partial replicas, whose ranks do not divide into whole pipelines. Both tables are
-    simulated on the layout's cut with free communication. Empty also if layers are compiled (and
-    cannot be split), if some rank would exceed its memory, and for large tables.
+    simulated with the layout's partition and free communication. Empty also if layers are compiled
+    (and cannot be split), if some rank would exceed its memory, and for large tables.
     """
     unsplit = request.schedule == "rerouted" and request.options.get("order") in (
         "gpipe",

@@ -1,4 +1,4 @@
-"""Compute cost, memory and exchanged tensors of each stage from counted layers and a cut."""
+"""Compute cost, memory and exchanged tensors of each stage from counted layers and a partition."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,14 +41,14 @@ class StageCount:
 
     @property
     def activation_bytes(self) -> int:
-        """Return the live bytes from forward to backward without recomputation.
+        """Return the bytes kept from forward to backward without recomputation.
 
         Storages that two layers of the stage keep count once.
         """
         return self.storages.all_bytes
 
     def lives(self, recomputed: Collection[int]) -> Lives:
-        """Return the live bytes of a micro-batch if these layers (by index) are recomputed."""
+        """Return the live bytes of a micro-batch if the layers at these indices are recomputed."""
         return self.storages.lives(self._positions(recomputed))
 
     def recompute_flops(self, recomputed: Collection[int]) -> int:
@@ -60,7 +60,7 @@ class StageCount:
 
 
 def count_stages(model: ModelCount, counts: Sequence[int]) -> tuple[StageCount, ...]:
-    """Return the costs of each stage of a cut into `counts` layers."""
+    """Return the costs of each stage; `counts` are the numbers of layers of the stages."""
     routes = skip_routes(model.skips, counts)
     return tuple(_count_stage(model, counts, routes, index) for index in range(len(counts)))
 

@@ -1,7 +1,7 @@
 """Step time of a layout, shared by `plan`, the search and `train`.
 
-A table is simulated with its transfers; then follow the gradient all-reduces, the norm for
-clipping, the optimizer step, and a constant overhead.
+A schedule table is simulated with its transfers. The gradient all-reduces, the norm for clipping,
+the optimizer step, and a constant overhead are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,18 @@ from gpipe_hpc.settings import Outer
 
 
 class Crowd(NamedTuple):
-    """Number of ranks and cores of a host."""
+    """Number of ranks on a host and of its CPU cores."""
 
     ranks: int
     cores: int
 
     @property
     def is_full(self) -> bool:
-        """Return whether there are more ranks than cores."""
+        """Return whether the host has more ranks than cores."""
         return self.ranks > self.cores
 
     def __str__(self) -> str:
-        """Describe the effect on forecasts."""
+        """Describe how shared cores affect forecasts."""
         return (
             f"{self.ranks} ranks share {self.cores} core{'s' * (self.cores > 1)} of their host: "
             f"times are rough, and only the order of layouts is meaningful"
@@ -42,7 +42,7 @@ class Crowd(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Number of tensors and elements that a rank clips and updates."""
+    """Number of parameter tensors and elements that a rank clips and updates."""
 
     num_tensors: int = 0
     num_elements: float = 0
@@ -53,12 +53,12 @@ class StepTime:
     """Time of a step of all replicas, in seconds by part.
 
     Attributes:
-      timeline: the slowest replica, without all-reduces.
-      pipeline_s: until the last backward has ended.
-      reduction_s: by how much all-reduces take longer.
-      norm_s, optimizer_s, beside_s: clipping, optimizer and overhead on the rank for which they
-        take longest.
-      crowd: None if each rank has its own core.
+      timeline: simulated timeline of the slowest replica, without all-reduces.
+      pipeline_s: time until the last backward has ended.
+      reduction_s: time by which all-reduces end later than that.
+      norm_s, optimizer_s: clipping and optimizer on the rank for which they take longest.
+      beside_s: constant overhead of a step.
+      crowd: ranks and cores of a host; None if each rank has its own core.
     """
 
     timeline: Timeline
@@ -71,11 +71,11 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of a step."""
+        """Return the total seconds of a step."""
         return self.pipeline_s + self.reduction_s + self.norm_s + self.optimizer_s + self.beside_s
 
     def text(self) -> str:
-        """Format as one line with the parts if there are several, followed by warnings."""
+        """Format the step time and its parts as one line, followed by warnings."""
         parts = {
             "pipeline": self.pipeline_s,
             "reduction": self.reduction_s,
@@ -91,7 +91,7 @@ class StepTime:
 
 
 class SimulatedTable:
-    """A table simulated for each kind of replica, before gradients are all-reduced."""
+    """A schedule table simulated for each kind of replica, before gradients are all-reduced."""
 
     def __init__(self, table: Schedule, each: Sequence[Costs], prices: Prices = FREE) -> None:
         """Simulate the table; `each` has the costs of actions for each kind of replica."""
@@ -109,11 +109,11 @@ class SimulatedTable:
 
     @property
     def endings(self) -> list[set[Ending]]:
-        """Return the last backwards of each stage."""
+        """Return the last backwards of each stage, with their start and end."""
         return endings(self.timelines)
 
     def undelayed_s(self) -> float:
-        """Return the end of the slowest replica with free transfers."""
+        """Return when the slowest replica would end with free transfers, in seconds."""
         free = self._costs[self._slowest].without_transfers()
         return simulate(self.table, free).end_of_compute
 
@@ -160,7 +160,7 @@ def action_costs(
     recomputed: Recomputed | None = None,
     shares: Sequence[float] = (),
 ) -> Costs:
-    """Return the costs of actions and transfers for a cut with known layer times."""
+    """Return the costs of actions and transfers for a partition with known layer times."""
     costs = partition.stage_costs(recomputed)
     assert costs is not None, "the times are known"
     sent = flop_costs(stages)
@@ -176,7 +176,7 @@ def with_copies(
     recomputed: Recomputed | None,
     bytes_per_s: float | None,
 ) -> Costs:
-    """Add the time of offload copies at a bandwidth; unchanged if that is None.
+    """Add the time of offload copies at a bandwidth; the costs are unchanged if that is None.
 
     If only some micro-batches of a stage are recomputed, their mean size counts.
     """
@@ -195,14 +195,14 @@ def with_copies(
 
 
 def of_replicas(cluster: Cluster, table: Schedule, costs: Costs, num_replicas: int) -> list[Costs]:
-    """Return the costs of actions on a cluster, once for all replicas with equal costs."""
+    """Return the costs of actions on a cluster for each distinct kind of replica."""
     found = cluster.replicas(table, costs, num_replicas)
     each = {id(own): own for own in found}.values()
     return [replace(own, paces=_both(costs.paces, own.paces)) for own in each]
 
 
 def _both(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
-    """Multiply two sets of slowdowns of ranks."""
+    """Multiply two mappings of rank slowdowns; a missing rank has factor 1."""
     return {rank: first.get(rank, 1.0) * second.get(rank, 1.0) for rank in {*first, *second}}
 
 
@@ -214,7 +214,7 @@ def reduced_s(
     counts: Sequence[int],
     times: Sequence[LayerTimes],
 ) -> float:
-    """Return when a step with given gradient all-reduces ends.
+    """Return when a step ends whose gradient all-reduces take the given times, in seconds.
 
     With flat sharding, half of each all-reduce follows the backwards. The other half gathers
     parameters during the next step's first forwards; the longest delay of a forward is added.
@@ -235,7 +235,7 @@ def _late_s(
     counts: Sequence[int],
     times: Sequence[LayerTimes],
 ) -> float:
-    """Return the largest delay of a stage's first forward by gathering parameters."""
+    """Return the longest time by which gathering parameters delays a stage's first forward."""
     free_at = [0.0] * placement.num_ranks
     begins, late = 0.0, 0.0
     for stage, span in enumerate(stage_layers(counts)):
@@ -249,9 +249,9 @@ def _late_s(
 def held_by_ranks(
     model: ModelCount, counts: Sequence[int], placement: Placement, copies: int = 1
 ) -> list[Held]:
-    """Return the tensors and elements that each rank of a replica clips and updates.
+    """Return the parameter tensors and elements that each rank of a replica clips and updates.
 
-    `copies` ranks share the elements of each tensor.
+    `copies`: number of ranks that share the elements of each tensor.
     """
     spans = stage_layers(counts)
     found = []

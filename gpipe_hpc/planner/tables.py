@@ -27,7 +27,7 @@ from gpipe_hpc.schedule.passes.gathers import add_gathers
 def table_asked_for(
     schedule: str | Schedule, *, ranks: int, microbatches: int, options: Mapping[str, Any]
 ) -> Schedule:
-    """Build the named schedule for `ranks` ranks and one replica's micro-batches.
+    """Build the requested schedule for `ranks` ranks and one replica's micro-batches.
 
     A Schedule object is checked and returned; it may be lowered or not. Raises ScheduleError or
     ConfigError.
@@ -94,7 +94,7 @@ def make_tables(
 
 
 def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
-    """Raise ScheduleError if a lowered table has other buckets than the model's stages."""
+    """Raise ScheduleError if a table has other numbers of buckets than the stages of the model."""
     found = Counter(
         action.stage
         for rank, row in enumerate(table.ranks)
@@ -113,9 +113,9 @@ def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
 
 
 def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:
-    """Add the requested recomputation and offloading to a table that lacks them.
+    """Add the requested recomputation and offloading to a table that has none.
 
-    A rank then holds the same memory as with the lowered table.
+    The ranks then need the same memory as with the lowered table.
     """
     if not (table.is_lowered or recomputes(table)):
         table = add_recompute(table, recompute)

@@ -14,10 +14,10 @@ def check_vocabulary(
 ) -> None:
     """Raise ConfigError if the data's vocabulary does not fit the model's.
 
-    The model's vocabulary is the largest `nn.Embedding` of the first layer, built without values;
-    nothing is checked if there is none. `holds_bytes`: the tokens of the data are bytes. A model
-    with its own vocabulary can define `check_bytes` on the argument from which its first layer is
-    built.
+    The model's vocabulary is the largest `nn.Embedding` of the first layer, which is built without
+    values; nothing is checked if there is none. `holds_bytes`: the tokens of the data are bytes. A
+    model with its own vocabulary can define `check_bytes` on the argument from which its first
+    layer is built.
     """
     made_with = layers[0].args if isinstance(layers[0], LayerSpec) else ()
     for check in (getattr(each, "check_bytes", None) for each in made_with):

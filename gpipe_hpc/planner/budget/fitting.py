@@ -1,8 +1,9 @@
 """`recompute=budget`: the cheapest recomputation that keeps every rank within its memory limit.
 
 Each stage has a set of `Choices`. The memory of a rank during an action is a sum over its stages:
-the number of micro-batches for which only the kept part is alive, plus the number for which all
-activations are alive. Ranks that share a stage are solved together, all others separately.
+the number of micro-batches of which only the part needed for recomputation is alive, plus the
+number of which all activations are alive, each times its bytes. Ranks that share a stage are solved
+together, all others separately.
 """
 
 import math
@@ -63,7 +64,7 @@ def choose_recompute(
     The choice minimizes the summed cost of all R actions of a step: seconds, or, without `seconds`,
     FLOPs plus one per output byte, so that layers without FLOPs are not free. It is exact for the
     memory that `forecast` computes, except for stages or ranks with thousands of choices, and
-    except with offload: there the copied micro-batches depend on the choice, so the choice is
+    except with offload: there the offloaded micro-batches depend on the choice, so the choice is
     repeated with a limit lowered by the excess.
 
     Args:
@@ -150,7 +151,7 @@ def _excess(
     limits_bytes: Sequence[float],
     states: Sequence[RankStates],
 ) -> list[float]:
-    """Return the bytes by which each rank exceeds its limit with the complete table."""
+    """Return the bytes by which each rank exceeds its limit with these layers recomputed."""
     peaks = peak_memory(table, activation_memory(stages, chosen))
     pairs = zip(states, peaks, limits_bytes, strict=True)
     return [max(0.0, own.with_activations(round(peak)) - limit) for own, peak, limit in pairs]
@@ -178,7 +179,7 @@ def _layer_costs(
 def _choices_of(
     stages: Sequence[StageCount], costs: Sequence[tuple[int, ...]], limits: Sequence[Limit]
 ) -> list[Choices]:
-    """Return the choices of each stage; equal stages are solved once."""
+    """Return the possible recomputations of each stage; equal stages are solved once."""
     known: dict[tuple[StageStorages, tuple[int, ...], frozenset[Weights]], Choices] = {}
     found: list[Choices] = []
     for index, (stage, own) in enumerate(zip(stages, costs, strict=True)):
@@ -196,7 +197,7 @@ def _solid(stage: StageCount) -> StageStorages:
 
 
 def _weights(limits: Sequence[Limit], stage: int) -> frozenset[Weights]:
-    """Return the ratios of kept to fully alive micro-batches in the limits of a stage."""
+    """Return the ratios of micro-batches before and after recomputation in a stage's limits."""
     found: set[Weights] = set()
     for limit in limits:
         pair = limit.kept.get(stage, 0), limit.full.get(stage, 0)
@@ -212,7 +213,7 @@ def _limits(
     limits_bytes: Sequence[float],
     states: Sequence[RankStates],
 ) -> list[Limit]:
-    """Return the memory limits of each rank, one for each moment at which its memory may peak."""
+    """Return a memory limit for each rank and each moment at which its memory may peak."""
     limits: list[Limit] = []
     for rank, row in enumerate(table.ranks):
         for moment in moments_of(row):
@@ -223,14 +224,14 @@ def _limits(
 
 
 class Moment(NamedTuple):
-    """The number of micro-batches of each stage that are alive on a rank at one time."""
+    """Numbers of live micro-batches of each stage on a rank at one time."""
 
     full: dict[int, int]  # already recomputed: all activations are alive
     whole: dict[int, int]  # never recomputed
     kept: dict[int, int]  # to be recomputed later: only the kept part is alive
 
     def covers(self, other: "Moment") -> bool:
-        """Return whether this moment needs at least as much memory as another for every choice."""
+        """Return whether any recomputation needs at least as much memory now as at `other`."""
         return all(
             more >= 0
             for stage in self.full
@@ -241,7 +242,7 @@ class Moment(NamedTuple):
 
 
 def moments_of(row: Sequence[Action]) -> list[Moment]:
-    """Return the moments of a rank's action list at which its memory may peak."""
+    """Return the moments during a rank's actions at which its memory may peak."""
     lives = kept(row, {Thing.ACTIVATIONS, Thing.RECOMPUTED})
     again = {life.place: life.first for life in lives if life.thing is Thing.RECOMPUTED}
     now = Moment(*(dict.fromkeys(sorted({a.stage for a in row}), 0) for _ in range(3)))
@@ -289,7 +290,7 @@ def _groups(placement: Placement) -> list[list[int]]:
 
 
 def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
-    """Return the memory that each rank lacks at some moment even with the smallest choices."""
+    """Return texts of the memory that ranks lack even with the recomputations that need least."""
     lacking: dict[int, float] = {}
     for limit in limits:
         least = sum(int(limit.used(stage, choices[stage]).min()) for stage in limit.kept)
@@ -298,7 +299,7 @@ def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
 
 
 def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
-    """Return texts of the missing bytes of up to four ranks, and the number of further ranks."""
+    """Return the missing bytes of up to four ranks as texts, and the number of further ranks."""
     short = [rank for rank in sorted(lacking) if lacking[rank] > 0]
     more = [f"more on {len(short) - 4} further ranks"] if len(short) > 4 else []
     return [f"{bytes_text(math.ceil(lacking[r]))} on rank {r}" for r in short[:4]] + more
@@ -307,7 +308,7 @@ def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
 def _lacking_together(
     choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
 ) -> list[str]:
-    """Return the missing bytes if no selection meets all limits, though each can be met alone."""
+    """Return the missing bytes as text if each limit can be met, but not all of them together."""
 
     def fits(extra: int) -> bool:
         wider = [limit._replace(room=limit.room + extra) for limit in limits]
@@ -328,7 +329,7 @@ def _lacking_together(
 def _check_updates(states: Sequence[RankStates], limits_bytes: Sequence[float]) -> None:
     """Raise PartitionError if a rank lacks memory for its optimizer step.
 
-    Recomputation cannot help there: no activations are alive during the optimizer step.
+    Recomputation does not help, because no activations are alive during the optimizer step.
     """
     pairs = enumerate(zip(states, limits_bytes, strict=True))
     lacking = _lacks_text({r: own.lasting_bytes + own.update_bytes - m for r, (own, m) in pairs})
@@ -353,7 +354,7 @@ def _nothing_fits(lacking: Sequence[str], limits_bytes: Sequence[float]) -> Part
 def _text(
     stages: Sequence[StageCount], chosen: Sequence[frozenset[int]], seconds: Sequence[float]
 ) -> str:
-    """Return one line per stage: its recomputed layers, the memory saved and the time it costs."""
+    """Return one line per stage: its recomputed layers, the memory saved, and their cost."""
     lines: list[str] = []
     for index, (stage, own) in enumerate(zip(stages, chosen, strict=True)):
         if not own:

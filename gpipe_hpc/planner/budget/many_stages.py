@@ -1,4 +1,4 @@
-"""Select one recomputation choice for each of several stages that share the memory of ranks."""
+"""Select the recomputation of several stages whose ranks hold more than one of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -14,11 +14,11 @@ _MAX_PICKS: Final = 512  # maximum number of fitting choices per stage, if there
 
 
 class Limit(NamedTuple):
-    """A memory limit at one moment of a rank.
+    """A memory limit of a rank at one moment of its step.
 
     Attributes:
-      kept: by stage, number of micro-batches that are still to be recomputed.
-      full: by stage, number of micro-batches that have been recomputed.
+      kept: by stage, number of live micro-batches that are still to be recomputed.
+      full: by stage, number of live micro-batches that have been recomputed.
       room: bytes that the stages may use.
     """
 
@@ -28,7 +28,7 @@ class Limit(NamedTuple):
     room: float
 
     def used(self, stage: int, choices: Choices) -> Integers:
-        """Return the bytes that each choice of a stage uses of this limit."""
+        """Return the bytes that a stage needs at this moment for each of its choices."""
         kept, full = self.kept.get(stage, 0), self.full.get(stage, 0)
         return choices.kept_bytes * kept + choices.full_bytes * full
 
@@ -36,7 +36,7 @@ class Limit(NamedTuple):
 def select(
     choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
 ) -> dict[int, int] | None:
-    """Return the index of each stage's choice in the cheapest selection that meets all limits.
+    """Return, for each stage, the index of its choice in the cheapest selection within all limits.
 
     The cost of a stage counts `runs` times. Returns None if no selection meets all limits.
     """
@@ -79,7 +79,7 @@ def select(
 
 
 def _best(used: Integers, costs: Integers) -> Indices:
-    """Return the indices of the Pareto-optimal partial selections."""
+    """Return the indices of the partial selections that no other one beats in memory and cost."""
     sums = list(used.T)
     if len(sums) == 1:
         return thinned(undominated(sums[0], costs), MAX_SELECTIONS)
@@ -93,7 +93,7 @@ def _best(used: Integers, costs: Integers) -> Indices:
 
 
 def _undominated_rows(rows: Integers) -> Indices:
-    """Return the indices of the rows for which no other row is as small in all columns."""
+    """Return the indices of the rows that no other row beats or equals in every column."""
     order = np.lexsort(rows.T)
     found = np.empty_like(rows)
     places: list[int] = []

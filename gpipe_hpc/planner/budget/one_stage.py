@@ -1,8 +1,9 @@
-"""All useful combinations of recomputed and kept layers of one stage, by dynamic programming.
+"""Find all useful combinations of recomputed and kept layers of a stage by dynamic programming.
 
-The layers are processed in order; each is kept or recomputed. A front holds the Pareto-optimal
-choices in memory and cost. Two fronts are merged if the remaining layers cannot distinguish them:
-the last layer and each storage that a later layer may also keep have been treated alike.
+The layers are processed in order; each is kept or recomputed. A front holds the choices so far that
+are Pareto-optimal in memory and cost. Two fronts are merged if the remaining layers cannot
+distinguish them: the last layer and each storage that a later layer may also keep have been treated
+alike.
 """
 
 from bisect import bisect_right
@@ -27,12 +28,12 @@ MAX_CHOICES: Final = 4096
 
 @dataclass(frozen=True)
 class Choices:
-    """Memory and cost of the useful ways to recompute a stage, one array element per choice.
+    """Memory and cost of the useful ways to recompute a stage, one array element per way.
 
     Attributes:
       kept_bytes: bytes per micro-batch that are kept until recomputation.
       full_bytes: bytes per micro-batch after recomputation.
-      costs: cost of recomputing once.
+      costs: cost of recomputing one micro-batch.
     """
 
     kept_bytes: Integers
@@ -56,9 +57,9 @@ class Choices:
 def stage_choices(
     storages: StageStorages, costs: Sequence[int], weights: Collection[Weights]
 ) -> Choices:
-    """Return the useful choices of a stage; `costs` are the integer costs of recomputing a layer.
+    """Return the useful ways to recompute a stage; `costs` are integer costs of each layer.
 
-    A choice is dropped if a single other one costs no more and needs no more memory under all
+    A way is dropped if a single other one costs no more and needs no more memory under all
     `weights`. The result is exact unless a front exceeds `MAX_CHOICES`.
     """
     weights = _extremes(weights)
@@ -86,12 +87,12 @@ def stage_choices(
 
 
 class _State(NamedTuple):
-    """The properties of the layers processed so far that affect the remaining layers.
+    """The facts about the layers processed so far that affect the remaining layers.
 
     Attributes:
       again: whether the last layer is recomputed.
       counted: live storages that a later layer may also keep.
-      made: storages created within the current recomputed run and not yet saved there.
+      made: storages created in the current sequence of recomputed layers and not yet saved there.
     """
 
     again: bool | None
@@ -124,7 +125,7 @@ class _Front(NamedTuple):
 
 
 class _Steps:
-    """The state transition of one more layer, and the memory that it adds."""
+    """The transition of the dynamic program: one more layer, and the memory that it adds."""
 
     def __init__(self, storages: StageStorages) -> None:
         self._storages = storages
@@ -157,7 +158,7 @@ class _Steps:
 
 
 def _extremes(weights: Collection[Weights]) -> tuple[Weights, ...]:
-    """Return the one or two extreme weights, of which all weights are nonnegative combinations."""
+    """Return the one or two extreme weights; the others are nonnegative combinations of them."""
 
     def share(weight: Weights) -> float:
         return weight[1] / sum(weight)
@@ -171,7 +172,7 @@ def _merged(
     longest: int,
     again: bool | None = None,
 ) -> _Front:
-    """Return the Pareto-optimal choices of several fronts, thinned out to `longest` per weight."""
+    """Return the Pareto-optimal choices of several fronts, at most `longest` for each weight."""
     kept = np.concatenate([front.kept_bytes for front in fronts])
     full = np.concatenate([front.full_bytes for front in fronts])
     costs = np.concatenate([front.costs for front in fronts])
@@ -221,7 +222,7 @@ def undominated_by_one(first: Integers, second: Integers, costs: Integers) -> In
 
 
 def undominated(amounts: Integers, costs: Integers) -> Indices:
-    """Return the indices of the Pareto-optimal pairs (both small), by ascending amounts."""
+    """Return the indices of the Pareto-optimal pairs (both minimized), by ascending amounts."""
     order = np.lexsort((costs, amounts))
     cheapest = np.minimum.accumulate(costs[order])
     wins = np.ones(len(order), dtype=np.bool_)

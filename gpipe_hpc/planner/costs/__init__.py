@@ -1,1 +1,1 @@
-"""Costs of layers: counted on the meta device, measured here, or computed from device rates."""
+"""Costs of layers: counted on the meta device, measured here, or computed from device speeds."""

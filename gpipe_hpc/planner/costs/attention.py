@@ -1,4 +1,4 @@
-"""Fused attention and dropout on the meta device, with their memory and FLOPs."""
+"""Run attention and dropout on the meta device as fused kernels, to count memory and FLOPs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,10 +17,10 @@ _FUSED_BACKWARD: Final = operator("_scaled_dot_product_flash_attention_for_cpu_b
 
 
 class FusedKernels(TorchFunctionMode):
-    """Replace attention and dropout on the meta device by the device's fused kernels.
+    """Replace attention and dropout on the meta device by the fused kernels of a device.
 
     On the meta device torch has only the unfused kernels. Fused attention saves no score matrix; on
-    CPUs it does not support dropout, for which torch uses the unfused one. Fused dropout, which
+    CPUs it does not support dropout, for which torch uses the unfused kernel. Fused dropout, which
     CPUs lack, saves one byte per element.
     """
 
@@ -85,10 +85,10 @@ class FusedKernels(TorchFunctionMode):
         dropout: float,
         enable_gqa: bool,
     ) -> bool:
-        """Return whether the device has a fused kernel for a call, by the rules of torch for CPUs.
+        """Return whether the device has a fused kernel for a call, by torch's rules.
 
-        Source: `use_flash_attention_cpp` of torch 2.13 (sdp_utils_cpp.cpp). On GPUs only the flash
-        kernel supports grouped heads, with 16-bit types and no mask.
+        Source for CPUs: `use_flash_attention_cpp` of torch 2.13 (sdp_utils_cpp.cpp). On GPUs only
+        the flash kernel supports grouped heads, with 16-bit types and no mask.
         """
         on_cpu = not self._fuses_dropout
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4 or (dropout > 0 and on_cpu):
@@ -112,7 +112,7 @@ class FusedKernels(TorchFunctionMode):
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Cast an argument of attention as autocast would; autocast does not know the fused kernel."""
+    """Cast an attention argument as autocast would, which does not handle the fused kernel."""
     kind = tensor.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensor
@@ -127,14 +127,14 @@ def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Return the FLOPs of both matrix products of attention; a causal mask halves nothing."""
+    """Return the FLOPs of both matrix products of attention; a causal mask does not reduce them."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
 
 
 def _forward_formula(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Return the FLOPs of a forward from the shapes of its arguments."""
+    """Return the FLOPs of an attention forward from the shapes of its arguments."""
     return _attention_flops(query, key, value)
 
 
@@ -146,7 +146,7 @@ def _backward_formula(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Return the FLOPs of a backward: five matrix products, one of which recomputes the scores."""
+    """Return the FLOPs of an attention backward: five matrix products, one for the scores."""
     scores = 2 * query[0] * query[1] * query[2] * key[2] * query[3]
     return 2 * _attention_flops(query, key, value) + scores
 

@@ -37,7 +37,7 @@ _FIT_LOSS: Final = (
 
 
 class Bench(NamedTuple):
-    """Options of a measurement of layers."""
+    """Options for measuring layers: seed, device, numbers of repetitions, and the clock."""
 
     seed: int
     device: Device
@@ -47,10 +47,10 @@ class Bench(NamedTuple):
 
     @contextmanager
     def built(self, visits: Sequence[Visit], loss: "Loss | None") -> Iterator["BuiltLayers"]:
-        """Build consecutive layers, the last with the loss if given, for the duration of the block.
+        """Build consecutive layers, and the loss of the last one if given, for the block.
 
-        Within the block the layers use their own random generators. After it the autocast cache is
-        cleared, which would otherwise keep each cast weight and its gradient alive.
+        Within the block the layers use their own random generators. At its end the autocast cache
+        is cleared, which would otherwise keep each cast weight and its gradient alive.
         """
         key = init_key(self.seed, visits[0].index)
         with ExitStack() as stack:
@@ -69,11 +69,11 @@ class Bench(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Seconds of the passes of layers.
+    """Measured seconds of each pass of a layer or of several layers.
 
     Attributes:
       of_input, of_weight: the two halves of a split backward.
-      bare_forward: a forward without a graph.
+      bare_forward: a forward without an autograd graph.
       split_forward: a forward whose backward will be split.
     """
 
@@ -86,13 +86,16 @@ class Seconds(NamedTuple):
 
 
 def usual(times_s: Sequence[float]) -> float:
-    """Return the mean of times, without those above 1.5 times the smallest (disturbed) one."""
+    """Return the mean of the times that are at most 1.5 times the smallest.
+
+    Longer times were disturbed by other work on the machine.
+    """
     least_s = min(times_s)
     return fmean(time_s for time_s in times_s if time_s <= _DISTURBED * abs(least_s))
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one pass on the device, and of the host to launch it."""
+    """Seconds that one pass takes on the device, and that the host takes to launch it."""
 
     device: float
     host: float
@@ -104,9 +107,9 @@ _Run = tuple[list[Any], Sequence[PassSeconds]]
 
 @dataclass(frozen=True)
 class BuiltLayers:
-    """Built consecutive layers with the micro-batch to run them on.
+    """Consecutive layers with allocated weights, and the micro-batch to run them on.
 
-    `loss` belongs to the last layer; None if it has no loss.
+    `loss` belongs to the last layer; None if the layers have no loss.
     """
 
     visits: Sequence[Visit]
@@ -117,7 +120,8 @@ class BuiltLayers:
     def measured(self) -> tuple[list[Any], tuple[Seconds, ...], tuple[Seconds, ...]]:
         """Measure forward and backward repeatedly; return results, device times and host times.
 
-        Results are the last output and stashes, detached; times have one entry per repetition.
+        The results are the last output and the stashed values, detached. The times have one entry
+        per repetition.
         """
         results, whole = self._repeated(self.trained)
         _, halves = self._repeated(partial(self.trained, is_split=True))
@@ -140,9 +144,9 @@ class BuiltLayers:
         return results, times[warmup:]
 
     def trained(self, *, is_split: bool = False) -> _Run:
-        """Run one forward and backward; return output and stashes, and the times of the parts.
+        """Run one forward and backward; return output, stashed values, and the times of each pass.
 
-        The parts are forward and backward, or with `is_split` forward, input gradients, weight
+        The passes are forward and backward, or with `is_split` forward, input gradients, weight
         gradients.
         """
         deferred = Deferred() if is_split else None
@@ -166,17 +170,17 @@ class BuiltLayers:
         return map_tensors(_detached, results), parts
 
     def bare(self) -> _Run:
-        """Run one forward without a graph; return no results, and its time."""
+        """Run one forward without an autograd graph; return an empty list, and its time."""
         forward, _ = self._forward()
         with self._errors_named(), torch.no_grad():
             _, *took = self.bench.clock.ordered(forward, device=self.bench.device)
         return [], [PassSeconds(*took)]
 
     def through(self) -> tuple[float, ...]:
-        """Time one forward and backward from an idle device until it is idle again.
+        """Return the seconds of a forward and backward, from an idle device until it is idle again.
 
-        Returns two numbers on a CPU, and one on an accelerator, which starts the backward before
-        the forward has completed.
+        Returns two numbers on a CPU (forward, backward), and one on an accelerator, which starts
+        the backward before the forward has completed.
         """
         forward, _ = self._forward()
         ends: list[Tensor] = []
@@ -200,7 +204,7 @@ class BuiltLayers:
         return self.bench.clock.from_idle(work, self.bench.device)[1]
 
     def bare_through(self) -> float:
-        """Time one forward without a graph, from an idle device until it is idle again."""
+        """Return the seconds of a forward without a graph, from idle device to idle device."""
         forward, _ = self._forward()
         with self._errors_named(), torch.no_grad():
             return self._from_idle(forward)
@@ -227,7 +231,7 @@ class BuiltLayers:
         return sum(each.nbytes() for place, each in kept.items() if place not in own)
 
     def num_bytes(self, results: list[Any]) -> int:
-        """Return the bytes that a step accesses: weights, inputs, and the given `results`."""
+        """Return the bytes that a training step accesses: weights, inputs, and `results`."""
         given = [tuple(visit.given) for visit in self.visits]
         return sum(each.nbytes for each in (*self._parameters(), *tensors_of((given, results))))
 
@@ -235,11 +239,11 @@ class BuiltLayers:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
     def _forward(self) -> tuple[Callable[[], list[Tensor]], list[Any]]:
-        """Return a forward function to be called once, and the list that it fills with its results.
+        """Return a function that runs one forward, and the list that receives its results.
 
-        The function returns the tensors that a backward starts from. It runs on clones, because a
-        layer may work in place, which autograd forbids on a leaf and which would change the next
-        repetition's input.
+        The function must be called once and returns the tensors from which a backward starts. It
+        runs on clones, because a layer may work in place, which autograd forbids on a leaf and
+        which would change the next repetition's input.
         """
         given = map_tensors(_cloned, self.visits[0].given.value)
         popped = map_tensors(_cloned, _external_pops(self.visits))
@@ -258,7 +262,7 @@ class BuiltLayers:
 
     @property
     def _where(self) -> str:
-        """Return the names of the layers for messages."""
+        """Return the names of the layers for error messages."""
         first, last = self.visits[0], self.visits[-1]
         return first.where if len(self.visits) == 1 else f"{first.where} to {last.where}"
 
@@ -282,7 +286,7 @@ def _backward(ends: list[Tensor], seeds: list[Tensor]) -> None:
 
 
 class LossError(ModelError):
-    """The loss function failed, not the layer before it."""
+    """The loss function failed; the layer before it did not."""
 
 
 class Loss(NamedTuple):
@@ -318,7 +322,7 @@ def _copy_for_measurement(layer: Layer, index: int) -> Layer:
 
 
 def _external_pops(visits: Sequence[Visit]) -> list[dict[str, Any]]:
-    """Return, for each layer, the popped values that no earlier layer of the group has stashed."""
+    """Return, for each layer, the popped values that no layer of this group has stashed."""
     stashed: set[str] = set()
     found = []
     for visit in visits:

@@ -1,4 +1,4 @@
-"""Layer and step times that a run measured, and the calibration file that stores them."""
+"""The calibration file: layer and step times that a run measured, for later plans."""
 
 import math
 import os
@@ -52,11 +52,11 @@ _LINKS: Final = ("within", "between")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured seconds of each layer for a micro-batch, and the circumstances of the measurement.
+    """Measured seconds of each layer for a micro-batch, and the conditions of the measurement.
 
     Attributes:
       model: parameters and forward FLOPs of each layer, for a micro-batch of `input_bytes`.
-      prices: times of the step besides its layers.
+      prices: overheads of a step in addition to its layers.
       within, between: links between ranks of one host and of two hosts; free if not measured.
       notes: quantities that could not be measured, and why.
     """
@@ -181,10 +181,10 @@ def check_calibration(
     name: str | None,
     precision: str,
 ) -> list[str]:
-    """Check that a calibration fits this model, micro-batch, precision and device; return warnings.
+    """Check that a calibration fits this model, micro-batch, precision and device.
 
-    `name` is the name of this machine's device of that type, None if it has none. Raises
-    ConfigError.
+    Returns warnings; raises ConfigError if the calibration must not be used. `name` is the name of
+    this machine's device of type `device`, None if it has none.
     """
     own = shape_of(count)
     size = sum(count.inputs.tensors)
@@ -221,25 +221,25 @@ class _Reader(Reader):
     """Validating reader of parts of a calibration file; its errors name the key."""
 
     def text(self, read: Mapping[str, Any], name: str) -> str:
-        """Return a string."""
+        """Return the value of a key, which must be a string."""
         if not isinstance(read[name], str):
             self.refuse(name, "a text", read[name])
         return str(read[name])
 
     def whole(self, value: object, key: str) -> int:
-        """Return a nonnegative integer."""
+        """Return a value, which must be a nonnegative integer."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             self.refuse(key, "an integer of at least 0", value)
         return value
 
     def rows(self, read: Mapping[str, Any], name: str) -> Sequence[Any]:
-        """Return a list."""
+        """Return the value of a key, which must be a list."""
         if not isinstance(read[name], list):
             self.refuse(name, "a list", read[name])
         return list(read[name])
 
     def pair(self, value: object, key: str) -> tuple[int, int]:
-        """Return two nonnegative integers."""
+        """Return a value, which must be a list of two nonnegative integers."""
         if not isinstance(value, list) or len(value) != 2:
             self.refuse(key, "a list of parameters and FLOPs", value)
         return self.whole(value[0], key), self.whole(value[1], key)

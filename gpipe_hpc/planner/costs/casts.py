@@ -1,4 +1,4 @@
-"""Track weights that autocast casts, and the casts that it caches for a whole step."""
+"""Track the low-precision copies of weights that autocast makes and caches for a whole step."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ _CAST: Final = None if _TO_COPY is None else _TO_COPY.default
 
 
 class WeightCasts(TorchDispatchMode):
-    """Record each cast of a weight to another dtype, and keep the cast alive."""
+    """Dispatch mode that records each cast of a weight to another dtype, and keeps it alive."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         TorchDispatchMode.__init__(self)
@@ -39,7 +39,7 @@ class WeightCasts(TorchDispatchMode):
         return frozenset(storage_key(cast) for _, cast in self._casts)
 
     def kept_bytes(self, later: "WeightCasts") -> Counter[int]:
-        """Return, by weight storage, the cast bytes that a later run of the layer reused."""
+        """Return the bytes of casts that a later run of the layer reused, by weight storage."""
         return self._nbytes() - later._nbytes()
 
     def _nbytes(self) -> Counter[int]:

@@ -1,4 +1,4 @@
-"""Measure the duration of work, without the time in which other processes used the core."""
+"""Measure the duration of work, excluding the time in which other processes used the CPU core."""
 
 import time
 from collections.abc import Callable
@@ -17,22 +17,22 @@ _SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 
 
 class Clock:
-    """Source of the current time and of durations of work. Tests replace it."""
+    """Measures time and durations of work; tests replace it."""
 
     def __init__(self) -> None:
         self._lead: _Lead | None = None
 
     def now(self) -> float:
-        """Return the seconds of a monotonic clock."""
+        """Return the current time of a monotonic clock in seconds."""
         return time.monotonic()
 
     def timed(self, work: Callable[[], Result], device: Device) -> tuple[Result, float]:
         """Run `work`; return its result and the seconds that it takes.
 
-        On CPUs the time in which this thread waited for a core is subtracted if the system reports
-        it: a long layer never runs undisturbed on a busy machine, however often it is repeated, but
-        a short one does. Waits of other threads of a parallel layer are unknown. On an accelerator
-        the longer of the device time and the host's launch time is returned.
+        On a CPU the time in which this thread waited for a core is subtracted if the system reports
+        it, because a long layer never runs undisturbed on a busy machine, however often it is
+        repeated. Waits of other threads of a parallel layer are unknown. On an accelerator the
+        longer of the device time and the host's launch time is returned.
         """
         if not device.is_accelerator:
             return _timed(work)
@@ -42,10 +42,10 @@ class Clock:
     def ordered(self, work: Callable[[], Result], device: Device) -> tuple[Result, float, float]:
         """Run `work`; return its result, the device seconds, and the host seconds to launch it.
 
-        The host seconds are 0 on a CPU, and if the host had to wait for the device. The device gets
-        filler work first, as it is busy in a step; otherwise it would idle before each of the first
-        kernels. On an H200 a step of GPT-2 medium took 0.357 s; the layer times measured this way
-        add up to 0.357 s, and to 0.62 s without filler work.
+        The host seconds are 0 on a CPU, and if the host had to wait for the device. An accelerator
+        gets filler work first, because it is busy in a step too; otherwise it would idle before
+        each of the first kernels. On an H200 a step of GPT-2 medium took 0.357 s; the layer times
+        measured this way add up to 0.357 s, and to 0.62 s without filler work.
         """
         if not device.is_accelerator:
             return *self.timed(work, device), 0.0
@@ -117,7 +117,7 @@ class _Lead:
         return result, device_s, 0.0
 
     def _measured(self, work: Callable[[], Result]) -> tuple[Result, float, float, bool]:
-        """Run `work`; return its result, both durations, and whether the host finished first."""
+        """Run `work`; return result, device and host seconds, and whether the host ended first."""
         begin, end = self.device.event(timing=True), self.device.event(timing=True)
         begin.record()
         began_s = time.perf_counter()

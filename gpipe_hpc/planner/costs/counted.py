@@ -31,7 +31,7 @@ from gpipe_hpc.planner.costs.walk import Given, Passed, Visit, walk
 
 @dataclass(frozen=True)
 class ModelCount:
-    """Counts of the layers and the loss of a model, its tied parameters and its skip connections.
+    """Counts of a model's layers and loss, its tied parameters and its skip connections.
 
     Attributes:
       loss: None if the loss was not counted.
@@ -57,7 +57,7 @@ class ModelCount:
         return list(self.named_weights(layers).values())
 
     def named_weights(self, layers: Iterable[int]) -> dict[str, Weight]:
-        """Return the parameters of some layers by global name; a tied one has its first name."""
+        """Return the parameters of some layers by global name; tied ones have their first name."""
         tied = {place: tie.name for tie in self.ties for place in tie.places}
         found: dict[str, Weight] = {}
         for index in layers:
@@ -76,7 +76,7 @@ class ModelCount:
         return sum(weight.num_elements for weight in self.weights(range(len(self.layers))))
 
     def carried(self, skip: Skip) -> Crossing:
-        """Return the bytes that a skip connection carries."""
+        """Return the bytes that a skip connection transfers for one micro-batch."""
         place = self.names[skip.source].stashes.index(skip.name)
         return self.layers[skip.source].stashed[place]
 
@@ -92,13 +92,14 @@ def count_model(
     shares_casts: bool = True,
     library_bytes: int = 0,
 ) -> ModelCount:
-    """Count every layer and the loss for a micro-batch with the structure of `inputs`.
+    """Count FLOPs, bytes and parameters of every layer and the loss, on the meta device.
 
-    One layer at a time is built, without allocating memory; equal specs with inputs of equal
+    One layer at a time is built, without allocating memory. Equal specs with inputs of equal
     structure are counted once. Modules passed as built modules are not changed.
 
     Args:
-      inputs, targets: nested tensors, best on the meta device: only their shapes count.
+      inputs, targets: nested tensors of one micro-batch, best on the meta device: only shapes
+        count.
       device_type: ``cpu`` or ``cuda``; selects the kernels that are assumed.
       precision: precision of the forwards.
       shares_casts: whether a weight is cast once per step; False if graphs are offloaded to the
@@ -148,7 +149,7 @@ def _parameter_names(
 
 
 def _is_same_call(one: Layer, other: Layer) -> bool:
-    """Return whether two equal specs have identical (not only equal) arguments."""
+    """Return whether two equal specs have the same argument objects, not only equal ones."""
     if one is other or not (isinstance(one, LayerSpec) and isinstance(other, LayerSpec)):
         return one is other
     pairs = zip(_arguments(one), _arguments(other), strict=True)

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 
 class Peak(NamedTuple):
-    """Peak FLOP/s in 16 bits (bfloat16 or float16) and in float32 without TF32."""
+    """Peak FLOP/s of a GPU in 16 bits (bfloat16 or float16) and in float32 without TF32."""
 
     bits_16: float
     bits_32: float
@@ -30,7 +30,7 @@ _PEAKS: Final[Mapping[tuple[str, ...], Peak]] = MappingProxyType(
 
 
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device in a `train.precision`, or None if it is unknown."""
+    """Return the peak FLOP/s of a device for a value of `train.precision`, or None if unknown."""
     named = set(device_name.replace("-", " ").split())
     for words, peak in _PEAKS.items():
         if named.issuperset(words):

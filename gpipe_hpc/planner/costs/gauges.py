@@ -1,4 +1,4 @@
-"""Sources of the costs of layers: measured by running them, or counted on the meta device."""
+"""Sources of layer costs (gauges): measured by running layers, or counted on the meta device."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ MEASURED_HERE: Final = "layers measured here"
 
 
 class LayerTimes(NamedTuple):
-    """Times of one layer, in seconds or FLOPs.
+    """Times of the passes of one layer, in seconds or FLOPs.
 
     Attributes:
       of_input, of_weight: the two halves of a split backward.
@@ -41,12 +41,12 @@ class LayerTimes(NamedTuple):
     def alike(
         cls, forward: float, backward: float, of_input: float, of_weight: float
     ) -> "LayerTimes":
-        """Return times in which a forward takes equally long with and without a graph."""
+        """Return times in which a forward takes equally long with and without an autograd graph."""
         return cls(forward, backward, of_input, of_weight, forward)
 
 
 class Example(NamedTuple):
-    """One micro-batch and its loss function; only its shapes are used for counting."""
+    """One micro-batch and its loss function; counting uses only their shapes."""
 
     inputs: Any
     targets: Any
@@ -56,14 +56,14 @@ class Example(NamedTuple):
 
 
 class Gauge(Protocol):
-    """Interface to the costs of a model's layers for one micro-batch, computed on first use.
+    """Interface of a source of layer costs for one micro-batch, computed on first use.
 
-    `measure` is the unit of its times: ``time`` for seconds, or ``FLOPs``.
+    `measure` is the unit of the times: ``time`` for seconds, or ``FLOPs``.
     """
 
     @property
     def measure(self) -> str:
-        """Return the unit of `times`."""
+        """Return the unit of `times`: ``time`` (seconds) or ``FLOPs``."""
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -80,7 +80,7 @@ class Gauge(Protocol):
 
 @dataclass(frozen=True)
 class Counted:
-    """Layer costs in FLOPs and bytes, counted on the meta device without running or allocating.
+    """Layer costs in FLOPs and bytes, counted on the meta device without running the model.
 
     `shares_casts`: whether a weight is cast to a lower `precision` once per step.
     """
@@ -119,7 +119,7 @@ class Counted:
 
 
 def work_of(count: ModelCount) -> tuple[Passes, ...]:
-    """Return the work of each layer; the loss is part of the last layer."""
+    """Return the counted work of each layer; the loss is part of the last layer."""
     works = [each.work for each in count.layers]
     if count.loss is not None:
         works[-1] = Passes.together([works[-1], count.loss.work])
@@ -130,8 +130,8 @@ def work_of(count: ModelCount) -> tuple[Passes, ...]:
 class Measured:
     """Layer costs in seconds, measured by running the layers on this device.
 
-    `around` is a context manager factory that is entered while they run; `how` describes the mode
-    of measurement for messages.
+    `around` creates a context manager that is entered while the layers run; `how` describes the
+    measurement mode for messages.
     """
 
     counted: Counted

@@ -24,7 +24,7 @@ class LayerCost:
 
     Attributes:
       forward_s, backward_s: without recomputation.
-      input_s, weight_s: halves of a backward that is split. `input_s` includes the time by which a
+      input_s, weight_s: the two halves of a split backward. `input_s` includes the time by which a
         forward takes longer if its backward will be split.
       bare_forward_s: a forward that saves nothing for the backward.
     """
@@ -57,10 +57,10 @@ def measure_layers(
 ) -> list[LayerCost]:
     """Measure the cost of every layer on one micro-batch, without communication.
 
-    Relative costs are the minimum times, which other load on the machine changes least. But a step
-    is a sum of typical times, 12 to 23 % longer than the minimum on two shared cores. So all costs
-    are multiplied by one factor, the mean ratio of typical to minimum times, without times above
-    1.5 times the minimum.
+    Relative costs are the minimum times, because other load on the machine affects them least. But
+    a step is a sum of typical times, 12 to 23 % longer than the minimum on two shared cores. So all
+    costs are multiplied by one factor, the mean ratio of typical to minimum times, without times
+    above 1.5 times the minimum.
 
     Then consecutive layers are run together as a stage runs them, for up to about 1.5 seconds
     beyond `budget_s`, and all costs are corrected by the difference: on a CPU by at most half down
@@ -75,8 +75,8 @@ def measure_layers(
     measured once. Built modules are copied, and random states are restored.
 
     Args:
-      example_inputs: nested tensors.
-      loss_fn: counts as part of the last layer. Without it the last backward starts from ones.
+      example_inputs: nested tensors of one micro-batch.
+      loss_fn: is measured as part of the last layer. Without it the last backward starts from ones.
 
     Raises ModelError, naming the layer, if a layer fails on the output of the layer before it.
     """
@@ -106,7 +106,7 @@ def _cost(took: Seconds) -> LayerCost:
 
 
 def _typical_to_minimum(subjects: Sequence["_Subject"]) -> float:
-    """Return the mean ratio of typical to minimum times of the layers, at least 1."""
+    """Return the mean ratio of typical to minimum times over all layers, at least 1."""
     least_s = taken_s = 0.0
     for subject in subjects:
         for times_s in zip(*subject.times, strict=True):
@@ -118,7 +118,10 @@ def _typical_to_minimum(subjects: Sequence["_Subject"]) -> float:
 def _later_rounds(
     subjects: Sequence["_Subject"], distinct: Sequence["_Subject"], rounds: int
 ) -> Iterator["_Subject"]:
-    """Yield the subjects to measure after the first round; `subjects` has one entry per layer."""
+    """Yield the layers to measure after the first round, in order.
+
+    `subjects` has one entry per layer, `distinct` one entry for each group of equal layers.
+    """
     for _ in range(rounds - 1):
         yield from distinct
     slack_s = _slack_s(subjects)
@@ -137,7 +140,7 @@ def _first_round(
     loss_fn: LossFunction | None,
     bench: Bench,
 ) -> list["_Subject"]:
-    """Run every layer on the output of the one before; return the subject of each layer."""
+    """Run every layer on the output of the one before; return the measurement of each layer."""
     last = {len(layers) - 1: Loss(loss_fn, targets)} if loss_fn else {}
 
     def visit(each: Visit) -> Passed[_Subject]:
@@ -150,10 +153,10 @@ def _first_round(
 
 @dataclass(eq=False)
 class _Subject:
-    """A layer with its inputs, and its times in each round.
+    """A layer with its inputs, and its measured times in each round.
 
     Attributes:
-      ordered: host seconds to launch each part on an accelerator.
+      ordered: host seconds to launch each pass on an accelerator.
       num_bytes: bytes of weights, inputs and outputs that a step accesses.
     """
 
@@ -165,7 +168,7 @@ class _Subject:
     kept_bytes: int | None = None
 
     def run(self, bench: Bench) -> list[Any]:
-        """Measure the layer for a round; return its output and stashes, detached."""
+        """Measure the layer for a round; return its output and stashed values, detached."""
         # In a separate function, so that the layer is freed before the next one is built.
         with bench.built([self.visit], self.loss) as built:
             if self.kept_bytes is None:
@@ -183,11 +186,14 @@ class _Subject:
 
     @property
     def best(self) -> Seconds:
-        """Return the minimum seconds of each part."""
+        """Return the minimum seconds of each pass."""
         return _least(self.times)
 
     def member(self, times: float) -> Member:
-        """Return the layer for a stretch, with typical times: `times` as long as the minimum."""
+        """Return the layer with typical times, for measuring several layers together.
+
+        `times` is the ratio of typical to minimum times.
+        """
         own = Seconds(*(times * least_s for least_s in self.best))
         host = Seconds(*map(median, zip(*self.ordered, strict=True)))
         # Accessed bytes count twice, as weights and inputs have gradients.
@@ -196,7 +202,7 @@ class _Subject:
     def spread(self, slack_s: float, last: bool = False) -> float:
         """Return the relative gap between the best round and the next best (or the `last`) round.
 
-        Gaps within the tolerance or below `slack_s` count as 0.
+        Gaps within the tolerance or below `slack_s` seconds count as 0.
         """
         worst = 0.0
         for times in zip(*map(_least, self.rounds), strict=True):
@@ -224,7 +230,7 @@ def _slack_s(subjects: Sequence[_Subject]) -> float:
 
 
 def _uncertain(subjects: Sequence[_Subject], distinct: Sequence[_Subject]) -> list[_Subject]:
-    """Return the subjects whose best times were not reproduced in a second round."""
+    """Return the layers whose best times were not reproduced in a second round."""
     slack_s = _slack_s(subjects)
     return [subject for subject in distinct if subject.spread(slack_s) > 0]
 

@@ -1,4 +1,4 @@
-"""Modules on the meta device, with shapes but without values."""
+"""Copy or build modules on the meta device: shapes without values."""
 
 import copy
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ META: Final = torch.device("meta")
 
 
 def meta_layer(layer: Layer, index: int) -> nn.Module:
-    """Build a layer on the meta device; a built module is copied without its values."""
+    """Build a layer on the meta device; an existing module is copied without its values."""
     if isinstance(layer, LayerSpec):
         try:
             return build_abstract(layer, index=index)
@@ -26,9 +26,9 @@ def meta_layer(layer: Layer, index: int) -> nn.Module:
 
 
 def meta_copies(layers: Sequence[Layer]) -> list[Layer]:
-    """Copy built modules to the meta device, keeping parameters that they share shared.
+    """Copy modules to the meta device without values; shared parameters stay shared.
 
-    Raises ModelError for a module that cannot be copied.
+    Specs are returned unchanged. Raises ModelError for a module that cannot be copied.
     """
     memo: dict[int, Any] = {}
     return [

@@ -1,8 +1,8 @@
-"""Transfer times, all-reduce times and gaps between actions in measured steps of a run.
+"""Derive transfer times, all-reduce times and gaps between actions from measured steps.
 
 A run records compute and all-reduces, but not transfers. The duration of a transfer is known if its
 receiver was idle, with the receive posted, when the sender finished the value: it is the time until
-the receiver continued. Other transfers are skipped, since the receiver's delay would be measured
+the receiver continued. Other transfers are skipped, because the receiver's delay would be measured
 and not the link.
 """
 
@@ -23,7 +23,7 @@ _MIN_SIZE_RATIO: Final = 1.5  # minimum ratio of two sizes to distinguish latenc
 
 
 class Took(NamedTuple):
-    """One transfer between world ranks: its bytes and its seconds."""
+    """One transfer between world ranks, with its bytes and seconds."""
 
     source: int
     destination: int
@@ -34,7 +34,7 @@ class Took(NamedTuple):
 class Fitted(NamedTuple):
     """A link fitted to transfers, with the numbers of transfers and of distinct sizes.
 
-    With a single size all time is attributed to bandwidth, as latency cannot be distinguished.
+    With a single size all time is attributed to bandwidth, because latency cannot be distinguished.
     """
 
     link: Link
@@ -47,7 +47,7 @@ Sent = Callable[[Action, Action], float]
 
 
 def gap_s(timelines: Iterable[Timeline]) -> float:
-    """Return the median gap between consecutive actions of a rank that did not wait; 0 without any.
+    """Return the median seconds between consecutive actions of a rank that did not wait; 0 if none.
 
     Only gaps count whose second action had all its inputs before the first one began.
     """
@@ -66,8 +66,9 @@ def transfers(timeline: Timeline, sent: Sent, first_rank: int, action_s: float) 
     """Yield the transfers of a replica whose receiver was already waiting when they began.
 
     Args:
+      sent: returns the bytes sent between two actions.
       first_rank: world rank of the replica's first rank.
-      action_s: normal gap between two actions, which is subtracted.
+      action_s: normal gap between two actions in seconds, which is subtracted.
     """
     flow = DataFlow(timeline)
     for row in _compute(timeline):
@@ -91,9 +92,9 @@ def _compute(timeline: Timeline) -> list[list[Event]]:
 
 
 class Summed(NamedTuple):
-    """One all-reduce of a bucket over world ranks: its bytes and its seconds.
+    """One all-reduce of a gradient bucket over world ranks, with its bytes and seconds.
 
-    The time runs from the last rank's arrival to the last rank's completion.
+    The time starts when the last rank begins and ends when the last rank has finished.
     """
 
     ranks: tuple[int, ...]
@@ -104,11 +105,11 @@ class Summed(NamedTuple):
 def sums(
     replicas: Sequence[Timeline], buckets: Sequence[Sequence[float]], num_stage_ranks: int
 ) -> Iterator[Summed]:
-    """Yield the all-reduces of a step, timed from the moment at which all ranks had begun.
+    """Yield the gradient all-reduces of a step, timed from the moment when all ranks had begun.
 
     All-reduces of a rank run one after another: one issued during an earlier one is timed from the
-    end of that. `replicas` have a common clock; `buckets` are the bucket sizes of each stage in
-    bytes.
+    end of the earlier one. `replicas` have a common clock; `buckets` are the bucket sizes of each
+    stage in bytes.
     """
     found: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
     for replica, timeline in enumerate(replicas):
@@ -134,10 +135,10 @@ def message_of(summed: Summed) -> tuple[float, float]:
 
 
 def both_ways(taken: Iterable[Took]) -> list[tuple[float, float]]:
-    """Return bytes and seconds of transfers between hosts, corrected for their clock offset.
+    """Return (bytes, seconds) of transfers between hosts, corrected for their clock offset.
 
     The offset adds to one direction what it subtracts from the other, so the mean of both
-    directions is correct. Pairs of ranks and sizes seen in one direction only are skipped.
+    directions is correct. Pairs of ranks and sizes observed in one direction only are skipped.
     """
     seen: dict[tuple[int, int, float], list[float]] = defaultdict(list)
     for each in taken:
@@ -186,10 +187,10 @@ def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float | No
 
 
 def pass_of(ranks: Sequence[tuple[int, float, float]]) -> Pass:
-    """Fit the seconds of a pass over parameters to (tensors, elements, seconds) of each rank.
+    """Fit a cost model to (tensors, elements, seconds) of each rank's pass over its parameters.
 
-    Coefficients are never negative. If ranks are too similar to separate the two, only elements
-    count.
+    Coefficients are never negative. If the ranks are too similar to separate the costs per tensor
+    and per element, only the cost per element is fitted.
     """
     held = [each for each in ranks if each[0] and each[1]]
     if not held:

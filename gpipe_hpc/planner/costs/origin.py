@@ -1,4 +1,4 @@
-"""Check that a file of measured times comes from a device like the one of this machine."""
+"""Check that a file of measured times was made on a device like this machine's."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from gpipe_hpc.errors import ConfigError
 def device_warnings(
     setting: str, path: str | Path, kind: str, measured: str, here: str | None, remedy: str
 ) -> list[str]:
-    """Return warnings about the device on which a file was measured.
+    """Return warnings if a file was measured on a device unlike this machine's.
 
     Args:
-      measured: name of that device, empty if the file does not contain it.
+      measured: name of the device in the file, empty if the file does not contain it.
       here: name of this machine's device of the same `kind`, None if it has none. Planning for
         other machines is allowed, with a warning.
 

@@ -1,4 +1,4 @@
-"""Overheads of a step besides its layers on one kind of machine, and the file that stores them."""
+"""Overheads of a step apart from its layers, and the file that stores them."""
 
 import math
 import os
@@ -29,14 +29,14 @@ class Pass(NamedTuple):
     element_s: float = 0.0
 
     def seconds(self, num_tensors: float, num_elements: float) -> float:
-        """Return the seconds of a pass over tensors with a total number of elements."""
+        """Return the seconds of a pass over tensors with a total of `num_elements` elements."""
         if not num_tensors:
             return 0.0
         return self.call_s + num_tensors * self.tensor_s + num_elements * self.element_s
 
 
 class Measured(NamedTuple):
-    """Circumstances of a measurement: device type and name, cores of the host, and settings."""
+    """Conditions of a measurement: device type and name, cores of the host, and settings."""
 
     device: str
     name: str
@@ -47,7 +47,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """Overheads of a step besides its layers, in seconds and bytes; free by default.
+    """Overheads of a step apart from its layers, in seconds and bytes; zero by default.
 
     Attributes:
       action_s: overhead of each compute action.
@@ -56,7 +56,7 @@ class Prices:
       update: optimizer step.
       norm: gradient clipping.
       step_s: constant overhead of a step.
-      measured: circumstances of the measurement, None if nothing was measured.
+      measured: conditions of the measurement, None if nothing was measured.
       process_bytes: memory of a rank besides the tensors that a plan counts. On CPUs: host memory
         of the process. On an accelerator: device memory besides torch's tensors. Files use one key
         for each, see `process_key`.
@@ -103,7 +103,7 @@ def _more(cost: Cost | None, seconds: float) -> Cost | None:
 
 
 def write_prices(path: str | Path, prices: Prices) -> None:
-    """Write prices in the format of `read_prices`, replacing an existing file.
+    """Write the overheads in the format of `read_prices`, replacing an existing file.
 
     Raises ConfigError if the file cannot be written.
     """
@@ -128,12 +128,12 @@ def write_prices(path: str | Path, prices: Prices) -> None:
 
 
 def process_key(device: str) -> str:
-    """Return the file key of `process_bytes` for a type of device."""
+    """Return the name of `process_bytes` in files, which depends on the type of device."""
     return "host_process_bytes" if device == "cpu" else "device_process_bytes"
 
 
 def prices_content(prices: Prices, device: str) -> dict[str, Any]:
-    """Return the content of a prices file, without the circumstances of the measurement."""
+    """Return the content of a file of overheads, without the conditions of the measurement."""
     return {
         "action_s": prices.action_s,
         "step_s": prices.step_s,
@@ -151,7 +151,7 @@ def link_content(link: Link) -> dict[str, float]:
 
 
 def read_prices(path: str | Path) -> Prices:
-    """Read a prices file; raise ConfigError, naming file and key, if it is invalid."""
+    """Read a file of step overheads; raise ConfigError, naming file and key, if it is invalid."""
     try:
         read = read_yaml(path)
     except (OSError, ValueError) as error:
@@ -187,10 +187,10 @@ def check_prices(
     precision: str,
     optimizer: str,
 ) -> list[str]:
-    """Check that prices fit this device and these settings; return warnings.
+    """Check that measured overheads fit this device and these settings; return warnings.
 
     `name` is the name of this machine's device of that type, None if it has none. Raises
-    ConfigError.
+    ConfigError if the overheads must not be used.
     """
     known = prices.measured
     assert known is not None, "prices that were read were measured"
@@ -215,14 +215,14 @@ class Reader:
         self._where, self._remedy = where, remedy
 
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
-        """Raise ConfigError for one key."""
+        """Raise ConfigError that names the key, the expected value and the value found."""
         raise ConfigError(
             f"{self._where}: {key or 'top level'}, expected {expected}, got {got!r:.200}; "
             f"{self._remedy}"
         )
 
     def prices(self, value: object, key: str, measured: Measured, process: str) -> Prices:
-        """Parse prices; `process` is the key of process_bytes, see `process_key`."""
+        """Parse step overheads; `process` is the key of process_bytes, see `process_key`."""
         found, at = self.keys(value, key, process, *_PARTS), f"{key}." if key else ""
         return Prices(
             self.seconds(found["action_s"], f"{at}action_s"),
@@ -236,11 +236,11 @@ class Reader:
         )
 
     def cores(self, value: object, key: str) -> int:
-        """Return a number of cores."""
+        """Return a number of cores, which must be at least 1."""
         return self.number(value, key, 1)
 
     def keys(self, value: object, key: str, *names: str) -> Mapping[str, Any]:
-        """Return a mapping that has exactly these keys."""
+        """Return a mapping after checking that it has exactly these keys."""
         if not isinstance(value, Mapping) or set(value) != set(names):
             got = ", ".join(map(str, value)) if isinstance(value, Mapping) else value
             self.refuse(key, f"the keys {', '.join(names)}", got)
@@ -253,7 +253,7 @@ class Reader:
         return value
 
     def seconds(self, value: object, key: str) -> float:
-        """Return a nonnegative finite number of seconds."""
+        """Return a number of seconds, which must be nonnegative and finite."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "a number of seconds", value)
         if not 0 <= value < math.inf:
@@ -261,7 +261,7 @@ class Reader:
         return float(value)
 
     def link(self, value: object, key: str) -> Link:
-        """Parse a link."""
+        """Parse a link, given as latency in seconds and bandwidth in bytes/s."""
         found = self.keys(value, key, *_LINK)
         bandwidth = found[_LINK[1]]
         if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float):
@@ -271,6 +271,6 @@ class Reader:
         return Link(self.seconds(found[_LINK[0]], f"{key}.{_LINK[0]}"), float(bandwidth))
 
     def over(self, value: object, key: str) -> Pass:
-        """Parse a pass over parameters."""
+        """Parse the cost of a pass over parameters."""
         found = self.keys(value, key, *Pass._fields)
         return Pass(*(self.seconds(found[name], f"{key}.{name}") for name in Pass._fields))

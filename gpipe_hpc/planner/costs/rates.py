@@ -1,4 +1,4 @@
-"""Rates at which a device does each kind of work: given, or measured in a fraction of a second."""
+"""Speed of a device for each kind of operation: given, or measured in a fraction of a second."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class Rates:
 
     @classmethod
     def alike(cls, flops_per_s: float, bytes_per_s: float | None = None) -> "Rates":
-        """Return equal rates for all kinds of FLOPs."""
+        """Return rates with the same FLOP/s for matrix products, convolutions and attention."""
         return cls(flops_per_s, flops_per_s, flops_per_s, bytes_per_s or inf)
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds that work takes."""
+        """Return the seconds that the given FLOPs and bytes take."""
         return (
             work.products / self.products
             + work.convolutions / self.convolutions
@@ -43,7 +43,7 @@ class Rates:
         )
 
     def text(self) -> str:
-        """Describe the rates in words."""
+        """Describe the rates as text."""
         described = f"{flops_text(self.products)}/s a rank"
         if len({self.products, self.convolutions, self.attention}) > 1:
             described += (
@@ -62,7 +62,7 @@ _COPIED: Final = 2**26  # bytes
 
 @dataclass(frozen=True)
 class _Probe:
-    """Shapes of the probe workloads, similar to layers of models that a device can train."""
+    """Sizes of the operations that are measured, similar to layers that a device can train."""
 
     rows: int
     width: int
@@ -77,11 +77,12 @@ _OF_ACCELERATORS: Final = _Probe(8192, 2048, 64, 16, 1024, 2**26)
 
 
 def measured_rates(device: Device, precision: str, clock: Clock | None = None) -> Rates:
-    """Measure the rates of a device for forward and backward of each kind of work.
+    """Measure the speed of a device for forward and backward of each kind of operation.
 
     Matrix products: a linear layer that widens by four. Convolutions: 3 x 3 over 64 channels of 28
     x 28 images. Attention: causal, four heads of 64. Others: a GELU, a normalisation and an
-    addition. The rate is the median of several repeats without the first. Draws no random numbers.
+    addition. The result is the median of several repetitions without the first. Uses no random
+    numbers.
     """
     clock, probe = clock or Clock(), _OF_ACCELERATORS if device.is_accelerator else _OF_CPUS
     rates = {}
@@ -115,7 +116,7 @@ def _median_s(work: Callable[[], None], device: Device, clock: Clock) -> float:
 
 
 def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:
-    """Return a workload of each kind, by the field names of `Work` and `Rates`."""
+    """Return a function to run for each kind of operation, by field of `Work` and `Rates`."""
     rows, matrix = (
         _ramp(device, probe.rows, probe.width),
         _ramp(device, 4 * probe.width, probe.width),

@@ -1,4 +1,4 @@
-"""Relative speeds of ranks: each rank times the same small workload."""
+"""Relative speeds of ranks: each rank measures the same small computation."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -26,8 +26,8 @@ _LIMIT_S: Final = 2.0
 def seconds_of_work(device: Device, precision: str, clock: Clock | None = None) -> float:
     """Measure the seconds of a device for one transformer MLP block, forward and backward.
 
-    Two matrix products, a GELU and a normalisation; the minimum of several repeats without the
-    first. Draws no random numbers.
+    The block has two matrix products, a GELU and a normalisation. The result is the minimum of
+    several repetitions without the first. Uses no random numbers.
     """
     clock = clock or Clock()
     rows = _ROWS_OF_ACCELERATORS if device.is_accelerator else _ROWS
@@ -58,7 +58,7 @@ def _ramp(device: Device, rows: int, columns: int) -> torch.Tensor:
 def paces_of_times(times: Sequence[float]) -> tuple[float, ...]:
     """Return the slowdown of each rank relative to the fastest, from the seconds of each.
 
-    Ranks within `ALIKE_WITHIN` of the fastest of their group get one slowdown, that of their
+    Ranks within `ALIKE_WITHIN` of the fastest of their group get one slowdown, that of the group's
     median, rounded to tenths, so that equal ranks stay equal despite noise.
     """
     found = [1.0] * len(times)
@@ -85,9 +85,9 @@ def _groups(times: Sequence[float]) -> Iterator[list[int]]:
 
 
 def confirms(measured: Sequence[float], known: Sequence[float]) -> bool:
-    """Return whether measured relative speeds of ranks agree with the known ones.
+    """Return whether the measured relative speeds of ranks agree with the known ones.
 
-    Each sequence may have any common factor.
+    Each sequence may be scaled by any common factor.
     """
     if len(measured) != len(known):
         return False
@@ -96,7 +96,7 @@ def confirms(measured: Sequence[float], known: Sequence[float]) -> bool:
 
 
 def paces_text(paces: Sequence[float]) -> str:
-    """Describe slowdowns: ``ranks 0-3: 1, rank 4: 2.5 times as long as the fastest``."""
+    """Describe slowdowns, as ``ranks 0-3: 1, rank 4: 2.5 times as long as the fastest``."""
     fastest = min(paces)
     if max(paces) == fastest:
         return f"all {len(paces)} ranks count as equally fast"

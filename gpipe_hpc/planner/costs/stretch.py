@@ -19,12 +19,12 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 @dataclass(frozen=True)
 class Member:
-    """A layer that may be part of a measured stretch.
+    """A layer with its times alone, which may be measured together with its neighbours.
 
     Attributes:
-      own: device seconds of its parts when measured alone.
-      host: host seconds to launch them.
-      num_bytes: device memory while a stage trains it on one micro-batch.
+      own: device seconds of its passes when measured alone.
+      host: host seconds to launch these passes.
+      num_bytes: device memory while a stage trains the layer on one micro-batch.
     """
 
     visit: Visit
@@ -35,12 +35,12 @@ class Member:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of its forward and backward."""
+        """Return the device seconds of the layer's forward and backward."""
         return self.own.forward + self.own.backward
 
 
 class Part(NamedTuple):
-    """Correction from the time of a layer alone to its time in a stage.
+    """Correction from the time of a pass alone to its time in a stage.
 
     Attributes:
       times: factor on the device time.
@@ -53,19 +53,19 @@ class Part(NamedTuple):
     host: float = 0.0
 
     def seconds(self, own_s: float, host_s: float) -> float:
-        """Return the seconds in a stage, given device and host seconds of the layer alone."""
+        """Return the corrected seconds, given device and host seconds of the layer alone."""
         return max(self.times * own_s - min(self.saved_s, own_s / 2), self.host * host_s)
 
 
 class InStage(NamedTuple):
-    """Corrections for a forward, for a backward or one of its halves, and for a bare forward."""
+    """Corrections for a forward, a backward or its halves, and a forward without a graph."""
 
     forward: Part = Part()
     backward: Part = Part()
     bare: Part = Part()
 
     def seconds(self, own: Seconds, host: Seconds) -> Seconds:
-        """Return the corrected seconds of each part of a layer."""
+        """Return the corrected seconds of each pass of a layer."""
         parts = (self.forward, *[self.backward] * 3, self.bare, self.forward)
         pairs = zip(parts, own, host, strict=True)
         return Seconds(*(part.seconds(own_s, host_s) for part, own_s, host_s in pairs))
@@ -87,9 +87,10 @@ _HALVINGS: Final = 40
 
 
 def in_stage(members: Sequence[Member], bench: Bench) -> InStage:
-    """Measure the corrections for layers in a stage on the longest stretch that fits.
+    """Measure how much faster layers run in a stage than alone, on consecutive layers.
 
-    Returns `UNKNOWN` if the layers fail when run together; the pipeline will report the error.
+    As many consecutive layers are run together as the limits of time and memory allow. Returns
+    `UNKNOWN` if they fail when run together; the pipeline will report the error.
     """
     chosen = _stretch(members, bench)
     if len(chosen) < (1 if bench.device.is_accelerator else 2):
@@ -145,7 +146,7 @@ def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
 
 
 def _part(together_s: float, alone: Sequence[PassSeconds]) -> Part:
-    """Return the correction that explains the time of layers run together.
+    """Return the correction with which the times of single layers add up to the time together.
 
     On a CPU there is no host time; it is also unknown if layers make the host wait.
     """
@@ -163,9 +164,9 @@ def _part(together_s: float, alone: Sequence[PassSeconds]) -> Part:
 def _explaining(
     together_s: float, alone: Sequence[PassSeconds], made: Callable[[float], Part], most: float
 ) -> Part:
-    """Return, of the corrections made from numbers up to `most`, the one that explains the time.
+    """Return the correction, made from a number up to `most`, that yields the time together.
 
-    Bisection: the total time grows with the number.
+    Found by bisection, as the corrected total time grows with the number.
     """
     low, high = 0.0, most
     for _ in range(_HALVINGS):

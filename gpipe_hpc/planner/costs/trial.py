@@ -1,8 +1,8 @@
 """Count the cost of one layer by running it on the meta device.
 
-Its operations are counted by kind, see `Work`. Activation bytes are those of the storages that
-autograd saves in eager mode, without parameters, buffers and the casts that autocast caches for a
-whole step.
+Operations are counted by kind, see `Work`. Activation bytes are those of the storages that autograd
+saves in eager mode, without parameters, buffers and the casts that autocast caches for a whole
+step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ _FIT_LOSS: Final = (
 
 
 class Weight(NamedTuple):
-    """A parameter of a layer, by its name within the layer.
+    """A parameter of a layer; `name` is its name within the layer.
 
     `cast_bytes`: size of its low-precision copy that all micro-batches of a step share.
     """
@@ -51,7 +51,7 @@ class Weight(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Bytes that cross a stage boundary for one micro-batch, tensor by tensor.
+    """Bytes of each tensor that crosses a stage boundary for one micro-batch, and of its gradient.
 
     `gradients`: bytes of the returned gradient of each tensor, 0 if it has none.
     """
@@ -60,7 +60,7 @@ class Crossing(NamedTuple):
     gradients: tuple[int, ...]
 
     def joined(self, others: Iterable["Crossing"]) -> "Crossing":
-        """Return the concatenation with other crossings at the same boundary."""
+        """Return the concatenation with other transfers over the same boundary."""
         every = [self, *others]
         return Crossing(
             tuple(nbytes for each in every for nbytes in each.tensors),
@@ -76,10 +76,10 @@ class Kept(NamedTuple):
 
     Attributes:
       inside: bytes of saved storages without a slot.
-      slots: the saved slots.
+      slots: the slots of saved storages.
       sizes: bytes of every slot.
       outputs: slot of each output tensor.
-      stashes: slots of each stash.
+      stashes: slots of each stashed value.
     """
 
     inside: int
@@ -95,7 +95,7 @@ class LayerCount:
 
     Attributes:
       weights: parameters and their casts, shared by all micro-batches.
-      work: operations of its passes by kind.
+      work: FLOPs and bytes of the forward and backward by kind of operation.
       stashed: bytes of each stashed value.
       state_bytes: bytes of buffers that a forward changes; each micro-batch has its own copy.
       workspace: temporary memory while the layer runs.
@@ -146,7 +146,7 @@ class LayerCount:
 
     @property
     def output_bytes(self) -> int:
-        """Return the bytes of the output, which cross a boundary placed after the layer."""
+        """Return the bytes of the output, which are sent if the layer ends a stage."""
         return sum(self.output.tensors)
 
 
@@ -168,7 +168,7 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Trial:
-    """One layer on the meta device and the micro-batch for which it is counted.
+    """One layer on the meta device, and the micro-batch on which its costs are counted.
 
     `shares_casts`: whether all micro-batches of a step share one copy of a weight in `precision`.
     """
@@ -182,7 +182,7 @@ class Trial:
     shares_casts: bool = True
 
     def count(self, name: str) -> Passed[LayerCount]:
-        """Return the layer's cost, and its output and stashes as shapes without values."""
+        """Return the layer's cost, and its output and stashed values as meta tensors."""
         with _counting_device(self.precision, self.module, self.given) as leaves:
             # Clones, because a layer may work in place, which autograd forbids on leaves.
             first, given, again = (Given(*map_tensors(torch.clone, leaves)) for _ in range(3))
@@ -229,14 +229,14 @@ class Trial:
         return keeping_casts(self.precision, HostDevice()) if self.shares_casts else nullcontext()
 
     def _forward(self, given: Given) -> list[Any]:
-        """Run the layer; return output and stashes."""
+        """Run the layer; return its output and stashed values."""
         stashed = dict(zip(self.names.pops, given.popped, strict=True))
         with casting(self.precision, HostDevice(), shared=self.shares_casts):
             output = run_layer(self.module, self.names, given.value, stashed, self.where)
         return [output, *(stashed[name] for name in self.names.stashes)]
 
     def _run(self, given: Given, wanted: list[Tensor]) -> tuple[list[Any], dict[int, int], Passes]:
-        """Return output and stashes, bytes of saved storages, and the work of all passes."""
+        """Run forward and backward; return results, saved bytes by storage, and the work."""
         saved: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class Trial:
 
 
 def _error_and_remedy(error: Exception, otherwise: str) -> str:
-    """Return the first line of an error and a remedy; messages of gpipe_hpc are unchanged."""
+    """Return the first line of an error with a remedy; errors of gpipe_hpc are not changed."""
     if isinstance(error, GpipeError):
         return str(error)
     shown = str(error).strip().splitlines() or [""]
@@ -315,7 +315,7 @@ def _counting_device(precision: str, module: nn.Module, given: Given) -> Iterato
 
 
 def _buffer_dicts(module: nn.Module) -> list[Home]:
-    """Return the buffer dictionaries of submodules that a forward may change, without BatchNorm."""
+    """Return the buffer dicts of submodules that a forward may change, without BatchNorm."""
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     parts = module.modules()
     return [part._buffers for part in parts if type(part) not in plain and part._buffers]
@@ -373,7 +373,7 @@ def crossing(nest: Any) -> Crossing:
 
 
 def forgotten(nest: Any) -> Any:
-    """Return a nested value of the same structure with each tensor a leaf on the meta device."""
+    """Return a nested value with each tensor replaced by a leaf on the meta device."""
     return map_tensors(fresh, nest)
 
 
@@ -384,7 +384,7 @@ def fresh(tensor: Tensor) -> Tensor:
 
 
 def _can_split(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) -> bool:
-    """Run the backward for the inputs alone; return whether the layer supports that.
+    """Return whether the layer supports a backward for the inputs alone, by running one.
 
     A reentrant `torch.utils.checkpoint` does not: its backward cannot be split.
     """

@@ -1,4 +1,4 @@
-"""Traverse the layers of a model in order, passing each its inputs."""
+"""Run through the layers of a model in order, giving each the outputs of earlier layers."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Given(NamedTuple):
-    """Input of a layer: a nested value, and one for each skip connection that ends at the layer."""
+    """Inputs of a layer: a nested value, and the values of skip connections that end there."""
 
     value: Any
     popped: tuple[Any, ...] = ()
@@ -21,7 +21,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Visit:
-    """A layer with its inputs."""
+    """A layer with its index and inputs, as passed to the `visit` function of `walk`."""
 
     layer: Layer
     index: int
@@ -30,13 +30,13 @@ class Visit:
 
     @property
     def where(self) -> str:
-        """Return the layer's name for messages."""
+        """Return the layer's name for messages, such as ``layers.3 (Linear)``."""
         return f"layers.{self.index} ({layer_name(self.layer)})"
 
 
 @dataclass(frozen=True)
 class Passed(Generic[T]):
-    """The result of visiting a layer, and its output and stashes for later layers."""
+    """Result of visiting a layer, with its output and stashed values for later layers."""
 
     found: T
     output: Any
@@ -50,7 +50,7 @@ def walk(
     *,
     alone: Collection[int] = (),
 ) -> tuple[list[T], Any]:
-    """Visit the layers in order with the outputs of earlier ones; return results and last output.
+    """Call `visit` for each layer with the outputs of earlier ones; return results and last output.
 
     Equal specs with inputs of equal structure are visited once, except the indices in `alone`.
     Raises ModelError for invalid skip connections.
@@ -77,7 +77,7 @@ def walk(
 
 
 def structure(nest: Any) -> Hashable:
-    """Return a hashable key of shapes and types, which decide the cost of running on a value."""
+    """Return a hashable key of a nested value, from its tensors' shapes, strides and dtypes."""
     leaves, tree = flatten(nest)
     described = tuple(
         (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)

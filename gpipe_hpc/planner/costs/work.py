@@ -1,4 +1,4 @@
-"""Count operations by what limits their speed: FLOPs for matrix products, bytes for others.
+"""Count operations by the resource that limits them: FLOPs, or bytes read and written.
 
 FLOPs are those of matrix products, convolutions and attention, two per multiply-add. All other
 operations are counted by the bytes that they read and write.
@@ -31,17 +31,17 @@ class Work(NamedTuple):
         return self.products + self.convolutions + self.attention
 
     def without(self, other: "Work") -> "Work":
-        """Return the difference to other work, at least 0 for each kind."""
+        """Return the work left after subtracting `other`, at least 0 for each kind."""
         return Work(*(max(0, own - less) for own, less in zip(self, other, strict=True)))
 
     @classmethod
     def together(cls, works: Iterable["Work"]) -> "Work":
-        """Return the sum of several works."""
+        """Return the sum of several `Work` counts."""
         return cls(*map(sum, zip(cls(), *works, strict=True)))
 
 
 class Passes(NamedTuple):
-    """The work of a forward, of a backward, and of the backward for the input gradient alone."""
+    """Work of a forward, of a backward, and of the backward for the input gradient alone."""
 
     forward: Work = Work()
     backward: Work = Work()
@@ -54,7 +54,7 @@ class Passes(NamedTuple):
 
     @classmethod
     def together(cls, passes: Sequence["Passes"]) -> "Passes":
-        """Return the sum of several passes."""
+        """Return the sum of the counts of several layers, pass by pass."""
         return cls(*map(Work.together, zip(*passes, strict=True)))
 
 
@@ -65,10 +65,10 @@ _READS_ROWS: Final = frozenset({"embedding", "index_select", "gather", "index"})
 
 
 class WorkCounter:
-    """Context manager that counts the work of all operations run within it."""
+    """Context manager that counts FLOPs and moved bytes of all operations in its block."""
 
     def __init__(self) -> None:
-        """Start with no work."""
+        """Create a counter at zero."""
         self._modes = ExitStack()
         self._flops = FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS))
         self._moved = _BytesMoved(self._flops.flop_registry)
@@ -87,7 +87,7 @@ class WorkCounter:
         self._modes.__exit__(kind, error, trace)
 
     def so_far(self) -> Work:
-        """Return the work since the block began."""
+        """Return the work counted since the block began."""
         by_kind = {"products": 0, "convolutions": 0, "attention": 0}
         for operator, flops in self._flops.get_flop_counts().get("Global", {}).items():
             by_kind[_kind(_name(operator))] += flops
@@ -106,9 +106,9 @@ def _kind(name: str) -> str:
 
 
 class _BytesMoved(TorchDispatchMode):
-    """Dispatch mode that adds up bytes read and written by operations without counted FLOPs.
+    """Dispatch mode that adds up the bytes read and written by operations without counted FLOPs.
 
-    Views move nothing.
+    Views move no bytes.
     """
 
     def __init__(self, counted: Mapping[Any, object]) -> None:

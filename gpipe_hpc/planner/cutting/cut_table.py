@@ -18,7 +18,7 @@ def cut_table(
     paces: Sequence[float] = (),
     pins: Pins = (),
 ) -> str:
-    """Format a cut as a text table of stages: rank, layers, parameters and share.
+    """Format a partition as a text table with one row per stage: ranks, layers, parameters, share.
 
     The last line contains the totals and the excess of the most expensive stage over the mean, or
     of the busiest rank if ranks share the micro-batches of a stage.
@@ -31,7 +31,7 @@ def cut_table(
       paces: slowdown of each stage on slow ranks, which counts in its share.
       pins: pinned layers, listed below the table.
 
-    Raises PartitionError if the cut does not contain all layers.
+    Raises PartitionError if the partition does not contain all layers.
     """
     if sum(counts) != len(layers):
         raise PartitionError(

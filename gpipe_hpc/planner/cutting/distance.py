@@ -1,9 +1,9 @@
-"""Bound how far the most loaded rank of a cut is from that of the best cut.
+"""Bound how much more work the most loaded rank has than with the best partition.
 
-If each rank holds one stage, the best cut is known. If ranks hold several stages (looped, V-shaped
-or mirrored placements), a lower bound is computed by letting each layer run on any rank that holds
-a stage it may belong to. Memory limits are ignored, which only lowers the bound. Only cuts without
-empty stages are compared.
+If each rank holds one stage, the best partition is known. If ranks hold several stages (looped,
+V-shaped or mirrored placements), a lower bound is computed by letting each layer run on any rank
+that holds a stage to which it may belong. Memory limits are ignored, which only lowers the bound.
+Only partitions without empty stages are compared.
 """
 
 from bisect import bisect_right
@@ -18,16 +18,16 @@ from gpipe_hpc.schedule import Placement
 
 
 class Distance(NamedTuple):
-    """Excess of a cut's most loaded rank over the smallest possible load, as a share of that.
+    """Excess of the most loaded rank over the smallest possible load, as a share of that load.
 
-    `is_exact`: some cut reaches the smallest load; otherwise it is a lower bound.
+    `is_exact`: some partition reaches the smallest load; otherwise that load is a lower bound.
     """
 
     share: float
     is_exact: bool
 
     def cell(self) -> str:
-        """Format for a table cell."""
+        """Format the excess for a table cell, such as ``<= 1.5 %``."""
         return f"{'' if self.is_exact or self.is_none else '<= '}{100 * self.share:.1f} %"
 
     @property
@@ -36,7 +36,7 @@ class Distance(NamedTuple):
         return self.share < 5e-4
 
     def text(self) -> str:
-        """Format as one sentence."""
+        """Format the excess as one sentence."""
         if self.is_none:
             return "no cut gives the most loaded rank less work"
         most = "" if self.is_exact else "at most "
@@ -47,7 +47,7 @@ class Distance(NamedTuple):
 
 
 def distance(partition: Partition, placement: Placement, costs: Sequence[float]) -> Distance | None:
-    """Return the distance of a cut from the best one with the same pins, for given layer costs.
+    """Return how far a partition is from the best one with the same pins, for given layer costs.
 
     Returns None if all costs are 0, or if there are more stages than layers.
     """
@@ -68,7 +68,7 @@ def distance(partition: Partition, placement: Placement, costs: Sequence[float])
 
 
 def _busiest(partition: Partition, costs: Sequence[float]) -> float:
-    """Return the load of the busiest rank if each rank holds one stage."""
+    """Return the load of the busiest rank if no rank holds several stages."""
     ones = [1] * len(partition.counts)
     copies, paces = partition.copies or ones, partition.stage_paces or ones
     amounts = _of_stages(partition.counts, costs)
@@ -78,7 +78,7 @@ def _busiest(partition: Partition, costs: Sequence[float]) -> float:
 def fullest(
     counts: Sequence[int], placement: Placement, costs: Sequence[float], paces: Sequence[float]
 ) -> float:
-    """Return the load of the most loaded rank; ranks that hold a stage share it evenly."""
+    """Return the load of the most loaded rank; the ranks of a stage share its work evenly."""
     amounts = _of_stages(counts, costs)
     return max(
         paces[rank] * sum(amounts[s] / len(placement.holders(s)) for s in placement.stages_of(rank))
@@ -94,12 +94,12 @@ def _of_stages(counts: Sequence[int], costs: Sequence[float]) -> list[float]:
 def least_of_fullest(
     costs: Sequence[float], placement: Placement, paces: Sequence[float], pins: Pins = ()
 ) -> float:
-    """Return a lower bound of the most loaded rank's work over all cuts that respect the pins.
+    """Return a lower bound of the most loaded rank's work over all partitions within the pins.
 
-    `paces` are slowdowns of ranks. With `EndRanges`, each layer is on one of a range of stages in
-    each such cut. So layers that only some ranks may hold are work of these ranks alone, which
-    `_least_of_some` bounds, and the best of a layer's stages gives its ranks at least the load of
-    `_least_with`.
+    `paces` are slowdowns of ranks. By `EndRanges`, each layer is on one of a range of stages in
+    every such partition. So layers that only some ranks may hold are work of these ranks alone,
+    which `_least_of_some` bounds; and the best of a layer's stages gives its ranks at least the
+    load of `_least_with`.
     """
     ends = EndRanges.where(pins, len(costs), placement.num_stages)
     spans = [
@@ -125,8 +125,9 @@ def _least_with(
     """Return the largest lower bound that any single layer implies for the most loaded rank.
 
     A stage contains all layers between its latest start and its earliest end, and one layer placed
-    on it. Each other stage of a rank contains the layers between those two, or at least its
-    cheapest possible layer, as no stage is empty. Ranks that hold a stage share it evenly.
+    on it. Each other stage of a rank contains the layers between its own latest start and earliest
+    end, or at least its cheapest possible layer, because no stage is empty. The ranks of a stage
+    share it evenly.
     """
     low, high = ends
     prefix = [0.0, *accumulate(costs)]
@@ -154,7 +155,7 @@ def _least_with(
 def _groups(
     placement: Placement, spans: Sequence[range], pins: Pins
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Yield sets of layers that only some ranks may hold, holders per stage, and those ranks.
+    """Yield sets of layers that only some ranks may hold, with holders per stage, and those ranks.
 
     `spans` are the stages that each layer may be on. The sets belong to all ranks, and to the ranks
     of stages between two pinned ones.
@@ -180,10 +181,10 @@ def _groups(
 
 
 def _least_of_some(costs: Sequence[float], holders: Sequence[int], paces: Sequence[float]) -> float:
-    """Return a lower bound of the most loaded rank's work on layers that only some ranks may hold.
+    """Return a lower bound of the most loaded rank's work on layers that only these ranks may hold.
 
-    It is the larger of total work divided by total speed, and a bound from the most expensive
-    layers: of more layers than ranks, some rank has several. `holders`: ranks per stage.
+    It is the larger of two bounds: total work divided by total speed, and one from the most
+    expensive layers (of more layers than ranks, some rank has several). `holders`: ranks per stage.
     """
     most = max(holders)
     even = sum(costs) / sum(1 / pace for pace in paces)
@@ -195,7 +196,7 @@ def _least_of_some(costs: Sequence[float], holders: Sequence[int], paces: Sequen
 
 
 def _least_of_parts(parts: Sequence[float], paces: Sequence[float]) -> float:
-    """Return a lower bound of the largest load when parts (descending) may go to any rank."""
+    """Return a lower bound of the largest load if parts (descending) may go to any rank."""
     if len(set(paces)) == 1:
         # Of the m K + 1 largest parts, one of K ranks has m + 1, at least the smallest of them.
         steps = range(0, (len(parts) - 1) // len(paces) + 1)

@@ -1,6 +1,6 @@
 """Optimal partition of a sequence of layers into contiguous stages.
 
-Every function returns the number of layers of each stage, in order. Legend: n layers, K stages;
+Every function returns the number of layers of each stage, in order. Notation: n layers, K stages;
 ``prefix[j]`` is the cost of the first j layers, so layers i..j-1 cost prefix[j] - prefix[i].
 """
 
@@ -16,7 +16,7 @@ from gpipe_hpc.planner.cutting.pins import EndRanges, Pins
 def minimax(
     costs: Sequence[float], stages: int, *, allow_empty: bool = False, pins: Pins = ()
 ) -> list[int]:
-    """Return the cut that minimizes the cost of the most expensive stage.
+    """Return the partition that minimizes the cost of the most expensive stage.
 
     Exact for floats too: costs are scaled to integers, so no sum is rounded. Ties are broken by the
     smallest sum of squared stage costs, then of squared layer counts, then fewer layers in earlier
@@ -27,7 +27,8 @@ def minimax(
       allow_empty: allow more stages than layers; then the last stages are empty.
       pins: layers that must be on given stages.
 
-    Raises PartitionError for invalid costs, more stages than layers, or pins that no cut satisfies.
+    Raises PartitionError for invalid costs, more stages than layers, or pins that no partition
+    satisfies.
     """
     _check_sizes(len(costs), stages, allow_empty)
     used = min(stages, len(costs))
@@ -38,14 +39,14 @@ def minimax(
 
 
 def uniform(num_layers: int, stages: int, *, allow_empty: bool = False) -> list[int]:
-    """Return a cut whose stages differ by at most one layer, the smaller stages first."""
+    """Return a partition whose stages differ by at most one layer, the smaller stages first."""
     return minimax([1] * num_layers, stages, allow_empty=allow_empty)
 
 
 def by_hand(
     counts: Sequence[int], num_layers: int, stages: int, *, allow_empty: bool = False
 ) -> list[int]:
-    """Check a cut given as numbers of layers against the model, and return it.
+    """Check a partition given by the user as numbers of layers, and return it.
 
     Raises PartitionError for a wrong number of stages or a wrong sum, for negative numbers, and for
     empty stages without `allow_empty`.
@@ -85,7 +86,7 @@ def _check_sizes(num_layers: int, stages: int, allow_empty: bool) -> None:
 
 
 def integers(costs: Sequence[float]) -> list[int]:
-    """Scale costs to integers by one common power of two (floats are dyadic rationals)."""
+    """Scale costs exactly to integers, by one common power of two."""
     ratios = []
     for index, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
@@ -99,7 +100,10 @@ def integers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_bottleneck(prefix: list[int], ends: EndRanges) -> int:
-    """Return the smallest stage cost limit for which some cut with allowed ends exists."""
+    """Return the smallest limit of the stage cost for which some partition exists.
+
+    `ends` are the allowed ends of stages.
+    """
     stages = len(ends.low) - 1
     low = max((b - a for a, b in pairwise(prefix)), default=0)
     low, high = max(low, -(-prefix[-1] // max(stages, 1))), prefix[-1]
@@ -114,7 +118,7 @@ def _least_bottleneck(prefix: list[int], ends: EndRanges) -> int:
 
 
 def _furthest(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
-    """Return how many layers the first 0, 1, ... stages can hold at most under the limit."""
+    """Return the most layers that the first 0, 1, ... stages can hold within the limit."""
     reach = [0]
     for most in ends.high[1:]:
         reach.append(min(most, bisect_right(prefix, prefix[reach[-1]] + limit) - 1))
@@ -122,7 +126,7 @@ def _furthest(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
 
 
 def _earliest(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
-    """Return how many layers must precede stage k = 0, 1, ... so that the rest still fits."""
+    """Return the fewest layers before stage 0, 1, ... with which the remaining layers fit."""
     start = [len(prefix) - 1]
     for least in ends.low[-2::-1]:
         start.append(max(least, bisect_left(prefix, prefix[start[-1]] - limit)))
@@ -130,11 +134,11 @@ def _earliest(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
 
 
 def _most_even(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
-    """Return the cut with the smallest sum of squares among those within the limit.
+    """Return the partition with the smallest sum of squares among those within the limit.
 
     Dynamic programming over the ends of stages. The price of a stage satisfies the quadrangle
-    inequality (also with the limit as an infinite price), so the best start of a stage moves right
-    with its end, and each stage's row is solved by divide and conquer in O(K n log n) total.
+    inequality (also with the limit as an infinite price), so the best start of a stage increases
+    with its end, and each stage is solved by divide and conquer in O(K n log n) total.
     """
     num_layers = len(prefix) - 1
     furthest, earliest = _furthest(prefix, ends, limit), _earliest(prefix, ends, limit)
@@ -153,7 +157,7 @@ def _most_even(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
 def _solve_row(
     prefix: list[int], limit: int, weight: int, before: dict[int, int], low: int, high: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, for each end low..high of a stage, the smallest price and the start that gives it.
+    """Return, for each end low..high of a stage, the smallest price and its best start.
 
     `before` maps the end of the previous stage to the smallest price of all earlier stages.
     """

@@ -1,4 +1,4 @@
-"""The partition of a model into stages, with the costs and settings that it was made from."""
+"""The partition of a model into stages, with the costs and settings from which it was made."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -17,21 +17,21 @@ POLICIES = ("parameters", "uniform", BY_TIME, SIMULATED)
 
 
 class Partition(NamedTuple):
-    """A cut of the layers into stages, and what it was computed from.
+    """A partition of the layers into stages, and the data from which it was computed.
 
     Attributes:
       counts: number of layers of each stage.
       costs: cost of each layer in the unit `measure`: ``parameters``, ``layers``, or that of the
         gauge (``time``, ``FLOPs``).
-      times: with a gauge, the parts of each cost.
+      times: with a gauge, the times of each layer's passes.
       paces: slowdown of each stage relative to rank 0; empty if all are equal, and if ranks share
         stages (then see `stage_paces`).
       rank_paces: slowdown of each rank; empty if all are equal.
       num_ranks: number of ranks that share the stages if some stages have one rank less; else None.
-      pins: layers pinned to stages, also in cuts derived from this one.
-      is_open: a layout may replace the cut by a faster one for the same costs if its ranks hold
+      pins: layers pinned to stages, also in partitions derived from this one.
+      is_open: whether a layout may use a faster partition for the same costs if its ranks hold
         several stages.
-      made_on: schedule and ranks for which such a faster cut was found; else empty.
+      made_on: schedule and ranks for which such a faster partition was found; else empty.
     """
 
     counts: tuple[int, ...]
@@ -47,10 +47,10 @@ class Partition(NamedTuple):
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> "Partition":
-        """Load the cut stored in a checkpoint.
+        """Load the partition stored in a checkpoint.
 
-        Older checkpoints named the times seconds, and did not store the number of ranks; their cuts
-        count as made for equally many ranks per stage.
+        Older checkpoints named the times seconds, and did not store the number of ranks; their
+        partitions count as made for equally many ranks per stage.
         """
         times = facts.get("times", facts.get("seconds", ()))
         counts, costs = tuple(facts["counts"]), tuple(facts["costs"])
@@ -77,7 +77,7 @@ class Partition(NamedTuple):
     def stage_paces(self) -> tuple[float, ...]:
         """Return the slowdown of each stage relative to rank 0; empty if all are equal.
 
-        If ranks share a stage, it is the mean over its micro-batches.
+        If ranks share a stage, its slowdown is the mean over its micro-batches.
         """
         copies = self.copies
         if copies is None or not self.rank_paces:
@@ -110,9 +110,9 @@ class Partition(NamedTuple):
         )
 
     def likely_costs(self, recomputed: Sequence[Collection[int]] | None = None) -> Costs:
-        """Return the time of each op of each stage, estimated from the layer costs without a gauge.
+        """Return the time of each op of each stage; without layer times, estimate it from costs.
 
-        The estimate takes the forward as long as each half of the backward.
+        The estimate assumes that the forward takes as long as each half of the backward.
         """
         known = self.stage_costs(recomputed)
         if known is not None:
@@ -127,7 +127,7 @@ class Partition(NamedTuple):
         )
 
     def cut_anew(self, num_stages: int, num_ranks: int | None = None) -> "Partition":
-        """Return the best cut for the same costs into another number of stages.
+        """Return the best partition for the same costs into another number of stages.
 
         `num_ranks`: number of ranks that share the stages if some stages have one rank less.
         """
@@ -158,12 +158,13 @@ def choose_partition(
     paces: Paces = ALIKE,
     pins: Pins = (),
 ) -> Partition:
-    """Partition a model into `num_stages` by one of `POLICIES`, or as given by hand.
+    """Partition a model into `num_stages` by one of `POLICIES`, or as the user gave it.
 
     An existing Partition (for example of a checkpoint) is used unchanged if it fits the layers and
     stages and was made for the same ranks and slowdowns. If only those differ, its costs are
-    partitioned again; if it does not fit, its policy is applied again. `time` uses the times of the
-    gauge; so does `simulated`, whose cut is left open for the layout.
+    partitioned again; if it does not fit, its policy is applied again. The policies ``time`` and
+    ``simulated`` use the times of the gauge; the layout may replace the partition of ``simulated``
+    by a faster one.
 
     Args:
       num_ranks: number of ranks that share the stages if some stages have one rank less.

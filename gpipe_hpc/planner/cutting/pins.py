@@ -1,6 +1,6 @@
 """Layers pinned to stages, and the range of each stage's end that the pins allow.
 
-Legend as in `minimax`: n layers, K stages. ``end[k]`` is the number of layers of the first k
+Notation as in `minimax`: n layers, K stages. ``end[k]`` is the number of layers of the first k
 stages: ``end[0]`` is 0 and ``end[K]`` is n. A pin of layer i to stage s means ``end[s] <= i < end[s
 + 1]``.
 """
@@ -14,7 +14,7 @@ from gpipe_hpc.models import Layer, layer_name
 
 
 class Pin(NamedTuple):
-    """A layer index and its stage; negative stages count from the last one, -1."""
+    """A layer index and the stage that it must be on; stage -1 is the last one."""
 
     layer: int
     stage: int
@@ -24,10 +24,10 @@ Pins = tuple[Pin, ...]
 
 
 def read_pins(given: Mapping[Any, Any] | None, layers: Sequence[Layer]) -> Pins:
-    """Parse the pins of a user, sorted by layer.
+    """Parse the pins of a user and return them sorted by layer.
 
-    Keys are layers: an index (negative: from the end), as a number or as ``layers.11``, or the name
-    in the table of a cut if it is unique. Values are stages. Raises PartitionError.
+    Keys are layers: an index (negative: from the end), as a number or as ``layers.11``, or the
+    layer's name in the partition table if it is unique. Values are stages. Raises PartitionError.
     """
     if not isinstance(given, Mapping | None):
         raise PartitionError(
@@ -78,7 +78,7 @@ def _index_of(key: object, layers: Sequence[Layer]) -> int:
 
 
 class EndRanges(NamedTuple):
-    """Smallest and largest value of each ``end[0]`` to ``end[K]`` over all valid cuts.
+    """Smallest and largest value of each ``end[0]`` to ``end[K]`` over all valid partitions.
 
     Every stage has at least one layer.
     """
@@ -95,9 +95,9 @@ class EndRanges(NamedTuple):
 
     @classmethod
     def where(cls, pins: Pins, num_layers: int, num_stages: int) -> "EndRanges":
-        """Return the ranges for which each pinned layer is on its stage.
+        """Return the ranges in which each pinned layer is on its stage.
 
-        Raises PartitionError, naming two pins, if no cut satisfies them.
+        Raises PartitionError, naming two pins, if no partition satisfies them.
         """
         low, high = map(list, cls.free(num_layers, num_stages))
         for layer, stage in _checked(pins, num_layers, num_stages):
@@ -111,7 +111,7 @@ class EndRanges(NamedTuple):
 
 
 def holds(pins: Pins, num_layers: int, num_stages: int) -> bool:
-    """Return whether some cut into `num_stages` stages satisfies all pins."""
+    """Return whether some partition into `num_stages` stages satisfies all pins."""
     try:
         EndRanges.where(pins, num_layers, num_stages)
     except PartitionError:
@@ -120,10 +120,11 @@ def holds(pins: Pins, num_layers: int, num_stages: int) -> bool:
 
 
 def _checked(pins: Pins, num_layers: int, num_stages: int) -> list[Pin]:
-    """Return the pins with nonnegative stages; raise PartitionError unless some cut satisfies all.
+    """Return the pins with nonnegative stages, after checking that some partition satisfies them.
 
-    Between two pinned layers there must be at least one layer per stage between theirs. Checking
-    neighbouring pins is sufficient, because it keeps the resulting ranges ordered.
+    Raises PartitionError otherwise. Between two pinned layers there must be at least one layer for
+    each stage between their stages. Checking neighbouring pins is sufficient, because it keeps the
+    resulting ranges ordered.
     """
     known = []
     for pin in pins:
@@ -153,7 +154,7 @@ def pins_text(pins: Pins, layers: Sequence[Layer], num_stages: int) -> str:
 
 
 def check_pinned(pins: Pins, counts: Sequence[int]) -> None:
-    """Raise PartitionError, naming a pin, unless a cut by hand satisfies all pins."""
+    """Raise PartitionError, naming a pin, unless the user's partition satisfies all pins."""
     ends = [0, *accumulate(counts)]
     for pin in pins:
         stage = pin.stage % len(counts) if -len(counts) <= pin.stage < len(counts) else None

@@ -1,4 +1,4 @@
-"""Find the fastest cut that keeps each rank within its memory, if the fastest one does not."""
+"""Find the fastest partition that keeps each rank within its memory limit."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -22,7 +22,7 @@ from gpipe_hpc.schedule import Schedule
 
 
 def lacks_memory(request: Request, partition: Partition, table: Schedule, gauge: Gauge) -> bool:
-    """Return whether some rank exceeds its memory limit with the recomputation of the request.
+    """Return whether some rank exceeds its memory limit with the requested recomputation.
 
     With recompute=budget the table is checked without recomputation. False if layers cannot be
     counted.
@@ -42,12 +42,13 @@ def lacks_memory(request: Request, partition: Partition, table: Schedule, gauge:
 def fitting_cut(
     request: Request, partition: Partition, table: Schedule, gauge: Gauge
 ) -> Partition | None:
-    """Return the fastest cut that keeps all ranks within their memory, or None if there is none.
+    """Return the fastest partition within the memory of all ranks, or None if there is none.
 
-    Exact for the memory of a `table` of this order, by dynamic programming: of all cuts that fit,
-    one with the fastest slowest stage. With recompute=budget each rank recomputes what minimizes
-    its memory. Also None if the search does not apply: a cut by hand, several stages per rank or
-    ranks per stage, offload, sharded optimizer state, or layers that cannot be counted.
+    Exact for the memory of a `table` of this order, by dynamic programming: of all partitions that
+    fit, one with the fastest slowest stage. With recompute=budget each rank recomputes the layers
+    that minimize its memory. Also None if the search does not apply: a partition given by the user,
+    several stages per rank or ranks per stage, offload, sharded optimizer state, or layers that
+    cannot be counted.
     """
     limits = memory_limits(request)
     placement = table.placement
@@ -89,7 +90,7 @@ def fitting_cut(
 
 
 class _Span:
-    """The memory of consecutive layers as one stage: permanent, workspace and per micro-batch."""
+    """Memory of consecutive layers as one stage: permanent, workspace and per micro-batch."""
 
     def __init__(self, model: ModelCount, request: Request, start: int, stop: int) -> None:
         layers, states = range(start, stop), request.kept_states
@@ -101,9 +102,9 @@ class _Span:
         self.workspace_bytes = self._stage.workspace_bytes
 
     def bytes(self, moments: Sequence[Moment], less: int = 0) -> int:
-        """Return the peak bytes over these moments if everything that can be is recomputed.
+        """Return the peak bytes over these moments if all layers are recomputed where possible.
 
-        `less` is subtracted from each micro-batch that is to be recomputed, or was.
+        `less` is subtracted from each micro-batch that is to be recomputed, or was recomputed.
         """
         kept, full = self._all_again
         return self._lasting + max(
@@ -112,9 +113,9 @@ class _Span:
         )
 
     def at_least_bytes(self, moments: Sequence[Moment]) -> int:
-        """Return a lower bound of the peak bytes over all choices of recomputation.
+        """Return a lower bound of the peak bytes over all choices of recomputed layers.
 
-        Recomputing fewer layers can only save the inputs of the recomputed run that are not kept
+        Recomputing fewer layers can only save the inputs of the recomputed layers that are not kept
         otherwise.
         """
         storages = self._stage.storages
@@ -134,5 +135,8 @@ class _Span:
 
 
 def _numbers(moment: Moment) -> tuple[int, int, int]:
-    """Return the numbers of whole, to-be-recomputed and recomputed micro-batches of a moment."""
+    """Return the numbers of live micro-batches at a moment.
+
+    These are: never recomputed, to be recomputed, recomputed.
+    """
     return sum(moment.whole.values()), sum(moment.kept.values()), sum(moment.full.values())

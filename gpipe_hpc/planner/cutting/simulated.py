@@ -1,8 +1,9 @@
-"""Find faster cuts by simulation if ranks hold several stages (looped, V-shaped, mirrored).
+"""Find faster partitions by simulation if ranks hold several stages (looped, V-shaped, mirrored).
 
 The load of a rank is then a sum over distant stages, and the step time also depends on how even the
 stages are. No exact algorithm is known, and balancing loads alone slows some steps down. So several
-cuts that trade even stages for even loads are simulated, followed by a local search from the best.
+partitions between even stages and even loads are simulated, followed by a local search from the
+best one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,10 +33,10 @@ def has_shared_ranks(placement: Placement) -> bool:
 def faster_cut(
     partition: Partition, placement: Placement, time_of: Callable[[Partition], float], most: int
 ) -> Partition:
-    """Return the fastest cut found, or `partition` itself if none is faster.
+    """Return the fastest partition found, or `partition` itself if none is faster.
 
-    `time_of` returns the step time of a cut and is called at most `most` times, after the first few
-    cuts. The layers of `partition.pins` stay on their stages.
+    `time_of` returns the step time of a partition and is called at most `most` times, after the
+    first few partitions. The layers of `partition.pins` stay on their stages.
     """
     num_layers, num_stages = len(partition.costs), placement.num_stages
     where = EndRanges.where(partition.pins, num_layers, num_stages)
@@ -67,7 +68,7 @@ def _with_ends(partition: Partition, ends: _Ends) -> Partition:
 
 
 def _evened(partition: Partition, placement: Placement, where: EndRanges) -> Iterator[_Ends]:
-    """Yield cuts with balanced rank loads, with stages from arbitrary to even sizes."""
+    """Yield partitions with balanced rank loads, with stage sizes from arbitrary to even."""
     paces = partition.rank_paces or (1.0,) * placement.num_ranks
     holders = [placement.holders(stage) for stage in range(placement.num_stages)]
     prefix = [0.0, *accumulate(partition.costs)]
@@ -98,10 +99,10 @@ def _evened(partition: Partition, placement: Placement, where: EndRanges) -> Ite
 
 
 def _moves(ends: _Ends, where: EndRanges) -> Iterator[_Ends]:
-    """Yield ends with one end moved by a power of two, or a group of consecutive ends by up to two.
+    """Yield partitions with one stage end moved by a power of two, or several ends by up to two.
 
-    Ends in the way are pushed along. Moving a group exchanges a layer of a distant stage for one
-    here.
+    Ends in the way are pushed along. Moving consecutive ends exchanges a layer of a distant stage
+    for one of this stage.
     """
     last = len(ends) - 1
     steps = [1 << power for power in range(ends[-1].bit_length())]
@@ -116,7 +117,7 @@ def _moves(ends: _Ends, where: EndRanges) -> Iterator[_Ends]:
 
 
 def _near(ends: _Ends, where: EndRanges) -> Iterator[_Ends]:
-    """Yield ends with one end moved by one or two layers, or two neighbouring ends by one."""
+    """Yield partitions with one stage end moved by one or two layers, or two ends by one."""
     for k in range(1, len(ends) - 1):
         for step in (1, -1, 2, -2):
             yield from _pushed(ends, {k: ends[k] + step}, where)
@@ -127,7 +128,7 @@ def _near(ends: _Ends, where: EndRanges) -> Iterator[_Ends]:
 
 
 def _pushed(ends: Sequence[int], to: Mapping[int, int], where: EndRanges) -> Iterator[_Ends]:
-    """Yield the ends with some set to given values and others pushed along, if that is valid."""
+    """Yield the stage ends with some set to new values and others pushed along, if valid."""
     moved = [to.get(k, end) for k, end in enumerate(ends)]
     for k in range(1, len(ends) - 1):
         if k not in to:

@@ -1,6 +1,6 @@
 """Partition layers into stages with unequal numbers of ranks, or with ranks of unequal speed.
 
-Legend as in `minimax`: n layers, K stages, prefix[j] the cost of the first j layers. Stages have
+Notation as in `minimax`: n layers, K stages, prefix[j] the cost of the first j layers. Stages have
 either q or q + 1 ranks; the objective is the cost of a stage divided by its ranks.
 """
 
@@ -23,7 +23,7 @@ def cut_for_ranks(
     paces: Sequence[float] = (),
     pins: Pins = (),
 ) -> list[int]:
-    """Return the cut that minimizes the work of the busiest rank when ranks share stages.
+    """Return the partition that minimizes the busiest rank's work if several ranks share a stage.
 
     The ranks are divided evenly over the stages; which stages get one rank less is part of the
     solution. Ranks of a stage share its work so that they finish together. Exact, as `minimax`;
@@ -55,7 +55,7 @@ def _plus_square(price: int, work: int) -> int:
 
 
 def cut_for_paces(costs: Sequence[float], paces: Sequence[float], pins: Pins = ()) -> list[int]:
-    """Return the cut that minimizes the time of the slowest stage, for slowdowns of stages.
+    """Return the partition that minimizes the slowest stage's time, for slowdowns of stages.
 
     Exact; ties are broken by the smallest sum of squared stage times. No stage is empty, and each
     layer of `pins` is on its stage. Raises PartitionError as `minimax` does.
@@ -82,7 +82,8 @@ class StageConstraint(NamedTuple):
     """Predicates that limit the layers of each stage.
 
     Attributes:
-      fits: whether the stage may have the layers. It may fit again with more layers at the end.
+      fits: whether the stage may have the layers. A longer range may fit though a shorter one does
+        not.
       is_spent: whether neither these layers nor any longer range from the same start fits; called
         only if `fits` is false.
     """
@@ -98,7 +99,7 @@ _WIDER: Final = (1.0, 1.25, 1.5, 2.0, 4.0)  # multiples of the bottleneck of the
 def cut_where(
     costs: Sequence[float], paces: Sequence[float], room: StageConstraint, pins: Pins = ()
 ) -> list[int] | None:
-    """Return the cut of `cut_for_paces` among those whose stages all fit, or None if there is none.
+    """Return the partition of `cut_for_paces` among those whose stages all fit, or None if none do.
 
     Exact for any predicates and pins.
     """
@@ -126,7 +127,7 @@ def _best_of_paces(
     limit: int,
     plus: Callable[[int, int], int],
 ) -> tuple[int, list[int]]:
-    """Return the lowest price and its cut, among cuts whose stages all take at most the limit."""
+    """Return the lowest price and its partition, if no stage may take longer than the limit."""
     found = _best_where(prefix, weights, where, limit, plus, NO_CONSTRAINT)
     assert found is not None, "the limit is that of some cut"
     return found
@@ -140,7 +141,7 @@ def _best_where(
     plus: Callable[[int, int], int],
     room: StageConstraint,
 ) -> tuple[int, list[int]] | None:
-    """Return the lowest price and its cut, among cuts within the limit that fit, or None."""
+    """Return the lowest price and its partition within limit and constraint, or None."""
     num_layers = len(prefix) - 1
     best: dict[int, int] = {0: 0}
     steps: list[dict[int, int]] = []
@@ -173,7 +174,7 @@ def _best_where(
 def copies_for(
     counts: Sequence[int], costs: Sequence[float], ranks: int, paces: Sequence[float] = ()
 ) -> list[int]:
-    """Return the number of ranks of each stage of a cut: the cheapest stages get one rank less.
+    """Return the number of ranks of each stage; the cheapest stages get one rank less.
 
     Ties go to later stages, which keep fewer micro-batches. With unequal `paces` of ranks, the
     choice minimizes the work of the busiest rank.
@@ -193,9 +194,9 @@ def copies_for(
 
 
 def paces_in_rows(copies: Sequence[int], paces: Sequence[float]) -> tuple[float, ...]:
-    """Return the mean slowdown of each stage over its micro-batches, if ranks share stages in rows.
+    """Return the mean slowdown of each stage over its micro-batches, for partial replicas.
 
-    `copies`: number of ranks of each stage; `paces`: slowdowns of the ranks, row by row.
+    `copies`: number of ranks of each stage; `paces`: slowdowns of the ranks, replica by replica.
     """
     numbers = iter(range(len(paces)))
     speeds = [0.0] * len(copies)
@@ -209,12 +210,13 @@ def paces_in_rows(copies: Sequence[int], paces: Sequence[float]) -> tuple[float,
 class _Work(NamedTuple):
     """Integer work of ranks: the cost of a stage times a weight that depends on its ranks.
 
-    Ranks are numbered row by row: `num_rows` complete rows, then a last one with `num_high` ranks.
+    Ranks are numbered replica by replica: `num_rows` complete replicas, then a partial one with
+    `num_high` ranks.
 
     Attributes:
-      of_fewer: weight of each stage without a rank in the last row.
-      of_more: weights of each stage with a rank in the last row, by the number of earlier stages
-        that have one too.
+      of_fewer: weight of each stage without a rank in the partial replica.
+      of_more: weights of each stage with a rank in the partial replica, by the number of earlier
+        stages that have one too.
       capacity: total cost divided by this is the work of each rank if all are equally busy.
     """
 
@@ -227,7 +229,7 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, prefix: list[int], stages: int, ranks: int, paces: Sequence[float]) -> "_Work":
-        """Return the weights for some ranks; `paces` are empty if all are equal."""
+        """Compute the weights for a number of ranks; `paces` are empty if all are equal."""
         low, num_high = divmod(ranks, stages)
         if len(set(paces)) <= 1:
             # Each rank of a stage with fewer ranks has more work.
@@ -249,9 +251,10 @@ class _Work(NamedTuple):
         return len(self.of_fewer)
 
     def dealt(self, counts: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the work of the busiest rank of a cut, and the number of ranks of each stage.
+        """Return the busiest rank's work in a partition, and the number of ranks of each stage.
 
-        The ranks of the last row are assigned to minimize that work; ties go to earlier stages.
+        The ranks of the partial replica are assigned to minimize that work; ties go to earlier
+        stages.
         """
         best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
         for stage, (start, end) in enumerate(pairwise([0, *accumulate(counts)])):
@@ -268,14 +271,14 @@ class _Work(NamedTuple):
         return most, copies
 
     def _weights(self, stage: int, num_high: int) -> Iterator[tuple[int, int]]:
-        """Yield the options of a stage, 0 or 1 ranks in the last row, each with its weight."""
+        """Yield the options of a stage with their weights: 0 or 1 ranks in the partial replica."""
         if self.num_high - num_high < self.stages - stage:
             yield 0, self.of_fewer[stage]
         if num_high < self.num_high:
             yield 1, self.of_more[stage][num_high]
 
     def limits(self, most: int) -> Iterator[int]:
-        """Yield increasing limits to try, from perfectly even work up to `most`."""
+        """Yield increasing limits of a rank's work to try, from even work up to `most`."""
         least = math.ceil(self.prefix[-1] / self.capacity)
         slack = least // 64
         while least + slack < most:
@@ -286,11 +289,11 @@ class _Work(NamedTuple):
     def best(
         self, limit: int, plus: Callable[[int, int], int], where: EndRanges
     ) -> tuple[int, list[int]] | None:
-        """Return the lowest price and its cut, among cuts in which no rank exceeds a limit.
+        """Return the lowest price and its partition, if no rank may exceed a limit.
 
-        Returns None if there is none with the allowed ends. Dynamic programming over stages, the
-        number of them with a rank in the last row, and their end; `plus` adds the work of a stage
-        to a price.
+        Returns None if there is no such partition with the allowed ends. Dynamic programming over
+        stages, the number of them with a rank in the partial replica, and their end; `plus` adds
+        the work of a stage to a price.
         """
         num_layers, room = len(self.prefix) - 1, self._room(limit)
         best: dict[_State, int] = {(0, 0): 0}
@@ -316,7 +319,7 @@ class _Work(NamedTuple):
         return best[last], [b - a for a, b in pairwise(ends[::-1])]
 
     def _room(self, limit: int) -> Callable[[int, int], int]:
-        """Return a function giving the largest total cost that the stages after one can hold."""
+        """Return a function that gives the largest total cost of the stages after a given one."""
         of_fewer = [limit // weight for weight in self.of_fewer]
         more = [limit // min(row) - own for row, own in zip(self.of_more, of_fewer, strict=True)]
         behind = [*accumulate(reversed(of_fewer), initial=0)][::-1]
@@ -335,7 +338,7 @@ class _Work(NamedTuple):
         room: Callable[[int, int], int],
         among: tuple[int, int],
     ) -> Iterator[tuple["_State", int]]:
-        """Yield states after one more stage whose end is in `among`, with its ranks' work.
+        """Yield states after one more stage whose end is in `among`, with the work of its ranks.
 
         States are skipped if the later stages have no `room` for the remaining layers.
         """

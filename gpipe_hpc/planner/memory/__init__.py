@@ -1,1 +1,1 @@
-"""Memory of ranks: forecasts, limits, and messages about shortages."""
+"""Memory of ranks: forecasts, limits, and messages about missing memory."""

@@ -1,7 +1,7 @@
 """Settings that may differ by rank: memory limits and slowdowns.
 
-A list has one value per rank of a pipeline, or per rank of all replicas in the order of the world.
-Replicas share one layout, so the worst value over replicas counts.
+A list has one value per rank of a pipeline, or per rank of all replicas in the order of world
+ranks. Replicas share one layout, so the worst value over the replicas is used.
 """
 
 import math
@@ -19,7 +19,7 @@ MEASURED_PACES: Final = "measured"
 
 
 class FoundPaces(tuple[float, ...]):
-    """Slowdowns measured by all ranks, known on rank 0; empty on every other rank."""
+    """Slowdowns measured by all ranks: known on rank 0, empty on every other rank."""
 
 
 def memory_limits(request: "Request") -> tuple[float, ...] | None:
@@ -40,7 +40,7 @@ def memory_limits(request: "Request") -> tuple[float, ...] | None:
 def given_paces(request: "Request") -> tuple[float, ...] | None:
     """Return the slowdown of each rank of a pipeline relative to rank 0, or None if unknown.
 
-    Rank 0 is the one that measures layers. Also None if the slowdowns are still to be measured, or
+    Rank 0 is the rank that measures layers. Also None if the slowdowns are still to be measured, or
     known only on rank 0. Raises ConfigError.
     """
     given = request.paces

@@ -16,8 +16,7 @@ def explain_exhausted(
 ) -> str:
     """Return a table of a rank's planned and allocated memory, followed by remedies.
 
-    `planned` is None if the run was not planned, as in library use without `python -m
-    gpipe_hpc.plan`.
+    `planned` is None if memory was not forecast, for example in library use.
     """
     lines = [_table(snapshot, planned), _where(snapshot)]
     return "\n".join(
@@ -72,7 +71,7 @@ def _where(snapshot: MemorySnapshot) -> str:
 
 
 def _remedies(snapshot: MemorySnapshot, request: Request) -> Iterator[str]:
-    """Yield remedies, the cheapest first, without those already in use."""
+    """Yield remedies, the cheapest first, except those already in use."""
     unused = snapshot.reserved - snapshot.allocated
     if snapshot.is_accelerator and unused > 0.2 * snapshot.reserved:
         yield (

@@ -1,4 +1,4 @@
-"""Memory that an optimizer keeps besides the weights, and a process besides its tensors."""
+"""Memory model of an optimizer and of a rank's process."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ _WIDE: Final = 4  # bytes of a float32
 
 
 class OptimizerMemory(NamedTuple):
-    """What an optimizer and the process around it keep in memory.
+    """Memory that an optimizer and the process of a rank need in addition to weights.
 
     Attributes:
       states: number of values per trained parameter element, in its dtype unless it has a master
@@ -23,11 +23,11 @@ class OptimizerMemory(NamedTuple):
         (residuals).
       apart_states: values per element, at least float32, for replicas that train separately between
         synchronisations (anchors, outer momenta, averages in flight).
-      process_bytes: memory of a rank's process besides tensors, of the kind in which tensors are
-        stored: interpreter, libraries and communicators on the host, contexts on a device; 0 if not
-        measured.
+      process_bytes: memory of a rank's process besides tensors, on the device or host that stores
+        the tensors: interpreter, libraries and communicators on the host, contexts on a device; 0
+        if not measured.
       temporaries: number of temporary tensors of an optimizer step, for one weight at a time on the
-        host, for one pack of weights on a device.
+        host, for one group of weights on a device.
       of_all_on_device: number of temporaries per weight if a step on a device handles all weights
         at once.
       is_on_device: whether tensors are in device memory.
@@ -55,14 +55,14 @@ class OptimizerMemory(NamedTuple):
         return given if isinstance(given, OptimizerMemory) else cls(given)
 
     def among(self, copies: int) -> "OptimizerMemory":
-        """Return the memory with `copies` replicas of a weight; one alone needs no outer states."""
+        """Return the model for weights with `copies` replicas; one has no outer states."""
         return self._replace(
             outer_states=self.outer_states if copies > 1 else 0,
             apart_states=self.apart_states if self.replicas > 1 else 0,
         )
 
     def of_weights(self, weights: Iterable[Weight]) -> int:
-        """Return the bytes for these weights; frozen ones need none."""
+        """Return the bytes of optimizer state for these weights; frozen weights need none."""
         trained = [weight for weight in weights if weight.is_trained and weight.num_elements]
         states = sum(self.of_elements(w.num_elements, w.nbytes // w.num_elements) for w in trained)
         return states + self.copies_of(trained)
@@ -75,13 +75,13 @@ class OptimizerMemory(NamedTuple):
         return gradients + round((self.outer_states + self.apart_states) * wide)
 
     def of_elements(self, count: int, size: int) -> int:
-        """Return the bytes of states and masters for trained elements of `size` bytes."""
+        """Return the bytes of states and masters for `count` elements of `size` bytes."""
         if self.masters and size < _WIDE:
             return (self.states + 1) * _WIDE * count
         return self.states * size * count
 
     def update_of(self, weights: Iterable[Weight], share: float = 1.0) -> int:
-        """Return the peak temporary bytes of an optimizer step; `share` of the weights is updated.
+        """Return the peak temporary bytes of an optimizer step on a `share` of the weights.
 
         Weights with master copies also need their complete gradient in float32.
         """
@@ -108,13 +108,13 @@ class OptimizerMemory(NamedTuple):
         return in_background + to_neighbours
 
     def state_of(self, weights: Iterable[Weight], optimizer_bytes: int) -> int:
-        """Return the bytes of a rank's state as its neighbour keeps it."""
+        """Return the bytes of a rank's state that another host keeps as an in-memory checkpoint."""
         own = list(weights)
         gradients = self.gradient_copies * sum(w.nbytes for w in own if w.is_trained)
         return sum(weight.nbytes for weight in own) + optimizer_bytes - gradients
 
     def _written(self, weights: Sequence[Weight], copies: int) -> int:
-        """Return the bytes that the first replica writes; each tensor goes to the least loaded."""
+        """Return the bytes that the first of `copies` replicas writes to a checkpoint."""
         trained = [weight for weight in weights if weight.is_trained]
         sizes = [weight.nbytes for weight in weights]
         for weight in trained:

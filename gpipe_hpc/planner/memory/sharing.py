@@ -20,7 +20,7 @@ class Shared(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Number of elements that a rank keeps state for, their size in bytes, and padding elements."""
+    """Number of elements of which a rank keeps the state, bytes per element, padding elements."""
 
     num_elements: int
     size: int
@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """Stages of a rank with the same replicas, their number, and this rank's position among them.
+    """Stages of a rank that have the same replicas, and this rank's position among the replicas.
 
     `position` None: the maximum over all positions.
     """
@@ -52,7 +52,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, shard: str, replicas: int, buckets: tuple[Buckets, ...]) -> "Sharing | None":
-        """Return the sharing, or None if each replica keeps all of its state."""
+        """Return how state is sharded, or None if each replica keeps all of it."""
         return cls(shard, replicas, buckets) if shard != "none" and buckets else None
 
     def of_rank(
@@ -64,7 +64,7 @@ class Sharing(NamedTuple):
         memory: OptimizerMemory,
         replica: int | None = None,
     ) -> Shared:
-        """Return the bytes of a rank of a replica; with `replica` None, the maximum over replicas.
+        """Return the optimizer bytes of one rank; with `replica` None, the maximum over replicas.
 
         With flat sharding this may be a few elements more than any rank has, because padding
         between tensors has no state.
@@ -84,7 +84,7 @@ class Sharing(NamedTuple):
         )
 
     def _copies(self, placement: Placement, rank: int, replica: int | None) -> list[_Copies]:
-        """Group the stages of a rank by their replicas; mirrored stages form their own groups."""
+        """Group the stages of a rank by their replicas; a mirrored stage is its own group."""
         plain: list[int] = []
         found: list[_Copies] = []
         for stage in placement.stages_of(rank):

@@ -21,7 +21,7 @@ def shortage(
       limits: bytes that each rank may use.
       recompute, schedule: settings of the run, which are not suggested again.
       can_cut: whether micro-batches have more than one sample.
-      others: description of the alternatives tried, which replaces the remedies.
+      others: description of the alternatives tried, shown instead of the remedies.
     """
     over = [at for at, rank in enumerate(ranks) if rank.total_bytes > limits[at]]
     if not over:
@@ -54,7 +54,7 @@ def shortage(
 
 
 def _needs(ranks: Sequence[RankForecast], limits: Sequence[float], over: Sequence[int]) -> str:
-    """Describe the need of the rank that exceeds its limit most, and name the others."""
+    """Describe the memory of the rank that exceeds its limit most, and name the other ranks."""
     worst = max(over, key=lambda at: ranks[at].total_bytes - limits[at])
     needed, allowed = bytes_text(ranks[worst].total_bytes), bytes_text(limits[worst])
     if len(over) == 1:

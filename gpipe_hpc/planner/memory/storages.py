@@ -1,10 +1,10 @@
 """Storages of a stage's micro-batch that stay alive between forward and backward.
 
-The layers of a stage form runs of neighbours that are all recomputed or all kept (see
-`engine.stage_runner`). A kept layer holds what autograd saved. A recomputed run holds its inputs:
-the value passed between layers, and everything stashed at that time; R recreates what its layers
-save. A kept run holds those of its inputs that receive a gradient. A storage held several times
-counts once.
+A stage is a sequence of runs of consecutive layers: in each run all layers are recomputed, or all
+are kept (see `engine.stage_runner`). A kept layer keeps what autograd saved. A recomputed run keeps
+its inputs: the value passed between layers, and all values stashed at that time; R recreates what
+its layers save. A kept run keeps those of its inputs that receive a gradient. A storage kept
+several times counts once.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from gpipe_hpc.planner.costs.trial import Crossing, LayerCount
 
 
 class LayerStorages(NamedTuple):
-    """Storages that one layer keeps, and from which it could be recomputed.
+    """Storages that one layer saves, and those from which it could be recomputed.
 
     Attributes:
       inside: saved bytes that no other layer shares.
@@ -37,7 +37,7 @@ class LayerStorages(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """Live bytes of one micro-batch: between F and R, and between R and B."""
+    """Live bytes of one micro-batch: between F and R (`kept`), and between R and B (`full`)."""
 
     kept: int
     full: int
@@ -45,7 +45,7 @@ class Lives(NamedTuple):
 
 @dataclass(frozen=True)
 class StageStorages:
-    """The numbered storages of one stage: their bytes, and the layers that keep them.
+    """The numbered storages of one stage: their bytes, and the layers that save them.
 
     `held` storages are always alive, because their gradients will be sent back.
     """
@@ -87,14 +87,14 @@ class StageStorages:
 
 
 class _Tensors(NamedTuple):
-    """Storages of a value passed between layers, and those of them that receive a gradient."""
+    """Storages of a value passed between layers, and those that receive a gradient."""
 
     storages: tuple[int, ...]
     leaves: frozenset[int]
 
 
 class StorageTracker:
-    """Tracks storages through the layers of a stage, starting at its boundary."""
+    """Assigns numbers to the storages of a stage, layer by layer, starting with its input."""
 
     def __init__(self, boundary: Crossing) -> None:
         self._sizes: list[int] = []
@@ -109,11 +109,11 @@ class StorageTracker:
         self._held |= self._stashed[name].leaves
 
     def run(self, count: LayerCount, names: SkipNames) -> None:
-        """Track the storages through the next layer."""
+        """Add the storages of the next layer."""
         self._layers.append(self._follow(count, names))
 
     def run_loss(self, count: LayerCount) -> None:
-        """Track the loss, which is recomputed together with the last layer."""
+        """Add the storages of the loss, which is recomputed together with the last layer."""
         loss = self._follow(count, SkipNames())
         if self._layers:
             last = self._layers.pop()
@@ -126,7 +126,7 @@ class StorageTracker:
         self._layers.append(loss)
 
     def result(self) -> StageStorages:
-        """Return the storages of the stage."""
+        """Return the storages of the stage after its last layer."""
         return StageStorages(tuple(self._sizes), self._held, tuple(self._layers))
 
     def _arrived(self, carried: Crossing) -> _Tensors:

@@ -6,10 +6,10 @@ from gpipe_hpc.planner.costs.trial import Crossing, LayerCount
 
 
 def stage_workspace(parts: Sequence[LayerCount], incoming: Crossing, outgoing: Crossing) -> int:
-    """Return the peak bytes of a stage besides the activations that it keeps.
+    """Return the peak bytes that a stage needs in addition to the activations that it keeps.
 
-    It is the workspace of layers, plus the value being sent (the output in a forward, its gradient
-    in a backward), plus one posted receive buffer for each value that arrives. While a layer runs,
+    The sum of the workspace of layers, the value being sent (the output in a forward, its gradient
+    in a backward), and one posted receive buffer for each value that arrives. While a layer runs,
     the saved tensors of later layers are not alive: not yet in a forward, no longer in a backward.
 
     Args:
@@ -30,7 +30,7 @@ def stage_workspace(parts: Sequence[LayerCount], incoming: Crossing, outgoing: C
 
 
 def _only_passed(before: LayerCount, part: LayerCount) -> int:
-    """Return the bytes of a layer's output that neither it nor the next layer saves."""
+    """Return the bytes of a layer's output that neither this layer nor the next one saves."""
     return sum(
         before.kept.sizes[slot]
         for position, slot in enumerate(before.kept.outputs)
@@ -41,7 +41,7 @@ def _only_passed(before: LayerCount, part: LayerCount) -> int:
 def _made_and_kept(part: LayerCount, num_given: int) -> int:
     """Return the bytes that a layer creates and saves, which its own backward frees.
 
-    The first `num_given` slots are those of its inputs.
+    The first `num_given` slots are those of the layer's inputs.
     """
     own = {*part.kept.outputs, *(slot for slots in part.kept.stashes for slot in slots)}
     kept = (slot for slot in own & part.kept.slots if slot >= num_given)

@@ -1,4 +1,4 @@
-"""Temporary memory of layers while they run, besides what is kept for the backward.
+"""Temporary memory of layers while they run, in addition to what is kept for the backward.
 
 For a forward these are tensors freed before it ends; for a backward, gradients passing through the
 layer and a weight gradient before it is accumulated. Memory used inside one kernel or by libraries
@@ -30,9 +30,9 @@ class Workspace(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Dispatch mode that counts live bytes of storages created by operations within it.
+    """Dispatch mode that counts the live bytes of storages created by operations in its block.
 
-    A storage that an operation reads before any has created it existed before, and is not counted.
+    A storage that is read before any operation has created it existed before, and is not counted.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def above(self) -> Iterator[Callable[[], int]]:
-        """Yield a function that returns the largest rise of live bytes since the start."""
+        """Yield a function that returns the peak of live bytes above the value at the start."""
         self.most = before = self.now
         with self:
             yield lambda: self.most - before

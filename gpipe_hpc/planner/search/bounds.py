@@ -20,7 +20,7 @@ from gpipe_hpc.schedule import Placement
 
 
 class Bound(NamedTuple):
-    """Bounds of a layout: least step time, probable step time, least bytes of the fullest rank."""
+    """Bounds of a layout: least step time, likely step time, least bytes of the rank with most."""
 
     seconds: float
     probably_s: float
@@ -28,18 +28,18 @@ class Bound(NamedTuple):
 
 
 class CombiningOptions(NamedTuple):
-    """Options decided after timing: reducing inside hosts first, and sharding optimizer state."""
+    """Whether gradients may be reduced inside hosts first, and optimizer state may be sharded."""
 
     by_host: bool
     divided: bool
 
 
 def bound(candidate: Candidate, ground: Ground, base: Request, ways: CombiningOptions) -> Bound:
-    """Return lower bounds of a layout's time and memory, valid for any order of its table.
+    """Return lower bounds of a layout's time and memory, valid for any order of its actions.
 
-    The time is for the fastest cut and equal ranks, each as fast as the fastest; the run uses
-    another cut if some rank lacks memory. If runs simulate cuts for ranks that hold several stages,
-    the time is for any cut. Raises the errors of partitioning.
+    The time is for the fastest partition and equal ranks, each as fast as the fastest; the run uses
+    another partition if some rank lacks memory. If runs simulate partitions for ranks that hold
+    several stages, the time is for any partition. Raises the errors of partitioning.
     """
     states = base.kept_states
     samples = candidate.samples(ground.batch_size)
@@ -74,7 +74,7 @@ def _least_pace(base: Request) -> float:
 
 
 class _StageTimes(NamedTuple):
-    """Seconds of each stage for a complete micro-batch."""
+    """Seconds of each pass of each stage for a micro-batch of full size."""
 
     forward: list[float]
     backward: list[float]
@@ -84,7 +84,7 @@ class _StageTimes(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition) -> "_StageTimes":
-        """Return the times of the stages of a cut with known layer times."""
+        """Return the times of the stages of a partition with known layer times."""
         spans = [partition.times[s.start : s.stop] for s in stage_layers(partition.counts)]
         forward, backward, of_input, of_weight = (
             [sum(layer[part] for layer in span) for span in spans] for part in range(4)
@@ -100,10 +100,10 @@ def _least_s(
     times: _StageTimes,
     sums: Sequence[float],
 ) -> float:
-    """Return a lower bound of the time from data dependencies and the work of each rank.
+    """Return a lower bound of the step time from data dependencies and the work of each rank.
 
-    A rank's first forward waits for the forwards of all earlier stages. After its last backward
-    come the backwards of the earlier stages, though a delayed W may be last. The all-reduce of a
+    A rank's first forward waits for the forwards of all earlier stages. After its last backward the
+    backwards of the earlier stages follow, though a delayed W may be last. The all-reduce of a
     stage's gradients starts no earlier than its last backward.
     """
     if len(placement.routes) > 1:
@@ -134,9 +134,10 @@ def _least_s(
 def _least_of_any_cut_s(
     candidate: Candidate, ground: Ground, placement: Placement, times: _StageTimes
 ) -> float:
-    """Return a lower bound of the time for any cut.
+    """Return a lower bound of the step time that is valid for any partition.
 
-    The larger of the total work divided over ranks, and one micro-batch's path through all stages.
+    The larger of the total work divided by the ranks, and one micro-batch's path through all
+    stages.
     """
     amount, smallest = _amounts(candidate, ground)
     work = amount * (sum(times.forward) + sum(times.backward)) / placement.num_ranks
@@ -144,7 +145,7 @@ def _least_of_any_cut_s(
 
 
 def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
-    """Return a replica's work in largest micro-batches, and the relative size of its smallest."""
+    """Return a replica's work in units of its largest micro-batch, and the smallest one's size."""
     shares = microbatch_shares(
         ground.batch_size,
         candidate.replicas * candidate.microbatches,
@@ -155,7 +156,7 @@ def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
 
 
 def _copies(candidate: Candidate, partition: Partition, ground: Ground) -> list[int]:
-    """Return the number of ranks of each stage of pipelines with partial replicas."""
+    """Return the number of ranks of each stage in a pipeline of partial replicas."""
     if candidate.shared_by is not None:
         return copies_for(partition.counts, partition.costs, candidate.shared_by)
     placement = ground.placement(candidate)
@@ -165,10 +166,10 @@ def _copies(candidate: Candidate, partition: Partition, ground: Ground) -> list[
 def _least_in_rows_s(
     candidate: Candidate, ground: Ground, copies: Sequence[int], times: _StageTimes
 ) -> float:
-    """Return a lower bound of the time with partial replicas, without all-reduces.
+    """Return a lower bound of the step time with partial replicas, without all-reduces.
 
     The busiest rank of a stage has at least the mean share of its micro-batches. As in `_least_s`,
-    it waits for the earlier stages, and they for it.
+    its first forward waits for earlier stages, and their backwards wait for its last one.
     """
     amount, smallest = _amounts(candidate, ground)
     forward, backward, of_input, of_weight, least_forward = times
@@ -188,7 +189,7 @@ def _least_in_rows_s(
 def _sums(
     candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: CombiningOptions
 ) -> list[float]:
-    """Return the shortest all-reduce time of each stage's gradients after its backward."""
+    """Return the shortest time of the all-reduce of each stage's gradients after its backward."""
     placement, cluster = ground.placement(candidate), ground.machine.summing
     found = []
     for number, stage in enumerate(stages):
@@ -203,7 +204,7 @@ def _sums(
 
 
 def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
-    """Return how much longer than the bound a table with delayed W probably takes."""
+    """Return the likely excess over the bound for schedules with delayed weight gradients."""
     if candidate.schedule not in SPLITTING or candidate.stages == 1:
         return 0.0
     each = [sum(part) / candidate.stages for part in times]
@@ -220,7 +221,7 @@ def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
 def _least_bytes(
     candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: CombiningOptions
 ) -> float:
-    """Return a lower bound of the fullest rank's bytes for any cut: see `least_bytes`."""
+    """Return a lower bound, for any partition, of the bytes of the rank that needs most."""
     placement = ground.placement(candidate)
     holders = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
     copies = candidate.replicas * max(holders) if ways.divided else 1
@@ -233,9 +234,9 @@ def _least_bytes(
 def least_bytes(
     ground: Ground, states: OptimizerMemory, copies: int, *, offloads: bool = False
 ) -> tuple[float, float]:
-    """Return the bytes of weights, gradients and optimizer, of the model and of its largest layer.
+    """Return the permanent bytes of the whole model and of its largest layer.
 
-    The optimizer state is sharded over `copies` replicas.
+    They include weights, gradients and optimizer state, which is sharded over `copies` replicas.
     """
     everything = tuple(range(len(ground.layers)))
     each = (_lasting(ground.weights((i,), offloads), states, copies) for i in everything)

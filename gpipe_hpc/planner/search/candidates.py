@@ -44,13 +44,13 @@ _MOST_TRIED: Final = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout, except for how replicas combine gradients, which is chosen after timing.
+    """One layout to compare, without the settings for combining gradients, chosen after timing.
 
     Attributes:
       rows: number of partial replicas that one pipeline combines; then `replicas` is 1. Otherwise
         1.
-      simulates_cut: whether the run shall search for a faster cut by simulation, though the user
-        did not ask for it.
+      simulates_cut: whether the run shall search for a faster partition by simulation, though the
+        user did not ask for it.
     """
 
     replicas: int
@@ -66,17 +66,20 @@ class Candidate:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of all replicas."""
         return self.replicas * self.stages
 
     @property
     def shared_by(self) -> int | None:
-        """Return how many ranks share the stages unequally, which affects the cut; else None."""
+        """Return the number of ranks if they share the stages unequally, else None.
+
+        The partition depends on it.
+        """
         return self.num_ranks if self.rows > 1 and "copies" not in dict(self.options) else None
 
     @property
     def written(self) -> "Candidate":
-        """Return the layout in the form of user settings, with partial replicas as rows of stages.
+        """Return the layout as user settings, with each partial replica counted as a replica.
 
         The result is only for printing settings; it cannot be laid out.
         """
@@ -96,7 +99,7 @@ class Candidate:
 
     @property
     def num_stages(self) -> int:
-        """Return the number of stages of the model; raise ScheduleError if there is no table."""
+        """Return the number of stages; raise ScheduleError if the schedule is impossible."""
         return num_stages(
             self.schedule, ranks=self.stages, microbatches=self.microbatches, **dict(self.options)
         )
@@ -122,7 +125,7 @@ class Candidate:
         )
 
     def overrides(self) -> list[str]:
-        """Return the command-line settings of this layout.
+        """Return this layout's settings as written on the command line.
 
         If some replica is partial, they include the number of ranks.
         """
@@ -163,11 +166,11 @@ class Space:
     precision: str | None = None
 
     def of(self, num_ranks: int) -> "Space":
-        """Return the same space on another number of ranks."""
+        """Return the search space with the same settings on another number of ranks."""
         return replace(self, num_ranks=num_ranks)
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Return the (replicas, stages) that fill all ranks and give each some work."""
+        """Return all (replicas, stages) that use all ranks and give each rank some work."""
         found = []
         for stages in range(1, self.num_ranks + 1):
             replicas, rest = divmod(self.num_ranks, stages)
@@ -180,11 +183,11 @@ class Space:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is no layout."""
+        """Return whether the space contains no layout."""
         return not (self.shapes() or self.shapes_with_holes())
 
     def shapes_with_holes(self) -> list[tuple[int, int]]:
-        """Return the (pipelines, stages) for which the last pipeline lacks some ranks."""
+        """Return all (replicas, stages) for which the last replica lacks some ranks."""
         found = []
         most, pinned = min(self.num_ranks - 1, self.num_layers), self.base.stages
         numbers: Iterable[int] = numbers_of_stages(most)
@@ -199,7 +202,7 @@ class Space:
         return found if found and self._may_have_holes(*found[0]) else []
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Yield all layouts; some may prove to be invalid."""
+        """Yield all layouts of the space; some may prove to be invalid."""
         yield from self._whole()
         yield from self._with_holes()
 
@@ -236,7 +239,7 @@ class Space:
         return True
 
     def _orders(self) -> tuple[str, ...]:
-        """Return the allowed orders of rows with partial replicas."""
+        """Return the orders of actions to try with partial replicas."""
         if "schedule" not in self.fixed:
             return tuple(o for o in ORDERS if not (self.base.compile and o in SPLITTING))
         given = self.base.schedule
@@ -269,7 +272,7 @@ class Space:
         return name not in self.fixed or getattr(self.base, name) in (None, value)
 
     def _microbatches(self, replicas: int) -> list[int]:
-        """Return numbers of micro-batches whose sizes double, with none empty."""
+        """Return numbers of micro-batches whose sizes are powers of two, none of them empty."""
         share = self.batch_size // replicas
         if "microbatches" in self.fixed:
             given = self.base.microbatches
@@ -307,7 +310,7 @@ class Space:
 
 
 def numbers_of_stages(most: int) -> Iterator[int]:
-    """Yield numbers of stages to try: all up to 16, then in growing steps."""
+    """Yield numbers of stages to try, up to `most`: all up to 16, then in growing steps."""
     stages = 1
     while stages <= most:
         yield stages

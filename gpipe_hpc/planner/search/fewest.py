@@ -1,4 +1,4 @@
-"""The smallest number of ranks on which a model fits in memory."""
+"""Find the smallest number of ranks on which a model fits in memory."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _MOST_RANKS: Final = 4096
 
 
 class Fewest(NamedTuple):
-    """The smallest number of ranks for which some tried layout fits.
+    """The smallest number of ranks for which some tried layout fits in memory.
 
     Attributes:
       layout: a layout that fits, not necessarily the fastest.
@@ -33,7 +33,7 @@ class Fewest(NamedTuple):
     schedules: tuple[str, ...] = ()
 
     def fewer_text(self) -> str:
-        """Describe what is known about fewer ranks; empty if there are none."""
+        """Describe why fewer ranks do not suffice; empty if there are none."""
         if self.num_ranks == 1:
             return ""
         if self.num_ranks == self.first:
@@ -47,11 +47,11 @@ class Fewest(NamedTuple):
 
 
 def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Ground]) -> Fewest:
-    """Return the smallest number of equal ranks on which some layout fits.
+    """Return the smallest number of equal ranks on which some layout fits in memory.
 
-    `space_of` and `ground_of` take a number of ranks. The schedules that keep the fewest
-    micro-batches are tried with minimal recomputation for all micro-batch sizes. Raises ConfigError
-    if no layout fits.
+    `space_of` and `ground_of` return the search space and cache for a number of ranks. The
+    schedules that keep the fewest micro-batches are tried with minimal recomputation for all
+    micro-batch sizes. Raises ConfigError if no layout fits.
     """
     limit = most_bytes(space_of(1).base)
     assert limit is not None, "asked for within a memory"
@@ -105,7 +105,7 @@ def _first(space: Space, ground: Ground, limit: float) -> int:
 
 
 def _thrifty(space: Space) -> list[Candidate]:
-    """Return the layouts of a space that need least memory, small micro-batches first."""
+    """Return the layouts of a space that need the least memory, small micro-batches first."""
     is_fixed = "schedule" in space.fixed
     found = [each for each in space if each.written.schedule in _THRIFTY or is_fixed]
     return sorted(found, key=lambda each: (-each.stages, -each.microbatches))

@@ -1,4 +1,4 @@
-"""Cache of what all layouts of a search share: counts by micro-batch size, cuts, placements."""
+"""Cache of values that layouts of a search share: layer costs, partitions, placements, buckets."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -30,12 +30,12 @@ _FEW: Final = 4  # micro-batches of a table built only for its placement
 
 
 class Ground:
-    """Cache of counts, cuts, placements and buckets for the layouts of a search.
+    """Cache of layer costs, partitions, placements and buckets for the layouts of a search.
 
     Args:
       gauge_of: returns counts or measured times for a micro-batch of a number of samples.
-      alone: returns the counts without casts shared between micro-batches, as with offload; None if
-        they are equal.
+      alone: returns the counts if micro-batches do not share casts, as with offload; None if they
+        are equal.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Ground:
         pins: Pins = (),
         alone: Callable[[int], ModelCount] | None = None,
     ) -> None:
-        """Store the machine and model; `policy` and `pins` of the cut are as in a `Request`."""
+        """Store machine and model; `policy` and `pins` of the partition are as in a `Request`."""
         self.machine, self.layers, self.batch_size = machine, layers, batch_size
         self._gauge_of, self._alone, self._policy, self._pins = gauge_of, alone, policy, pins
         self._leaves_cuts_open = False
@@ -61,23 +61,23 @@ class Ground:
         self._bucket_sizes: dict[tuple[range, float], tuple[int, ...]] = {}
 
     def on(self, cluster: Cluster) -> "Ground":
-        """Return a cache for another cluster of ranks of the same speed, sharing all entries."""
+        """Return a cache for another cluster with ranks of the same speed; entries are shared."""
         other = copy(self)
         other.machine = replace(self.machine, cluster=cluster)
         return other
 
     @property
     def simulates_cuts(self) -> bool:
-        """Return whether runs search for faster cuts by simulation if ranks hold several stages."""
+        """Return whether partitions are improved by simulation if ranks hold several stages."""
         return bool(self._policy == SIMULATED)
 
     @property
     def cuts_by_time(self) -> bool:
-        """Return whether cuts are by time, simulated or not."""
+        """Return whether the partition policy uses layer times (``time`` or ``simulated``)."""
         return self.simulates_cuts or bool(self._policy == BY_TIME)
 
     def with_open_cuts(self) -> "Ground":
-        """Return a cache whose layouts search for simulated cuts, about half a second each."""
+        """Return a cache whose partitions are improved by simulation, taking about 0.5 s each."""
         other = copy(self)
         other._leaves_cuts_open = self.cuts_by_time
         return other
@@ -94,9 +94,9 @@ class Ground:
         return self._gauges[key]
 
     def check_pins(self, num_stages: int) -> None:
-        """Raise PartitionError unless some cut into `num_stages` stages satisfies all pins.
+        """Raise PartitionError unless some partition into `num_stages` stages satisfies all pins.
 
-        Nothing is checked with more stages than layers.
+        Nothing is checked if there are more stages than layers.
         """
         if num_stages <= len(self.layers):
             EndRanges.where(self._pins, len(self.layers), num_stages)
@@ -110,10 +110,10 @@ class Ground:
         *,
         offloads: bool = False,
     ) -> Partition:
-        """Return the cut into `num_stages` stages, for slowdowns `paces` of ranks.
+        """Return the partition into `num_stages` stages, for slowdowns `paces` of ranks.
 
-        `shared_by`: number of ranks that hold the stages if some stages have one rank less. Raises
-        PartitionError if there is no cut.
+        `shared_by`: number of ranks that share the stages if some stages have one rank less. Raises
+        PartitionError if there is no partition.
         """
         key = samples, offloads, num_stages, paces, shared_by
         if key not in self._cuts:
@@ -125,7 +125,7 @@ class Ground:
     def stages(
         self, samples: int, counts: tuple[int, ...], *, offloads: bool = False
     ) -> tuple[StageCount, ...]:
-        """Return cost, memory and exchanged values of the stages of a cut."""
+        """Return cost, memory and exchanged values of the stages of a partition."""
         key = samples, offloads, counts
         if key not in self._stages:
             gauge = self.gauge(samples, offloads=offloads)
@@ -133,7 +133,7 @@ class Ground:
         return self._stages[key]
 
     def placement(self, candidate: Candidate) -> Placement:
-        """Return the placement of a layout; its number of micro-batches is not that of the run."""
+        """Return the placement of a layout, from a table with few micro-batches."""
         key = candidate.schedule, candidate.options, candidate.stages
         if key not in self._placements:
             table = build(

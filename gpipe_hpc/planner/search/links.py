@@ -10,7 +10,7 @@ from gpipe_hpc.schedule import Cluster, Placement
 
 
 class Load(NamedTuple):
-    """Bytes that a step sends over one link, and whether it connects two hosts."""
+    """Bytes that a step sends over one link, and whether the link connects two hosts."""
 
     nbytes: float
     is_between: bool
@@ -22,7 +22,7 @@ Loads = dict[tuple[int, int], float]
 def boundary_loads(
     stages: Sequence[StageCount], placement: Placement, shares: Sequence[float]
 ) -> Loads:
-    """Return the bytes sent between the ranks of one replica, by (source, destination)."""
+    """Return the bytes that ranks of one replica send in a step, by (source, destination)."""
     found: Loads = defaultdict(float)
     each = shares or [1.0] * placement.num_microbatches
     of_route = [0.0] * len(placement.routes)
@@ -46,9 +46,9 @@ def boundary_loads(
 def add_sums(
     found: Loads, cluster: Cluster, ranks: Sequence[int], nbytes: float, *, by_host: bool
 ) -> None:
-    """Add the bytes of a ring all-reduce over some ranks to the loads.
+    """Add the bytes of a ring all-reduce over some ranks to the bytes of each link.
 
-    `by_host`: a ring inside each host, and one of the first rank of each.
+    `by_host`: use a ring inside each host, and a ring of the first rank of each host.
     """
     rings = [list(ranks)]
     if by_host:
@@ -63,7 +63,7 @@ def add_sums(
 
 
 def heaviest(cluster: Cluster, found: Loads) -> Load:
-    """Return the largest load among the slowest links in use."""
+    """Return the largest load among the links with the lowest bandwidth in use."""
     if not found:
         return Load(0.0, False)
     ways = {way: cluster.link(*way) for way in found}

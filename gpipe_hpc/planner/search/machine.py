@@ -21,12 +21,12 @@ class Machine:
     """Ranks of equal speed on a cluster, numbered host by host.
 
     Attributes:
-      rates: sustained rates of a rank.
+      rates: sustained FLOP/s and bytes/s of a rank.
       layer_s: constant overhead of a layer's forward, and of each half of its backward.
       host_bytes_per_s: bandwidth of ``offload`` copies; None if unknown (then they are free).
-      prices: overheads of a step besides its layers.
+      prices: overheads of a step in addition to its layers.
       clips: whether gradients are clipped by norm.
-      cores: cores of each host if ranks are CPUs and it is known.
+      cores: cores of each host if ranks are CPUs and the number is known.
     """
 
     cluster: Cluster
@@ -39,18 +39,18 @@ class Machine:
 
     @property
     def summing(self) -> Cluster:
-        """Return the cluster with the links of gradient all-reduces."""
+        """Return the cluster with the links that gradient all-reduces use."""
         link = self.prices.summing
         return self.cluster if link == FREE else replace(self.cluster, within=link)
 
     @property
     def crowd(self) -> Crowd | None:
-        """Return how many ranks share how many cores of a host, or None if unknown."""
+        """Return ranks and cores of the host with most ranks, or None if the cores are unknown."""
         return None if self.cores is None else Crowd(max(self.cluster.hosts), self.cores)
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the cluster."""
         return self.cluster.num_ranks
 
     @property
@@ -59,7 +59,7 @@ class Machine:
         return self.cluster.within == FREE and self.cluster.between == FREE
 
     def priced(self, gauge: Gauge) -> Known:
-        """Convert a gauge of FLOPs to seconds on this machine; measured seconds are unchanged."""
+        """Convert counted FLOPs to seconds on this machine; measured seconds are unchanged."""
         times = gauge.times
         if gauge.measure == COUNTED:
             times = tuple(map(self._seconds, work_of(gauge.count)))

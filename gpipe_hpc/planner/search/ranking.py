@@ -32,7 +32,7 @@ _AS_GOOD: Final = 0.99  # layouts that could gain less than 1 % are not tried
 
 @dataclass(frozen=True)
 class Ranking:
-    """The result of a search: the layouts that fit, the fastest first, and counts of the others.
+    """Result of a search: the layouts that fit, the fastest first, and counts of the others.
 
     Attributes:
       num_layouts: size of the space.
@@ -41,10 +41,10 @@ class Ranking:
       num_too_much: layouts that need too much memory.
       least_s: lower bound of the time of layouts that were not simulated; None if they cannot be
         faster.
-      nearest: of the layouts that do not fit, the one that needs least memory.
+      nearest: of the layouts that do not fit, the one that exceeds the memory least.
       num_unpinned: layouts whose stages cannot satisfy the pins.
-      is_of_even_cuts: whether the bound holds only for cuts with even stages, because some layouts
-        whose ranks hold several stages were not tried with simulated cuts.
+      is_of_even_cuts: whether the bound holds only for partitions with even stages, because some
+        layouts whose ranks hold several stages were not tried with simulated partitions.
     """
 
     trials: tuple[Trial, ...]
@@ -61,14 +61,14 @@ class Ranking:
 
     @property
     def distance(self) -> float:
-        """Return the largest share of the best layout's time that another layout could save."""
+        """Return the share of the best layout's time that an untried layout could save at most."""
         if not self.trials or self.least_s is None:
             return 0.0
         return max(0.0, 1.0 - self.least_s / self.trials[0].step_s)
 
 
 def merged(rankings: Sequence[Ranking]) -> Ranking:
-    """Merge the rankings of several spaces."""
+    """Merge the rankings of several search spaces into one."""
     nearest = [each.nearest for each in rankings if each.nearest is not None]
     least = [each.least_s for each in rankings if each.least_s is not None]
     return Ranking(
@@ -92,10 +92,10 @@ def _by_time(trial: Trial) -> tuple[float, int]:
 
 @dataclass
 class _Tally:
-    """Results of a search so far.
+    """Results that a search has collected so far.
 
     Attributes:
-      asked: the candidate from which each trial was made, which may leave the recomputation open.
+      asked: for each trial's candidate, the candidate from which it was made (recomputation open).
       impossible: candidates that cannot be built.
     """
 
@@ -147,10 +147,10 @@ def most_bytes(base: Request) -> float | None:
 def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ranking:
     """Rank the layouts of a space that fit in memory by step time, then by memory.
 
-    They are compared on cuts with even stages. The best few are then tried with simulated cuts,
-    unless the command line sets the partition; one that gets faster includes the setting for it.
-    The search stops after `most_actions` simulated actions. Raises PartitionError if no layout
-    satisfies the pins.
+    Layouts are compared with partitions of even stages. The best few are then tried with simulated
+    partitions, unless the command line sets the partition; a layout that gets faster includes the
+    setting for that. The search stops after `most_actions` simulated actions. Raises PartitionError
+    if no layout satisfies the pins.
     """
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
     limit = most_bytes(space.base)
@@ -215,10 +215,10 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
 
 
 def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) -> None:
-    """Time the best layouts with simulated cuts if ranks hold several stages.
+    """Time the best layouts with simulated partitions if ranks hold several stages.
 
-    If runs simulate cuts anyway, these times replace the others; else a layout requests a simulated
-    cut if it is worthwhile.
+    If runs simulate partitions anyway, these times replace the others; else a layout requests a
+    simulated partition if the gain is large enough.
     """
     opened = ground.with_open_cuts()
     worth = math.inf if ground.simulates_cuts else _WORTH_CUTTING
@@ -236,7 +236,7 @@ def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) ->
 def _nearest(
     hopeless: Sequence[tuple[Bound, Candidate]], ground: Ground, space: Space, choices: Choices
 ) -> MemoryExcess | None:
-    """Return the layout that needs least memory among some that cannot fit."""
+    """Return, of layouts that cannot fit, the one that exceeds the memory least."""
     by_need = sorted(hopeless, key=lambda each: (each[0].nbytes, -each[1].microbatches))
     tally = _Tally()
     for _, candidate in by_need[:_FEW]:
@@ -252,7 +252,7 @@ def _simulate(
     tally: _Tally,
     most_actions: int,
 ) -> list[tuple[Bound, Candidate]]:
-    """Try layouts, the most promising first; return those not tried."""
+    """Simulate layouts, the most promising first; return those that were not tried."""
 
     def run(candidate: Candidate) -> None:
         tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))

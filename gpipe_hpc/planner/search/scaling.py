@@ -15,7 +15,7 @@ _FLOPS_A_BYTE: Final = 100.0  # typical ratio of FLOP/s to memory bytes/s of acc
 
 @dataclass(frozen=True)
 class Scaling:
-    """Layer times of a run for micro-batches of `samples` samples, with their counts.
+    """Layer times that a run measured with micro-batches of `samples` samples, and their counts.
 
     For another size, each layer's counted seconds are multiplied by its ratio of measured to
     counted seconds at the measured size.
@@ -27,7 +27,7 @@ class Scaling:
     counted: Counted
 
     def text(self) -> str:
-        """Describe the source of the times."""
+        """Describe the source of the layer times."""
         found = self.found
         hosts = "one host" if found.hosts == 1 else f"{found.hosts} hosts"
         return (
@@ -39,7 +39,7 @@ class Scaling:
 
     @cached_property
     def rates(self) -> Rates:
-        """Return the mean rates of the measured layers, if no other rates are known."""
+        """Return the mean FLOP/s and bytes/s of the measured layers, if no rates are given."""
         works = work_of(self.counted.count)
         flops = sum(each.forward.flops + each.backward.flops for each in works)
         took_s = sum(each.forward + each.backward for each in self.found.layers)
@@ -47,9 +47,10 @@ class Scaling:
         return Rates.alike(rate, rate / _FLOPS_A_BYTE)
 
     def scaled(self, counted: Counted, machine: Machine, pace: float) -> Known:
-        """Scale the times to another micro-batch; `pace` is the slowdown of the measured rank.
+        """Return the layer times for another micro-batch size.
 
-        Parts without counted work scale with the number of input bytes.
+        `pace` is the slowdown of the rank that measured. Passes without counted work scale with the
+        number of input bytes.
         """
         here, there = machine.priced(counted).times, machine.priced(self.counted).times
         more = sum(counted.count.inputs.tensors) / self.found.input_bytes

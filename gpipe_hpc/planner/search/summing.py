@@ -1,7 +1,7 @@
-"""Completion time of gradient all-reduces after a timed table of compute.
+"""Completion time of gradient all-reduces after the simulated compute of a step.
 
 Equivalent to lowering the table and simulating its reductions, but faster, so that several ways to
-combine replicas are compared.
+combine the gradients of replicas can be compared.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 
 class Ending(NamedTuple):
-    """Start and end of the last backward of a stage on a rank."""
+    """Start and end, in seconds, of the last backward of a stage on a rank."""
 
     start_s: float
     end_s: float
 
 
 def endings(timelines: Sequence[Timeline]) -> list[set[Ending]]:
-    """Return the last backwards of each stage, over all its holders and timelines."""
+    """Return the last backwards of each stage, over all its ranks and timelines."""
     found: list[set[Ending]] = [set() for _ in range(timelines[0].num_stages)]
     for timeline in timelines:
         for row in timeline.events:
@@ -35,7 +35,7 @@ def endings(timelines: Sequence[Timeline]) -> list[set[Ending]]:
 def copies_of(
     placement: Placement, stage: int, num_replicas: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """Return the world ranks that hold a stage."""
+    """Return the world ranks that hold a stage, over all replicas."""
     holders = placement.holders(stage)
     return tuple(r * num_ranks + each for r in range(num_replicas) for each in holders)
 
@@ -43,9 +43,10 @@ def copies_of(
 def sum_time(
     cluster: Cluster, ranks: Sequence[int], nbytes: float, num_buckets: int, *, by_host: bool
 ) -> ReductionTime:
-    """Return the time of an all-reduce; `by_host`: inside each host first, then between hosts.
+    """Return the time of an all-reduce, flat or in two levels.
 
-    The two levels are pipelined over buckets.
+    `by_host`: first inside each host, then between hosts; the two levels are pipelined over
+    buckets.
     """
     if not by_host:
         return cluster.reduction_time(ranks, nbytes, num_buckets)
@@ -60,25 +61,25 @@ def sum_time(
 
 
 class Sum(NamedTuple):
-    """Time of the all-reduce of a stage's gradients, and the bytes of its buckets."""
+    """Time of the all-reduce of a stage's gradients, and the bytes of each bucket."""
 
     time: ReductionTime
     buckets: tuple[int, ...]
 
     @property
     def whole_s(self) -> float:
-        """Return the time of all buckets one after another."""
+        """Return the seconds of all buckets one after another."""
         return self.time.bytes_s + len(self.buckets) * self.time.latency_s
 
     def halved(self) -> "Sum":
-        """Return half of it: only the reduce-scatter or only the all-gather."""
+        """Return half of the all-reduce: only the reduce-scatter or only the all-gather."""
         return self._replace(time=ReductionTime(*(part / 2 for part in self.time)))
 
 
 def summed_at(
     placement: Placement, ends: Sequence[set[Ending]], sums: Sequence[Sum], *, overlaps: bool
 ) -> float:
-    """Return the time at which the last gradient is all-reduced.
+    """Return the time at which the last gradient bucket has been all-reduced.
 
     Each rank reduces one bucket after another, stages in the order in which they are ready. With
     `overlaps`, a bucket starts within the stage's last backward, as soon as its gradients are

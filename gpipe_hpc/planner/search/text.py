@@ -1,4 +1,4 @@
-"""Format a ranking: what was compared, and a table of the best layouts with settings to copy."""
+"""Format a search result: what was compared, and the best layouts with settings to copy."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -37,7 +37,7 @@ _HEAD: Final = (
 
 
 def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
-    """Describe the assumed ranks and links, and what is not tried because they are unknown.
+    """Describe the assumed ranks and links, and the settings not tried because these are unknown.
 
     `measured`: how layers are measured; empty if their FLOPs are counted.
     """
@@ -118,7 +118,7 @@ def counts_text(ranking: Ranking, num_ways: int) -> str:
 
 
 def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> str:
-    """Return the best layouts: a line of figures each, its settings, and why it is not first."""
+    """Format the best layouts: for each its figures, its settings, and why it is not first."""
     shown = distinct(ranking.trials, most)
     rows = [list(_HEAD)]
     rows += [[str(number), *_figures(trial, batch_size)] for number, trial in enumerate(shown, 1)]
@@ -133,7 +133,7 @@ def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> s
 
 
 def notes_text(ground: Ground, layers: str, prices: str) -> str:
-    """Describe the assumptions of the figures.
+    """Describe the assumptions behind the figures of a search.
 
     `layers` is the source of layer times, `prices` the setting with the overheads of a step.
     """
@@ -152,7 +152,7 @@ def notes_text(ground: Ground, layers: str, prices: str) -> str:
 def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
     """Return the first trials, with at most two schedules per shape.
 
-    A shape is replicas, stages, micro-batches, recomputation and precision.
+    A shape consists of replicas, stages, micro-batches, recomputation and precision.
     """
     seen: dict[tuple[object, ...], int] = {}
     found: list[Trial] = []

@@ -43,7 +43,7 @@ _BUCKETS: Final = (25e6, 100e6)
 
 
 class Combining(NamedTuple):
-    """Settings of `Outer` that a search chooses for combining the gradients of replicas."""
+    """Settings for combining the gradients of replicas, chosen by a search (fields of `Outer`)."""
 
     shard: str
     hierarchy: str | int
@@ -64,7 +64,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, base: Request, fixed: frozenset[str], num_hosts: int) -> "Choices":
-        """Return the values to try for a request with some fixed settings."""
+        """Return the values to try, given the user's settings and the names that are fixed."""
         outer = base.combining
         is_usual = (
             outer.order == "backend" and outer.compress == "none" and not outer.uses_local_sgd
@@ -95,10 +95,10 @@ class Trial:
     Attributes:
       compute_s: mean compute time of ranks in a step.
       causes: causes of idle time as shares of the step, which add up to the bubble.
-      nbytes, rank: peak memory of the fullest rank of a replica, and that rank.
+      nbytes, rank: peak memory of the rank of a replica that needs most, and that rank.
       load: traffic of the slowest link.
-      partition, placement: the cut, and the ranks that hold its stages.
-      combining: None without replicas.
+      partition, placement: the assignment of layers to stages, and of stages to ranks.
+      combining: settings for combining gradients; None without replicas.
       beside_s: time after pipeline and all-reduces: clipping, optimizer and overhead.
     """
 
@@ -117,7 +117,7 @@ class Trial:
 
     @property
     def cut_distance(self) -> Distance | None:
-        """Return how far the cut is from the best one on these ranks, or None for one rank."""
+        """Return the distance of the partition from the best on these ranks; None for one rank."""
         if self.placement.num_ranks == 1:
             return None
         costs = [each.forward + each.backward for each in self.partition.times]
@@ -125,7 +125,7 @@ class Trial:
 
     @property
     def bubble(self) -> float:
-        """Return the share of the time that ranks idle."""
+        """Return the share of the step time in which ranks are idle."""
         return sum(self.causes)
 
     @property
@@ -134,7 +134,10 @@ class Trial:
         return self.candidate.recompute != "never"
 
     def overrides(self, base: Request) -> list[str]:
-        """Return its command-line settings; settings of `outer` only if they differ from `base`."""
+        """Return the layout's settings as written on the command line.
+
+        Settings of `outer` are included only if they differ from `base`.
+        """
         words = self.candidate.overrides()
         for name, value in () if self.combining is None else self.combining._asdict().items():
             if value != getattr(base.combining, name):
@@ -167,9 +170,9 @@ def try_out(
 ) -> Trial | MemoryExcess:
     """Lay out a candidate and, if it fits in memory, simulate it.
 
-    With `LEAST` nothing is recomputed if that fits, else as little as needed. If nothing fits, the
-    result is the one of full and no recomputation that exceeds the memory less. Raises the errors
-    of laying out: PartitionError if no recomputation fits, ScheduleError if there is no such table.
+    With `LEAST`, as few layers as needed are recomputed. If nothing fits, the result is full or no
+    recomputation, whichever exceeds the memory less. Raises the errors of laying out:
+    PartitionError if no recomputation fits, ScheduleError for an impossible schedule.
     """
     laid = lay_out_in_memory(candidate, ground, base, choices)
     return laid if isinstance(laid, MemoryExcess) else laid.timed()
@@ -221,10 +224,10 @@ def _combined(asked: Request, way: Combining) -> Request:
 
 
 class LaidOut:
-    """The compute table of a candidate, with everything needed to time it."""
+    """The schedule table of a candidate without communication, and the data needed to time it."""
 
     def __init__(self, candidate: Candidate, ground: Ground, asked: Request) -> None:
-        """Lay out the candidate."""
+        """Lay out the candidate with the settings `asked`."""
         self.candidate, self.ground, self.asked = candidate, ground, asked
         samples = candidate.samples(ground.batch_size)
         gauge = ground.gauge(samples, offloads=candidate.offload)
@@ -256,7 +259,7 @@ class LaidOut:
         return self.candidate.replicas == 1 and len(self.table.placement.routes) == 1
 
     def held(self, way: Combining) -> list[int]:
-        """Return the peak memory of each rank."""
+        """Return the peak bytes of each rank for one way to combine gradients."""
         placement, kept = self.table.placement, self.asked.kept_states
         sharing = None if self.is_alone else self._sharing(way)
         return [
@@ -278,7 +281,10 @@ class LaidOut:
         return Sharing.of(way.shard, self.candidate.replicas, buckets)
 
     def with_ways(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> "LaidOut":
-        """Set the fitting ways to combine gradients, with the memory of each; return self."""
+        """Set the ways to combine gradients that fit in memory; return this object.
+
+        `held` has the bytes of each rank by value of `shard`.
+        """
         self._ways, self._held = ways, held
         return self
 
@@ -307,7 +313,7 @@ class LaidOut:
         )
 
     def _step(self, piped: SimulatedTable, way: Combining) -> StepTime:
-        """Return the step time with one way to combine gradients."""
+        """Return the step time for one way to combine gradients."""
         machine, placement, counts = self.ground.machine, self.table.placement, self._counts
         over_s = piped.end_s
         if not self.is_alone:
@@ -323,7 +329,7 @@ class LaidOut:
         return self.partition.counts
 
     def _refuse_idle_copies(self, timeline: Timeline) -> None:
-        """Raise ScheduleError if a rank holds a stage without any micro-batch for it."""
+        """Raise ScheduleError if a rank holds a stage but runs none of its micro-batches."""
         placement = self.table.placement
         for rank, row in enumerate(timeline.events):
             at_work = {event.action.stage for event in row if event.action.op in ENDS_BACKWARD}
@@ -336,7 +342,7 @@ class LaidOut:
                 )
 
     def _costs(self) -> list[Costs]:
-        """Return the costs of actions, once for all replicas with equal links and speeds."""
+        """Return the costs of actions for each distinct kind of replica."""
         machine = self.ground.machine
         costs = action_costs(self.partition, self.stages, self.recomputed, self.shares)
         costs = with_copies(
@@ -354,7 +360,7 @@ class LaidOut:
         return Sum(time, buckets)
 
     def _load(self, way: Combining) -> Load:
-        """Return the traffic of a step over the slowest link."""
+        """Return the bytes that a step sends over the most loaded of the slowest links."""
         cluster, placement = self.ground.machine.cluster, self.table.placement
         first = boundary_loads(self.stages, placement, self.shares)
         found = {

@@ -23,7 +23,7 @@ from gpipe_hpc.settings import Outer
 def step_of(
     layout: Layout, gauge: Known, machine: Machine, outer: Outer, num_samples: int
 ) -> StepTime:
-    """Return the time of a step of `num_samples`, for the replica with the most micro-batches."""
+    """Return the step time for `num_samples`, for the replica with the most micro-batches."""
     table, counts = layout.schedule, layout.partition.counts
     stages = count_stages(gauge.count, counts)
     portions = layout.portions
@@ -43,7 +43,7 @@ def step_of(
 
 
 def _sums(layout: Layout, gauge: Known, machine: Machine, outer: Outer) -> list[Sum]:
-    """Return the all-reduce of each stage's gradients; empty for a stage without replicas."""
+    """Return the all-reduce of each stage's gradients; an empty one without replicas."""
     sizes = {
         name: GradientSize(*size).num_bytes
         for each in sizes_of_layers(gauge.layers)

@@ -1,4 +1,4 @@
-"""Explain in words why one layout is slower than another."""
+"""Explain in a sentence why one layout is slower than another."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ _WORTH_TELLING: Final = 0.25  # of the total difference; smaller parts are not r
 
 
 def parts_s(trial: Trial) -> dict[str, float]:
-    """Return the mean seconds of ranks in a step by activity; they add up to the step."""
+    """Return the mean seconds of ranks in a step by cause; they add up to the step time."""
     causes = trial.causes
     return {
         "compute": trial.compute_s,
@@ -23,7 +23,7 @@ def parts_s(trial: Trial) -> dict[str, float]:
 
 
 def why_worse(trial: Trial, best: Trial) -> str:
-    """Describe how much slower a layout is than the best, and what takes the additional time."""
+    """Describe how much slower a layout is than the best, and which parts take longer."""
     slower = trial.step_s / best.step_s - 1
     if slower < _ALIKE:
         more = trial.nbytes - best.nbytes
@@ -41,7 +41,7 @@ def why_worse(trial: Trial, best: Trial) -> str:
 
 
 def _reason(name: str, trial: Trial, best: Trial) -> str:
-    """Return the name of a part, with the cause of additional compute if it is known."""
+    """Return the name of a part of the step, with the cause of additional compute if known."""
     if name != "compute":
         return name
     if trial.candidate.precision != best.candidate.precision:

@@ -1,4 +1,4 @@
-"""Find settings that fit in memory if a plan does not, by laying out a few and forecasting them."""
+"""Find settings that fit in memory if a plan does not, by forecasting a few of them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Alternative:
-    """Settings to copy, with the bytes of the fullest rank and the step time in FLOPs.
+    """Settings to copy, with the bytes of the rank that needs most and the step time in FLOPs.
 
     `excess_bytes`: largest number of bytes by which a rank exceeds its limit.
     """
@@ -40,14 +40,14 @@ class Alternative:
 
 
 class Tried(NamedTuple):
-    """The alternatives that were tried, and whether these are all."""
+    """The alternatives that were tried, and whether all candidates were tried in time."""
 
     found: tuple[Alternative, ...]
     is_all: bool = True
 
 
 def forecast_of(layout: Layout, request: Request, gauge: Gauge, num_samples: int) -> Forecast:
-    """Forecast a step of the replica with the most micro-batches of a layout."""
+    """Forecast a step of a layout's replica with the most micro-batches."""
     own = layout.portions.of(layout.portions.fullest)
     return forecast(
         gauge.count,
@@ -66,9 +66,9 @@ def try_others(
 ) -> Tried:
     """Lay out and forecast a few settings that differ from those of a request.
 
-    Tried are more micro-batches if the batch has enough samples, ``one_f_one_b``, and
+    These are more micro-batches if the batch has enough samples, ``one_f_one_b``, and
     recomputation, in all valid combinations; schedules are not searched. `gauge_of` returns the
-    counts for a multiple of the number of micro-batches. Stops after `seconds`.
+    counts if micro-batches are as many times smaller as its argument. Stops after `seconds`.
     """
     began_s = time.perf_counter()
     gauges: dict[int, Gauge] = {}
@@ -89,7 +89,7 @@ def try_others(
 
 
 def _others(request: Request, batch: Batch) -> Iterator[tuple[int, Request]]:
-    """Yield the factor on micro-batches and the request, the smallest changes first."""
+    """Yield other requests, the smallest changes first, with the factor on micro-batches."""
     schedules = [request.schedule] if request.schedule != "auto" else []
     if not request.options and request.schedule != "one_f_one_b":
         schedules.append("one_f_one_b")  # the options of one schedule are not those of another

@@ -1,4 +1,4 @@
-"""Text tables with aligned columns, and folding of repeated items."""
+"""Text tables with aligned columns, and abbreviation of repeated items."""
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Group(NamedTuple):
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Format rows as lines; the columns in `left` are left-aligned, others right-aligned."""
+    """Format rows as lines of text; columns in `left` are left-aligned, others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -25,7 +25,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
 
 
 def compressed(names: Sequence[str]) -> str:
-    """Join names in order with repeats folded: ``Embedding, 4 x (Attention, MLP), Norm``."""
+    """Join names in order, abbreviating repeats: ``Embedding, 4 x (Attention, MLP), Norm``."""
     parts: list[str] = []
     for start, period, times in folded(names, longest=8):
         group = ", ".join(names[start : start + period])
@@ -35,7 +35,7 @@ def compressed(names: Sequence[str]) -> str:
 
 
 def folded(items: Sequence[Hashable], longest: int = 32) -> Iterator[Group]:
-    """Yield repeated items and repeated groups of up to `longest` items as one group each."""
+    """Find repeated groups of up to `longest` items in a sequence; yield all items as groups."""
     numbers: dict[Hashable, int] = {}
     names = [numbers.setdefault(item, len(numbers)) for item in items]
     start = 0

@@ -1,4 +1,4 @@
-"""Format a forecast as text: layers, cut, ranks and step."""
+"""Format a plan as text: layers, partition, ranks and step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,14 +55,14 @@ _AS_SAID: Final = ", from plan.prices or plan.calibration."
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of a plan's numbers.
+    """Assumptions behind the numbers of a plan.
 
     Attributes:
       flops_per_s: speed of a rank, None if unknown.
       limits: bytes that each rank may use, None if unlimited.
       recompute: the requested recomputation.
       can_cut: whether micro-batches have several samples.
-      others: description of other settings, if these do not fit.
+      others: description of other settings, if the planned ones do not fit.
       step: simulated step time.
       measured: source of the layer times, empty if they are counted.
     """
@@ -83,7 +83,7 @@ class Assumptions:
 
 
 def layer_table(model: ModelCount) -> str:
-    """Format the layers with repeats folded; the numbers of a line are those of one layer."""
+    """Format the layers as a table; equal layers share a line, with the numbers of one."""
     rows = [["layers", "times", "layer", "parameters", *_FIGURES]]
     for start, period, times in folded(model.layers):
         last = start + period * times - 1
@@ -130,7 +130,7 @@ def stage_table(
     paces: Sequence[float] = (),
     pins: Pins = (),
 ) -> str:
-    """Format the cut: layers, ranks, parameters and share of FLOPs of each stage."""
+    """Format the partition as a table: layers, ranks, parameters and FLOPs of each stage."""
     placement = schedule.placement
     return cut_table(
         layers,
@@ -144,9 +144,9 @@ def stage_table(
 
 
 def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
-    """Format the peak memory and sent bytes of each rank.
+    """Format the peak memory and sent bytes of each rank as a table.
 
-    Columns that are zero everywhere are left out. With memory limits, a column shows whether ranks
+    Columns that are zero everywhere are omitted. With memory limits, a column shows whether ranks
     fit.
     """
     casts = any(rank.cast_bytes for rank in ranks)
@@ -188,7 +188,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
 
 
 def _verdicts(ranks: Sequence[RankForecast], assumptions: Assumptions) -> list[list[str]]:
-    """Return a title and whether each rank fits, with the limits if they differ."""
+    """Return a column that shows whether each rank fits, and the limits if they differ."""
     if assumptions.limits is None:
         return [[] for _ in range(1 + len(ranks))]
     rows = [["fits"], *([("NO", "yes")[fits]] for fits in assumptions.fit(ranks))]
@@ -199,7 +199,7 @@ def _verdicts(ranks: Sequence[RankForecast], assumptions: Assumptions) -> list[l
 
 
 def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> str:
-    """Format bubble, time and FLOPs of a step."""
+    """Format bubble, time and FLOPs of a step as text."""
     timeline, num_ranks = found.timeline, schedule.num_ranks
     lines = [
         f"{schedule.name}, {schedule.num_microbatches} micro-batches"
@@ -232,7 +232,7 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
 
 
 def _parallelism_text(found: Parallelism) -> str:
-    """Format work, depth and average parallelism."""
+    """Format the work of a step, its depth (longest path) and their ratio, the parallelism."""
     return (
         f"work {flops_text(found.work)}, depth {flops_text(found.depth)} (longest chain of "
         f"dependent actions): average parallelism {found.average:.2f} (work over depth)"
@@ -240,7 +240,7 @@ def _parallelism_text(found: Parallelism) -> str:
 
 
 def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:
-    """Format the step time with its assumptions."""
+    """Format the step time in seconds with its assumptions."""
     basis = assumptions.measured
     if not basis:
         rate = assumptions.flops_per_s
@@ -250,17 +250,17 @@ def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:
 
 
 class Sections(NamedTuple):
-    """Texts and settings for the sections of a plan.
+    """Texts and settings from which the sections of a plan are written.
 
     Attributes:
       heading: title of the plan.
-      cut_by: how the cut was chosen.
+      cut_by: how the partition was chosen.
       searched: compared placements.
       recomputed: recomputation chosen by a memory budget.
       summed: gradient all-reduces over replicas.
       paces: slowdown of each stage if ranks differ.
       pins: layers pinned to stages.
-      distance: additional work of the most loaded rank compared with the best cut.
+      distance: additional work of the most loaded rank compared with the best partition.
     """
 
     heading: str
@@ -304,14 +304,14 @@ def report(
 
 
 def _process_text(ranks: Sequence[RankForecast]) -> str:
-    """Describe the memory of processes besides tensors, or that it is not counted."""
+    """Describe the memory of processes besides tensors, or state that it is not counted."""
     if not any(rank.process_bytes for rank in ranks):
         return _NOT_COUNTED
     return _PROCESS[any(rank.lies_apart for rank in ranks)] + _AS_SAID
 
 
 def _beside(ranks: Sequence[RankForecast]) -> str:
-    """Describe the optional columns that this plan has."""
+    """Describe the optional columns that the rank table of this plan has."""
     notes = (
         (_UPDATE, any(rank.update_bytes for rank in ranks)),
         (_OFFLOADED, any(rank.offloaded_bytes and rank.lies_apart for rank in ranks)),
@@ -322,7 +322,7 @@ def _beside(ranks: Sequence[RankForecast]) -> str:
 
 
 def skip_table(model: ModelCount, counts: Sequence[int]) -> str:
-    """List the skip connections that leave their stage, with totals; empty without skips."""
+    """List the skip connections between different stages, with totals; empty if there are none."""
     if not model.skips:
         return ""
     routes = skip_routes(model.skips, counts)

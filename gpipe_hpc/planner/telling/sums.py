@@ -17,11 +17,11 @@ _WIDE: Final = 4  # bytes of a float32
 def sums_text(
     model: ModelCount, layout: Layout, outer: Outer, link_bytes_per_s: float | None = None
 ) -> str:
-    """Describe the reduced gradients: replicas, buckets, and bytes sent by each rank.
+    """Describe the gradient all-reduces of a step: replicas, buckets, and bytes sent by each rank.
 
     The bytes are those of a ring, the minimum: 2 (C - 1) / C of the gradients for C replicas
     (Patarasuk and Yuan, 2009), in two halves if the optimizer state is sharded. `link_bytes_per_s`
-    adds the time that takes. Empty if no stage has a replica.
+    adds the time of the transfer. Empty if no stage has a replica.
     """
     buckets, replicas = layout.tables.buckets, layout.replicas
     if not any(buckets):
@@ -60,7 +60,7 @@ def sums_text(
 def _outer_step(
     model: ModelCount, layout: Layout, outer: Outer, link_bytes_per_s: float | None
 ) -> str:
-    """Describe the bytes sent by an outer step, in total and per step."""
+    """Describe the bytes that an outer step (local SGD) sends, in total and per training step."""
     if outer.compress != "none":
         return ""
     sent = ring_bytes(model, layout, is_wide=True)
@@ -79,7 +79,7 @@ def _span(sent: Sequence[float]) -> str:
 
 
 def _taking(num_bytes: float, link_bytes_per_s: float | None) -> str:
-    """Return the time to send some bytes as a parenthesis, if the link is known."""
+    """Return the time to send some bytes, in parentheses; empty without a bandwidth."""
     if link_bytes_per_s is None:
         return ""
     return f" ({num_bytes / link_bytes_per_s:.3g} s at {bytes_text(link_bytes_per_s)}/s)"
