@@ -1,7 +1,7 @@
 """AdamW that gives bitwise equal results for a weight and for shards of it.
 
-Torch's fused AdamW allocates no temporaries of a weight's size and on a CPU takes a quarter of the
-time of the other implementations. But on a CPU it computes the elements after the last complete
+Torch's fused AdamW allocates no temporaries of a weight's size, and on a CPU it takes a quarter of
+the time of the other implementations. But on a CPU it computes the elements after the last complete
 SIMD vector with other instructions, which may differ in the last bit, so a shard would not equal
 the same part of the whole weight. Here those elements are padded to a complete vector.
 """
@@ -21,7 +21,7 @@ _WHOLE: Final = 32
 
 
 class _Piece(NamedTuple):
-    """Elements of a weight, with their gradients and optimizer state."""
+    """Some elements of a weight, with their gradients and optimizer state."""
 
     weights: Tensor
     gradients: Tensor
@@ -29,11 +29,11 @@ class _Piece(NamedTuple):
     squares: Tensor
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "_Piece":
-        """Return a piece with a function applied to each tensor."""
+        """Return a piece with `function` applied to each of the four tensors."""
         return _Piece(*map(function, self))
 
     def take(self, stepped: "_Piece") -> None:
-        """Copy the results of a step from another piece, unless it shares this one's memory."""
+        """Copy weights and state from an updated piece, unless both share the same memory."""
         for own, changed in (
             (self.weights, stepped.weights),
             (self.means, stepped.means),
@@ -92,7 +92,7 @@ class AdamW(GroupSteps, torch.optim.AdamW):
             own.take(stepped)
 
     def _with_state(self, parameter: Tensor) -> tuple[_Piece, Tensor]:
-        """Return a parameter with its gradient and state, as real tensors, and its step counter."""
+        """Return a parameter with its gradient and state as real tensors, and its step counter."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -106,9 +106,9 @@ class AdamW(GroupSteps, torch.optim.AdamW):
 
 
 def _in_vectors(flat: _Piece) -> tuple[list[_Piece], list[tuple[_Piece, _Piece]]]:
-    """Split a piece into pieces of complete vectors, the tail padded.
+    """Split a flat piece into complete SIMD vectors and a tail that is padded to one.
 
-    Also returns pairs of the original tail and its padded copy, if there is a tail.
+    Also returns (original tail, updated part of the padded copy), if there is a tail.
     """
     count = flat.weights.numel()
     end = count // _WHOLE * _WHOLE

@@ -1,4 +1,4 @@
-"""Base class of the optimizers of gpipe_hpc, which update a parameter group at once."""
+"""Base class of the optimizers of gpipe_hpc, which update all parameters of a group at once."""
 
 from abc import abstractmethod
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so there is no state to save."""
+"""Learning rate schedule: the learning rate of each step, computed from the step number alone."""
 
 import math
 
@@ -11,11 +11,11 @@ from gpipe_hpc.settings import Config
 def lr_at(step: int, config: Config) -> float:
     """Return the learning rate of the step after `step` finished ones.
 
-    It rises linearly over ``lr.warmup_steps`` from ``lr.start_ratio`` of ``optimizer.lr`` to the
-    peak, then follows half a cosine down to ``lr.min_ratio`` of the peak at ``train.steps``, or
+    The rate rises linearly over ``lr.warmup_steps`` from ``lr.start_ratio`` of ``optimizer.lr`` to
+    the peak, then follows half a cosine down to ``lr.min_ratio`` of the peak at ``train.steps``, or
     stays constant. Later steps keep the final value. The peak is ``optimizer.lr`` times the batch
-    size scaling (`scale_at`). With AdaScale a step here is one of the base batch, and the gain
-    multiplies the result.
+    size scaling (`scale_at`). With AdaScale, `step` counts steps of the base batch, and the result
+    is to be multiplied by the gain.
     """
     assert step >= 0, f"step {step}"
     peak, shape = config.optimizer.lr * scale_at(step, config), config.lr
@@ -31,7 +31,7 @@ def lr_at(step: int, config: Config) -> float:
 
 
 def scale_at(step: int, config: Config) -> float:
-    """Return the factor on ``optimizer.lr`` for the batch size of a step.
+    """Return the factor by which ``optimizer.lr`` is scaled for the batch size of a step.
 
     With ``lr.base_batch_size``: batch / base (``lr.scaling=linear``: Goyal et al., Accurate, large
     minibatch SGD, 2017, section 2.1) or its square root; else 1. AdaScale measures its own factor.

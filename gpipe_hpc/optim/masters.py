@@ -1,4 +1,4 @@
-"""Float32 master copies of 16-bit weights, on which the optimizer works.
+"""Float32 master copies of 16-bit weights, which the optimizer updates in their place.
 
 A bfloat16 has 8 bits of precision: changes below 1/256 of a weight are lost, as are small changes
 of the optimizer's averages. So the optimizer updates a float32 master of each such weight, and the
@@ -26,7 +26,7 @@ def is_low(parameter: Tensor) -> bool:
 
 
 def keep_masters(optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer step on float32 masters of its 16-bit weights; return the same optimizer.
+    """Make an optimizer update float32 masters of its 16-bit weights; return the same optimizer.
 
     Each such weight costs 4 more bytes per element, its optimizer state is float32, and a step
     needs a float32 copy of the gradient. If a weight is modified between steps, its master is
@@ -66,7 +66,10 @@ def keep_masters(optimizer: Optimizer) -> Optimizer:
 
 
 def drop_masters(optimizer: Optimizer) -> Optimizer:
-    """Remove masters loaded from a checkpoint at the next step; return the same optimizer."""
+    """Make an optimizer discard masters loaded from a checkpoint; return the same optimizer.
+
+    The next step discards them.
+    """
 
     def before(own: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in _with_gradient(own):
@@ -80,7 +83,7 @@ def drop_masters(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the 16-bit weights that have a gradient."""
+    """Return the optimizer's 16-bit weights that have a gradient."""
     groups = (group["params"] for group in optimizer.param_groups)
     return [p for params in groups for p in params if is_low(p) and p.grad is not None]
 
@@ -94,7 +97,7 @@ def _alike(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:
-    """Return float32 copies."""
+    """Return float32 copies of the tensors."""
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.float() for tensor in tensors]
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
@@ -115,7 +118,7 @@ def _masters(own: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]
 
 
 def _update_changed_masters(masters: list[Tensor], weights: Sequence[Tensor]) -> None:
-    """Update masters whose weights were modified since the last step."""
+    """Set masters to their weights where weights were modified since the last step."""
     kept, low = _concatenated(masters), _concatenated(weights)
     is_same = kept.to(low.dtype) == low
     # Only on the host, since reading the result from a device would synchronize.

@@ -1,4 +1,4 @@
-"""Build optimizers from settings: weight decay only on matrices, and empty ranks supported."""
+"""Build optimizers from settings, with weight decay only on matrices, also for empty ranks."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 def build_optimizer(
     named_parameters: NamedParameters, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return the configured optimizer over this rank's parameters, of which there may be none.
+    """Return the configured optimizer over this rank's parameters, which may be none.
 
     16-bit weights get float32 masters (`keep_masters`) unless ``config.masters`` is false, which
     logs a warning. Frozen parameters are left out. Weight decay applies to parameters of two or
@@ -97,7 +97,7 @@ def _of_kind(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.opt
 
 
 def _adapted(config: OptimizerConfig, *, is_plain: bool) -> dict[str, bool]:
-    """Return the adapt option of a group, if the kind of optimizer has one."""
+    """Return the `adapt` option of a parameter group for LARS and LAMB; empty for others."""
     if not isinstance(config, LARSConfig | LAMBConfig):
         return {}
     return {"adapt": config.adapt_vectors or not is_plain}
@@ -105,7 +105,7 @@ def _adapted(config: OptimizerConfig, *, is_plain: bool) -> dict[str, bool]:
 
 @contextmanager
 def own_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the options of parameter groups after the block, which may load a checkpoint.
+    """Context that restores the options of parameter groups (lr, ...) after loading a checkpoint.
 
     A resumed run thus uses its own settings.
     """

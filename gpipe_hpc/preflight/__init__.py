@@ -1,1 +1,1 @@
-"""`python -m gpipe_hpc.preflight`: check whether hosts, ranks and links are fit for a run."""
+"""`python -m gpipe_hpc.preflight`: check whether hosts, ranks and links are ready for a run."""

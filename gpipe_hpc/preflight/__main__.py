@@ -23,8 +23,8 @@ UNFIT_EXIT_CODE: Final = 3
 def main() -> None:
     """Compose the settings from the command line, check all ranks, and exit.
 
-    Exit codes: 0 fit (possibly with warnings), 1 ranks cannot work together, 2 invalid settings, 3
-    a requirement of the run is not met.
+    Exit codes: 0 ready (possibly with warnings), 1 ranks cannot work together, 2 invalid settings,
+    3 a requirement of the run is not met.
     """
     code = run_jobs(_task, "preflight")
     if code in (ExitCode.FAILED, ExitCode.BAD_CONFIG) and dist.is_initialized():
@@ -57,14 +57,14 @@ def _task(job: Job) -> int:
 
 
 def _with_short_timeout(config: Config) -> Config:
-    """Return the config with a short timeout, so that no rank waits as long as in a run."""
+    """Return the config with a short communication timeout, suitable for the checks."""
     comm, limit_s = config.comm, config.comm.reach_s
     comm = replace(comm, timeout_s=min(comm.timeout_s, limit_s))
     return replace(config, comm=comm)
 
 
 def _name_own_limit(error: GpipeError, config: Config) -> None:
-    """Replace comm.timeout_s in an error message by comm.reach_s, which applies here."""
+    """Replace comm.timeout_s in an error message by comm.reach_s, the limit of the checks."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         text = error.args[0]
         if config.comm.timeout_s >= config.comm.reach_s:

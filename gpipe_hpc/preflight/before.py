@@ -1,7 +1,7 @@
-"""Check of all ranks just before the first step of a run, which costs two small collectives.
+"""Check all ranks just before the first step of a run, with two small collectives.
 
-Conditions that would certainly end a run are errors elsewhere; this only warns, since plans may
-overestimate.
+Only warnings are logged, because plans may overestimate; conditions that would certainly end a run
+raise errors elsewhere.
 """
 
 import logging
@@ -25,7 +25,7 @@ MOST_SKEW_S: Final = 1.0
 
 
 class Files(NamedTuple):
-    """Open files and connections of a process: how many it will need, and its limit."""
+    """Number of open files and connections that a process will need, and its limit."""
 
     lack: int
     rank: int
@@ -35,13 +35,13 @@ class Files(NamedTuple):
 
     @classmethod
     def of(cls, rank: int) -> "Files":
-        """Raise the limit of this process as far as needed and allowed, and return the counts."""
+        """Raise this process's limit of open files if needed and allowed; return the counts."""
         needed = num_open() + SPARE_FILES
         allowed = allow_files(needed)
         return cls(needed - allowed, rank, socket.gethostname(), needed, allowed)
 
     def __str__(self) -> str:
-        """Describe the shortage and its remedy."""
+        """Describe the missing open files and the remedy."""
         return (
             f"open files: rank {self.rank} on {self.host} needs up to {self.needed} files and "
             f"connections, but its limit is {self.allowed}; raise the limit in the environment "
@@ -57,7 +57,7 @@ class Found(NamedTuple):
     needs: dict[str, MemoryNeeds]
 
     def then(self, behind: "Found") -> "Found":
-        """Merge the findings with those of other ranks."""
+        """Return these findings merged with those of later ranks."""
         kinds = [*self.needs, *(kind for kind in behind.needs if kind not in self.needs)]
         none = MemoryNeeds()
         return Found(
@@ -67,13 +67,13 @@ class Found(NamedTuple):
         )
 
     def lacking(self) -> list[str]:
-        """Return one sentence for each shortage."""
+        """Return one sentence for each resource that is insufficient."""
         needs = [str(need) for each in self.needs.values() for need in each.lacking()]
         return [*needs, *([str(self.files)] if self.files.lack > 0 else [])]
 
 
 def skew_text(attendance: ClockBounds) -> str | None:
-    """Describe whose clocks differ too much, or return None."""
+    """Describe which two clocks differ too much, or return None if none do."""
     if attendance.skew_s <= MOST_SKEW_S:
         return None
     came, left = attendance
@@ -84,12 +84,15 @@ def skew_text(attendance: ClockBounds) -> str | None:
 
 
 def needs_by_kind(needs: tuple[MemoryNeed, ...]) -> dict[str, MemoryNeeds]:
-    """Group memory needs by the name of the memory."""
+    """Return memory needs by the name of the memory."""
     return {need.what: MemoryNeeds((need,)) for need in needs}
 
 
 def look_at(config: Config, world: World, planned: RankForecast | None, kept: Kept) -> Found:
-    """Return the merged findings of all ranks, after their pipelines are built; collective."""
+    """Check memory, open files and clocks of all ranks; return the merged findings; collective.
+
+    The pipelines are already built.
+    """
     needs = own_memory_needs(config, world.device, world.rank, planned, is_built=True, kept=kept)
     files = Files.of(world.rank)
     attendance = attend(world.everybody, world.rank, socket.gethostname())
@@ -100,11 +103,13 @@ def look_at(config: Config, world: World, planned: RankForecast | None, kept: Ke
 def look_before_run(
     config: Config, world: World, planned: RankForecast | None, place: Place | None = None
 ) -> None:
-    """Warn, on rank 0, of shortages that may affect this run; collective, after building.
+    """Warn, on rank 0, of resources that may not suffice for this run; collective.
+
+    The pipelines are already built.
 
     Args:
       planned: memory forecast of this rank.
-      place: location of in-memory copies of its state, None without.
+      place: where in-memory checkpoints of this rank are stored; None if there are none.
     """
     if not config.preflight.before_run:
         return

@@ -1,7 +1,7 @@
 """Lower bound of the clock differences between hosts, from the times of one barrier.
 
-No rank leaves a barrier before all ranks have entered. So if a rank left, by its clock, before
-another entered, by that one's clock, the two clocks differ by at least that much.
+No rank leaves a barrier before all ranks have entered. So if rank A left before rank B entered,
+each by its own clock, the two clocks differ by at least that time.
 """
 
 import time
@@ -12,7 +12,7 @@ from gpipe_hpc.comm.collectives.group import Gathering, meet
 
 
 class Reading(NamedTuple):
-    """A rank's wall clock time in seconds since 1970."""
+    """Wall clock time of a rank in seconds since 1970."""
 
     wall_s: float
     rank: int
@@ -24,23 +24,23 @@ class Reading(NamedTuple):
 
 
 class ClockBounds(NamedTuple):
-    """The latest entry of any rank into a barrier and the earliest exit, by their own clocks."""
+    """Latest entry of any rank into a barrier and earliest exit, each by the rank's own clock."""
 
     came: Reading
     left: Reading
 
     @property
     def skew_s(self) -> float:
-        """Return the proven clock difference of the two ranks; 0 if none is proven."""
+        """Return the proven difference of the two ranks' clocks in seconds; 0 if none is proven."""
         return max(0.0, self.came.wall_s - self.left.wall_s)
 
 
 def attend(
     everybody: Gathering, rank: int, host: str, clock: Callable[[], float] = time.time
 ) -> ClockBounds:
-    """Run a barrier and return this rank's times of entry and exit.
+    """Run a barrier and return the times at which this rank entered and left.
 
-    A first barrier lets all ranks enter the second at about the same time.
+    A barrier before it lets all ranks enter at about the same time.
     """
     meet(everybody)
     came_s = clock()
@@ -49,5 +49,5 @@ def attend(
 
 
 def farthest(ahead: ClockBounds, behind: ClockBounds) -> ClockBounds:
-    """Merge two attendances, for `Gathering.merge_object`."""
+    """Return the latest entry and the earliest exit of two; used by `Gathering.merge_object`."""
     return ClockBounds(max(ahead.came, behind.came), min(ahead.left, behind.left))

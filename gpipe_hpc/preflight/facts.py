@@ -1,4 +1,4 @@
-"""Facts that each rank collects about itself, its host and its device."""
+"""Facts about each rank, its host and its device, collected by the rank itself."""
 
 import platform
 import shutil
@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 
     @property
     def machine(self) -> str:
-        """Return an identifier of the host, as host names may repeat and containers change them."""
+        """Return an identifier of the host; host names may repeat and differ between containers."""
         return f"{self.kernel} {self.network}"
 
     @classmethod
@@ -73,7 +73,7 @@ class Facts(NamedTuple):
 
 
 def try_device(device: Device, rank: int) -> None:
-    """Compute a known result on the device; raise DeviceError if it is wrong."""
+    """Check that the device computes a known sum correctly; raise DeviceError if not."""
     row = torch.arange(_SIDE, dtype=torch.float32)
     square = device.bring(row.repeat(_SIDE, 1))
     found = device.fetch((square @ torch.ones_like(square)).sum()).item()

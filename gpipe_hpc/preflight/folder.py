@@ -20,7 +20,7 @@ _PAUSE_S: Final = 0.05
 
 
 def await_run(run: Run, rank: int, limit_s: float = SEEN_S) -> None:
-    """Wait until this rank sees the run that rank 0 has created; raise ConfigError otherwise."""
+    """Wait until this rank sees the run folder that rank 0 created; raise ConfigError otherwise."""
     if not _await(lambda: run_id(run.folder) == run.name, limit_s):
         raise _not_shared(run.folder, rank, "the run.json of rank 0", limit_s)
 
@@ -29,8 +29,8 @@ def check_folder(world: World, folder: Path | None, limit_s: float = SEEN_S) -> 
     """Check that each rank can read a file that another rank writes to the run folder.
 
     Collective. `folder` is given on rank 0, which creates it and removes it again if it was new.
-    Returns the folder. Raises ConfigError on all ranks if one cannot write, or does not see the
-    file.
+    Returns the folder. Raises ConfigError on all ranks if some rank cannot write, or does not see
+    the file.
     """
     with together(world, "looking at the run folder"):
         is_new = folder is not None and not folder.exists()

@@ -1,4 +1,4 @@
-"""Time limit for the start of a run, which may otherwise hang on a link that was cut meanwhile.
+"""Time limit for connecting the ranks, which may hang if a link fails at that moment.
 
 The watchdog starts only after ranks have connected, and the store's client waits for an answer as
 long as TCP retries: a quarter of an hour.
@@ -22,7 +22,7 @@ GRACE_S: Final = 8.0
 
 @contextmanager
 def meeting_within(launch: Launch, limit_s: float) -> Iterator[None]:
-    """End the process with a message if the block takes longer than `limit_s` plus a grace time."""
+    """Context that ends the process with a message after `limit_s` seconds plus a grace time."""
     timer = threading.Timer(limit_s + GRACE_S, _end, [launch, limit_s])
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Layout of the coming run, computed without reading data or measuring layers."""
+"""Layout of the planned run, computed without reading data or measuring layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from gpipe_hpc.trainer.machines import with_process
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout with the memory forecast of each rank, or the reason why that is unknown."""
+    """A layout with the memory forecast of each rank, or the reason why there is no forecast."""
 
     layout: Layout
     ranks: tuple[RankForecast, ...] | None = None
@@ -29,16 +29,17 @@ class Planned:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of replicas and stages."""
+        """Return the mesh of replicas and stages of the layout."""
         return Mesh(self.layout.replicas, self.layout.schedule.num_ranks)
 
 
 def plan_layout(config: Config, num_ranks: int) -> Planned:
     """Return the layout of a run on a number of ranks, with its memory forecast.
 
-    The cut is by counted FLOPs, or by number of layers if the data shapes are unknown; neighbouring
-    ranks are those of the run. A schedule to be searched is replaced by one found without a search.
-    Raises ConfigError, ModelError, PartitionError or ScheduleError for impossible settings.
+    The model is partitioned by counted FLOPs, or by number of layers if the data shapes are
+    unknown; neighbouring ranks are those of the run. A schedule to be searched is replaced by one
+    found without a search. Raises ConfigError, ModelError, PartitionError or ScheduleError for
+    impossible settings.
     """
     config = on_ranks(config, num_ranks)
     request = _quick(request_of(config))
@@ -67,7 +68,7 @@ def plan_layout(config: Config, num_ranks: int) -> Planned:
 
 
 def _quick(request: Request) -> Request:
-    """Return the request without measurements and searches."""
+    """Return the request without measured slowdowns and without search trials."""
     options = request.options
     if request.schedule == "auto":
         options["trials"] = 0

@@ -13,28 +13,28 @@ _LANE: Final = "preflight"
 
 
 class Line(Protocol):
-    """A bidirectional connection to another rank; both ends must use it in the same order."""
+    """Interface of a connection to another rank; both ends must use it in the same order."""
 
     def send(self, message: torch.Tensor) -> None:
-        """Send a message, flat and contiguous."""
+        """Send a message, given as a flat contiguous tensor."""
 
     def expect(self, num_elements: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Post a receive; return a function that waits for the message."""
+        """Post a receive; return a function that waits for the message and returns it."""
 
 
 class ChannelConnection:
-    """Two channels as used for stage boundaries, for example in shared memory."""
+    """Connection over two channels of stage boundaries, for example in shared memory."""
 
     def __init__(self, transport: Transport, out: PlacedChannel, into: PlacedChannel) -> None:
         self._transport, self._out, self._into = transport, out, into
 
     def send(self, message: torch.Tensor) -> None:
-        """Send the message like the boundary tensor of a micro-batch."""
+        """Send the message as the boundary tensor of a micro-batch."""
         place = _place(message.numel(), message.dtype)
         self._transport.send(self._out, _LANE, place, message, 1)
 
     def expect(self, num_elements: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Post the receive buffers."""
+        """Post the receive buffers of a message; return a function that waits for it."""
         place = _place(num_elements, dtype)
         self._transport.post(self._into, _LANE, place)
 
@@ -47,12 +47,12 @@ class ChannelConnection:
 
 
 def _place(num_elements: int, dtype: torch.dtype) -> int:
-    """Return a micro-batch index for each size, so that repeated messages need no header."""
+    """Return a micro-batch index that depends on the size, so repeated messages need no header."""
     return 0 if dtype == torch.int64 else num_elements.bit_length()
 
 
 class GroupConnection:
-    """The connection of two ranks in a process group for gradient all-reduces."""
+    """Connection of two ranks in a process group for gradient all-reduces."""
 
     def __init__(self, group: Group, peer: int, device: Device) -> None:
         self._group, self._peer, self._device = group, peer, device
@@ -64,7 +64,8 @@ class GroupConnection:
     def expect(self, num_elements: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         """Return a function that receives the message.
 
-        Nothing is posted yet: with NCCL, a posted receive would block what this rank sends first.
+        No receive is posted before that call: with NCCL, a posted receive would block what this
+        rank sends first.
         """
 
         def wait() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Open all connections of a run as the run does, and time them pair by pair."""
+"""Open all connections of a run as the run does, and measure each pair of ranks in turn."""
 
 import time
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from gpipe_hpc.preflight.timing import SUMS, Way, time_line
 
 
 class Sum(NamedTuple):
-    """An all-reduce of a message over a group of ranks, and its duration."""
+    """Measured duration of an all-reduce over a group of ranks."""
 
     ranks: tuple[int, ...]
     num_bytes: int
@@ -27,16 +27,16 @@ class Sum(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Measurements of one rank."""
+    """Links and all-reduces that one rank measured."""
 
     ways: tuple[Way, ...]
     sums: tuple[Sum, ...]
 
 
 def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -> Measured:
-    """Connect the ranks as in the layout of rank 0, and time all links; collective.
+    """Connect the ranks as in the layout of rank 0, and measure all links; collective.
 
-    Each pair is timed by its lower rank.
+    The lower rank of each pair measures.
     """
     with together(world, "connecting the ranks of the layout"):
         site = RankContext.of(world, mesh)
@@ -64,7 +64,7 @@ def _different(wiring: Wiring) -> list[Group]:
 def _time_channels(
     world: World, mesh: Mesh, layout: Layout, wiring: Wiring, most_bytes: int
 ) -> list[Way]:
-    """Time the pairs of ranks of this pipeline that exchange boundary tensors."""
+    """Measure the links of this rank over which pipelines exchange boundary tensors."""
     placed: dict[Pair, PlacedChannel] = {}
     for channel in wiring.channels.values():
         placed.setdefault((channel.source_rank, channel.destination_rank), channel)
@@ -84,7 +84,7 @@ def _time_channels(
 
 
 def _time_group(world: World, group: Group, most_bytes: int) -> list[Way]:
-    """Time the neighbours of a group in rank order, as in a ring."""
+    """Measure the links between consecutive ranks of a group, as in a ring."""
     ways: list[Way] = []
     for pairs in in_rounds(ring(group.ranks)):
         for pair in pairs:
@@ -99,7 +99,7 @@ def _time_group(world: World, group: Group, most_bytes: int) -> list[Way]:
 
 
 def _time_sum(world: World, group: Group, most_bytes: int) -> Sum:
-    """Time an all-reduce over a group; raise DeviceError if its result is wrong."""
+    """Measure an all-reduce over a group; raise DeviceError if its result is wrong."""
     device, ranks = world.device, group.ranks
     what = f"summing over ranks {', '.join(map(str, ranks))}"
     with together(world, what):

@@ -1,4 +1,4 @@
-"""Schedule pairwise exchanges so that no rank is in two at the same time."""
+"""Order pairwise exchanges so that no rank takes part in two at the same time."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -26,7 +26,7 @@ def in_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def ring(ranks: Sequence[int]) -> list[Pair]:
-    """Return the neighbouring pairs of a ring over some ranks."""
+    """Return the pairs of neighbours in a ring over some ranks."""
     if len(ranks) < 2:
         return []
     return sorted({(min(p), max(p)) for p in pairwise([*ranks, ranks[0]])})

@@ -22,7 +22,7 @@ _REMEDIES: Final = {
 
 @dataclass
 class Report:
-    """The report printed by rank 0.
+    """Report of a preflight, printed by rank 0.
 
     Attributes:
       lacking: requirements of the run that are not met, one sentence each.
@@ -67,12 +67,12 @@ class Report:
 
 
 def host_number(facts: Sequence[Facts]) -> dict[str, int]:
-    """Number the hosts in the order of their first rank."""
+    """Return a number for each host, in the order of the hosts' first ranks."""
     return {machine: i for i, machine in enumerate(dict.fromkeys(f.machine for f in facts))}
 
 
 def hosts_text(facts: Sequence[Facts]) -> str:
-    """Format a table with one row per run of consecutive ranks on a host."""
+    """Format a table of hosts: one row for consecutive ranks on the same host."""
     numbers = host_number(facts)
     firsts: dict[str, Facts] = {}
     rows = [["host", "ranks", "device", "free", "planned", "free memory", "/dev/shm", "files", ""]]
@@ -108,14 +108,14 @@ def _most(amounts: Iterable[int | None]) -> str:
 
 
 def _clock_text(first: Facts, other: Facts) -> str:
-    """Return the offset of a clock from rank 0's with its uncertainty, from their barrier times."""
+    """Format the clock offset from rank 0 with its uncertainty, from the ranks' barrier times."""
     least = other.came.wall_s - first.left.wall_s
     most = other.left.wall_s - first.came.wall_s
     return f"{(least + most) / 2:+.3f} s ±{(most - least) / 2:.3f}"
 
 
 def links_text(links: Links, sums: Sequence[Sum]) -> str:
-    """Format a table with one row per kind of link, then one line per group of ranks."""
+    """Format a table with a row for each kind of link, and a line for each group's all-reduce."""
     kinds = links.kinds()
     if not kinds:
         return ""
@@ -144,7 +144,7 @@ def links_text(links: Links, sums: Sequence[Sum]) -> str:
 
 
 def prices_text(prices: Prices) -> str:
-    """Format a table of the overheads of a step besides its layers."""
+    """Format a table of the overheads of a step apart from its layers."""
     rows = [
         ["overhead besides layers", "time"],
         ["each action", time_text(prices.action_s)],
@@ -165,7 +165,7 @@ def prices_text(prices: Prices) -> str:
 
 
 def slow_texts(links: Links, facts: Sequence[Facts]) -> list[str]:
-    """Return a sentence for each link that is much slower than most of its kind."""
+    """Return a sentence for each link that is much slower than the median of its kind."""
     kinds, slow = links.kinds(), links.slow()
     texts = []
     for way in slow[:_MOST_NAMED]:
@@ -185,7 +185,7 @@ def slow_texts(links: Links, facts: Sequence[Facts]) -> list[str]:
 
 
 def time_text(seconds: float) -> str:
-    """Format a time in a suitable unit."""
+    """Format seconds in a suitable unit."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -1,4 +1,4 @@
-"""Check that the memory of each host and device suffices for the planned use of its ranks."""
+"""Check that the memory of each host and device suffices for its ranks, as planned."""
 
 import os
 import secrets
@@ -24,7 +24,7 @@ _NUM_GENERATIONS: Final = 2  # in-memory checkpoints kept, with checkpoint.neigh
 
 
 class MemoryNeed(NamedTuple):
-    """The planned and free bytes of a memory that consecutive ranks share.
+    """Planned and free bytes of a memory that consecutive ranks share.
 
     Attributes:
       place: identifier of the memory.
@@ -42,11 +42,11 @@ class MemoryNeed(NamedTuple):
 
     @property
     def lack_bytes(self) -> int:
-        """Return the missing bytes; negative if the memory suffices."""
+        """Return the missing bytes; negative if the memory suffices or its size is unknown."""
         return -1 if self.free_bytes is None else self.needed_bytes - self.free_bytes
 
     def __str__(self) -> str:
-        """Describe the shortage and its remedies."""
+        """Describe the missing memory and its remedies."""
         first, last = self.ranks
         own = f"rank {first}" if first == last else f"ranks {ranges_text(range(first, last + 1))}"
         free = 0 if self.free_bytes is None else self.free_bytes
@@ -70,7 +70,8 @@ class Kept(NamedTuple):
     def at(cls, place: Place) -> "Kept":
         """Return the number for a rank whose placement among the hosts is known.
 
-        It keeps its own states and, if there are several hosts, those of a rank on another host.
+        The host keeps the states of its own ranks and, if there are several hosts, those of ranks
+        on another host.
         """
         return cls(_NUM_GENERATIONS * (1 if place.num_hosts == 1 else 2), place.is_shared)
 
@@ -79,9 +80,9 @@ NOTHING_KEPT: Final = Kept()
 
 
 def probe_copies(config: Config, world: World) -> Kept:
-    """Find out how many in-memory checkpoints this rank's host will keep; collective.
+    """Determine how many in-memory checkpoints this rank's host will keep; collective.
 
-    Rank 0 creates a file for a moment; a rank that cannot see it counts as on another host.
+    Rank 0 creates a temporary file; a rank that cannot see it counts as on another host.
     """
     if not config.checkpoint.neighbour_every:
         return NOTHING_KEPT
@@ -107,7 +108,7 @@ def _seen_by_both(ahead: tuple[bool, str], behind: tuple[bool, str]) -> tuple[bo
 
 
 def folder_of_copies(config: Config) -> Path:
-    """Return the folder of in-memory checkpoints."""
+    """Return the folder in which in-memory checkpoints are stored."""
     return Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
 
 
@@ -120,9 +121,9 @@ def own_memory_needs(
     is_built: bool,
     kept: Kept = NOTHING_KEPT,
 ) -> tuple[MemoryNeed, ...]:
-    """Return the memory that this rank needs, by kind; empty without a forecast.
+    """Return the memory that this rank needs, one entry per memory; empty without a forecast.
 
-    `is_built`: its weights are already allocated. `kept`: in-memory checkpoints on its host.
+    `is_built`: the rank's weights are already allocated. `kept`: in-memory checkpoints on its host.
     """
     if planned is None:
         return ()
@@ -150,7 +151,7 @@ def own_memory_needs(
 
 
 def _free_in(folder: Path) -> int:
-    """Return the free bytes of a folder, or of its nearest existing parent."""
+    """Return the free bytes of a folder's file system; the folder need not exist."""
     return shutil.disk_usage(_existing(folder)).free
 
 
@@ -160,7 +161,7 @@ def _existing(folder: Path) -> Path:
 
 
 class MemoryNeeds(NamedTuple):
-    """Memory findings of consecutive ranks, of one kind, reduced to at most three entries.
+    """Needs of consecutive ranks for one kind of memory, reduced to at most three entries.
 
     Ranks of a host are normally consecutive. So entries in the middle are complete, and only the
     one with the largest shortage matters; the first and last may continue with neighbouring ranks.
@@ -169,7 +170,7 @@ class MemoryNeeds(NamedTuple):
     kept: tuple[MemoryNeed, ...] = ()
 
     def then(self, behind: "MemoryNeeds") -> "MemoryNeeds":
-        """Merge with the findings of the following ranks."""
+        """Return these needs merged with those of the following ranks."""
         if not self.kept or not behind.kept:
             return self if self.kept else behind
         (*ahead, last), (first, *others) = self.kept, behind.kept

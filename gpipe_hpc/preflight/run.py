@@ -41,7 +41,7 @@ _SLOW_PACE: Final = 1.5  # minimum slowdown that is reported; smaller ones only 
 
 
 class _RankFindings(NamedTuple):
-    """Findings that each rank sends to rank 0."""
+    """Findings of one rank, sent to rank 0."""
 
     facts: Facts
     measured: Measured
@@ -49,7 +49,7 @@ class _RankFindings(NamedTuple):
 
 
 def preflight(config: Config, world: World) -> Report | None:
-    """Check whether the ranks are fit for a run; return the report on rank 0. Collective.
+    """Check whether the ranks are ready for a run; return the report on rank 0. Collective.
 
     Raises GpipeError on all ranks if some cannot work together: ConfigError for unequal settings or
     a run folder that is not shared, PeerError or LaunchError for ranks that cannot connect,
@@ -103,10 +103,10 @@ def _run_checks(config: Config, world: World) -> Report | None:
 def _prices(
     config: Config, world: World, mesh: Mesh, measured: Measured, folder: Path
 ) -> Prices | None:
-    """Measure the overheads of a step; return them on rank 0.
+    """Measure the overheads of a step; return them on rank 0, None on other ranks.
 
-    A temporary folder within the run folder `folder` is used and removed; `folder` too if it was
-    new.
+    Uses a temporary folder within the run folder `folder` and removes it, and `folder` too if it
+    was new.
     """
     with together(world, "gathering links"):
         received = world.everybody.gather_object((kernel_identity(), measured.ways), root=0)
@@ -126,7 +126,7 @@ def _prices(
 
 
 def _plain(planned: Planned) -> tuple[tuple[int, int], list[dict[str, Any]] | None]:
-    """Return the mesh and memory forecasts as plain data, to broadcast to all ranks."""
+    """Return the mesh and the memory forecasts as plain data, to broadcast to all ranks."""
     rows = None if planned.ranks is None else [dict(vars(rank)) for rank in planned.ranks]
     return (planned.mesh.replicas, planned.mesh.stages), rows
 
@@ -178,7 +178,7 @@ def _ranks_text(mesh: Mesh) -> str:
 
 
 def _sums(received: Sequence[_RankFindings]) -> list[Sum]:
-    """Return the all-reduce of each group once, with the longest duration of any rank."""
+    """Return the all-reduce of each group once, with its longest duration on any rank."""
     found: dict[tuple[int, ...], Sum] = {}
     for each in (each for one in received for each in one.measured.sums):
         known = found.get(each.ranks)
@@ -197,7 +197,7 @@ def _lacking(facts: Sequence[Facts]) -> list[str]:
 
 
 def _joined(one: MemoryNeed, other: MemoryNeed) -> MemoryNeed:
-    """Merge the findings of ranks that share a memory, whether or not they are consecutive."""
+    """Merge the needs of ranks that share a memory, whether or not they are consecutive."""
     frees = [free for free in (one.free_bytes, other.free_bytes) if free is not None]
     return one._replace(
         ranks=(min(one.ranks[0], other.ranks[0]), max(one.ranks[1], other.ranks[1])),
@@ -238,14 +238,14 @@ def _doubts(planned: Planned, facts: Sequence[Facts]) -> list[str]:
 
 
 def _paces(work_s: Sequence[float]) -> dict[int, float]:
-    """Return the slowdowns of slow ranks."""
+    """Return the slowdown of each slow rank, from the seconds of the same work on all ranks."""
     if len(work_s) < 2:
         return {}
     return {rank: pace for rank, pace in enumerate(paces_of_times(work_s)) if pace != 1}
 
 
 def _write(config: Config, links: Links, facts: Sequence[Facts], paces: dict[int, float]) -> str:
-    """Write the cluster file for the planner; return a line about it."""
+    """Write the cluster file for the planner; return a line about it for the report."""
     cluster, out = links.cluster(paces), config.preflight.out
     if out is None:
         return ""

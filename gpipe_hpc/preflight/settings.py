@@ -1,7 +1,7 @@
 """Check that all ranks were started with the same configuration.
 
-A rank with another learning rate or number of steps would train another model, or wait forever.
-Each host composes its own settings from its own files.
+Ranks with another learning rate or number of steps would train another model, or wait forever. Each
+host composes its settings from its own files, so they may differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,8 @@ _OWN: Final = ("model.", "loss.", "data.")  # may contain paths under any name
 def check_settings(world: World, config: Config) -> None:
     """Raise ConfigError on every rank if ranks were started with different settings. Collective.
 
-    Paths may differ, as hosts may have copies; the content is compared when it is read.
+    Paths may differ, because hosts may have copies of files; the content is compared when it is
+    read.
     """
     check_agreement(world.everybody, shared_settings(config))
 

@@ -1,6 +1,6 @@
 """Measure latency and bandwidth of a connection between two ranks, in both directions.
 
-The lower rank leads and reads only its own clock, timing round trips, so clocks need not agree. A
+The lower rank leads and measures round trips with its own clock, so clocks need not agree. A
 message of n bytes takes the latency plus n divided by the bandwidth; its answer takes the latency.
 Sizes grow as long as messages are fast, so slow links are not busy for long.
 """
@@ -35,9 +35,10 @@ SUMS: Final = "sums"
 
 
 class Way(NamedTuple):
-    """Timed link from one rank to another; `carries` is ``boundaries`` or ``sums`` (all-reduces).
+    """Measured link from one rank to another.
 
-    Two ranks of a host may use shared memory for one and a connection for the other.
+    `carries` is ``boundaries`` (stage boundaries) or ``sums`` (all-reduces): two ranks of a host
+    may use shared memory for one and a connection for the other.
     """
 
     source: int
@@ -48,7 +49,7 @@ class Way(NamedTuple):
 
 
 class _Order(IntEnum):
-    """Commands that the leading rank sends to the other."""
+    """Commands that the leading rank sends to the other rank."""
 
     END = 0
     ANSWER = 1
@@ -57,7 +58,7 @@ class _Order(IntEnum):
 
 
 def sizes_up_to(most_bytes: int) -> list[int]:
-    """Return the message sizes to try, ascending."""
+    """Return the message sizes to measure in bytes, ascending."""
     found = {max(1, most_bytes // _STEP**step) for step in range(_NUM_SIZES)}
     return sorted(found)
 
@@ -65,9 +66,9 @@ def sizes_up_to(most_bytes: int) -> list[int]:
 def time_line(
     line: Line, device: Device, own: int, peer: int, most_bytes: int
 ) -> tuple[Way, Way] | None:
-    """Time a connection from both of its ends; return both directions at the lower rank.
+    """Measure a connection in both directions; both ranks call it.
 
-    Returns None at the other rank.
+    Returns the two directions on the lower rank, and None on the other rank.
     """
     end = _End(line, device)
     if own > peer:
@@ -80,7 +81,7 @@ def time_line(
 def _quickest(
     timed: Callable[[], float], most: int = _MOST_TIMED, enough_s: float = _ENOUGH_S
 ) -> float:
-    """Return the minimum of repeated timings, since other load only makes them longer."""
+    """Return the minimum of repeated measurements in seconds; other load only makes them longer."""
     began_s, times = time.perf_counter(), [timed()]
     while len(times) < _LEAST_TIMED or (
         len(times) < most and time.perf_counter() - began_s < enough_s
@@ -90,13 +91,13 @@ def _quickest(
 
 
 class _End:
-    """One end of a connection."""
+    """One end of a connection that is being measured."""
 
     def __init__(self, line: Line, device: Device) -> None:
         self._line, self._device = line, device
 
     def lead(self, sizes: list[int]) -> tuple[float, float, float]:
-        """Return the latency, and the bandwidths to the other rank and back."""
+        """Measure as the leading rank; return latency, and bandwidths to the peer and back."""
         for _ in range(_NUM_WARMING):
             self._timed(self._round_trip)
         ask = partial(self._timed, self._round_trip)
@@ -106,7 +107,7 @@ class _End:
         return latency_s, forth, back
 
     def follow(self) -> None:
-        """Execute the commands of the leading rank until END."""
+        """Execute the commands of the leading rank until it sends END."""
         while True:
             order, num_bytes = self._receive_order(self._expect_order())
             match _Order(order):
@@ -124,7 +125,7 @@ class _End:
                     self._line.send(self._message(num_bytes))
 
     def _bandwidth(self, move: Callable[[int], float], sizes: list[int], latency_s: float) -> float:
-        """Return the bytes/s of the largest message that is not too slow."""
+        """Return the bytes/s measured with the largest message that is not too slow."""
         best = 0.0
         for size in sizes:
             # The first message of a size sends a header and allocates buffers.
@@ -151,7 +152,7 @@ class _End:
         self._receive_order(answer)
 
     def _push(self, num_bytes: int) -> float:
-        """Send a message and wait for its acknowledgement; return the seconds."""
+        """Send a message; return the seconds until the peer has acknowledged it."""
         ready = self._expect_order()
         self._send_order(_Order.TAKE, num_bytes)
         self._receive_order(ready)
@@ -163,7 +164,7 @@ class _End:
         return time.perf_counter() - began_s
 
     def _pull(self, num_bytes: int) -> float:
-        """Let the other end send a message; return the seconds."""
+        """Request a message from the peer; return the seconds until it has arrived."""
         wait = self._line.expect(num_bytes, torch.uint8)
         began_s = time.perf_counter()
         self._send_order(_Order.GIVE, num_bytes)

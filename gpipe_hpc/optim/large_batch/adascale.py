@@ -16,7 +16,7 @@ _LEAST_VARIANCE: Final = 1e-6  # appendix B.3: gives a gain of 1 without measure
 
 
 class AdaScale:
-    """Measure how many steps of the base batch each step of a large batch is worth.
+    """Scale the learning rate by how many small-batch steps each large-batch step is worth.
 
     With g the gradient of a batch of the base size, v its variance and q the squared norm of its
     mean, the gain of a step on `scale` such batches is (v + q) / (v / scale + q): `scale` if there
@@ -33,12 +33,12 @@ class AdaScale:
                 group["lr"] = adascale.rate(schedule)  # gain x schedule(steps of the base batch)
             optimizer.step()
 
-    The rule is derived for SGD. All ranks have the same numbers. Save it in a checkpoint as
+    The rule is derived for SGD. All ranks have the same numbers. Save the state in a checkpoint as
     ``extra={"adascale": adascale.state()}``.
 
     Args:
         pipe: a pipeline with `noise_over`; raises ConfigError otherwise.
-        scale: samples of a batch over those of the base batch.
+        scale: samples of a batch divided by those of the base batch.
         smoothing: share of the averages of v and q kept from step to step; None: 1 - parts / 1000,
             at least 0. Averages start without bias, as in fairscale.
     """
@@ -72,11 +72,11 @@ class AdaScale:
         return (variance + square) / (variance / self.scale + square)
 
     def update(self, result: StepResult, scale: float | None = None) -> float:
-        """Use the measurements of a step; return the gain.
+        """Update the gain with the gradient noise measured in a step, and return it.
 
-        All ranks call it once per step, before or after clipping and before the next `step`.
-        `scale`: of this step's batch, if it differs. A skipped step, and one with fewer than two
-        parts with samples, is ignored.
+        Every rank must call it once per step, before or after clipping and before the next `step`.
+        `scale` is that of this step's batch, if it differs. A skipped step, and one with fewer than
+        two parts with samples, leaves the averages unchanged.
         """
         if scale is not None:
             self.scale = _checked(scale)

@@ -1,4 +1,4 @@
-"""LAMB: Adam with steps scaled to the norm of each tensor."""
+"""LAMB: Adam whose steps are scaled to the norm of each parameter tensor."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from gpipe_hpc.optim.large_batch.trust import dense_gradients, in_packs, ratio_o
 
 
 class LAMB(GroupSteps):
-    """LAMB: Adam with a learning rate for each parameter (You et al. 2019, algorithm 2).
+    """LAMB optimizer: Adam with a learning rate for each parameter (You et al. 2019, algorithm 2).
 
     With x a parameter, g its gradient, t the number of steps, d `weight_decay`::
 
@@ -21,9 +21,9 @@ class LAMB(GroupSteps):
         x = x - lr x (|x| / |u|) x u
 
     The paper's phi is the identity. The ratio is 1 if one of the norms is 0, and in groups with
-    `adapt=False` (usually biases and norms), which is plain Adam. Keeps two numbers per parameter
-    and a count of its steps. A parameter is whole on its rank, so no communication is needed.
-    Raises ConfigError for invalid numbers.
+    `adapt=False` (usually biases and norms), which makes these plain Adam. The state has two values
+    per parameter element and a step counter. A parameter is never divided over ranks, so no
+    communication is needed. Raises ConfigError for invalid numbers.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""LARS: SGD with a learning rate for each tensor, from the norms of tensor and gradient."""
+"""LARS: SGD with a learning rate for each tensor, from the norms of the tensor and its gradient."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from gpipe_hpc.optim.large_batch.trust import dense_gradients, in_packs, ratio_o
 
 
 class LARS(GroupSteps):
-    """LARS: momentum with a learning rate for each parameter (You et al. 2017, algorithm 1).
+    """LARS optimizer: SGD with a learning rate for each parameter (You et al. 2017, algorithm 1).
 
     With w a parameter, g its gradient, b `weight_decay`, m `momentum`::
 
@@ -21,9 +21,9 @@ class LARS(GroupSteps):
         w     = w - v
 
     `local` is `trust` if w or the divisor is 0. Groups with `adapt=False` (usually biases and
-    norms) have local = 1, plain momentum. Keeps one number per parameter, `momentum_buffer`, none
-    with momentum=0. A parameter is whole on its rank, so no communication is needed. Raises
-    ConfigError for invalid numbers.
+    norms) have local = 1, which makes these plain momentum. The state has one value per parameter
+    element, `momentum_buffer`; none with momentum=0. A parameter is never divided over ranks, so no
+    communication is needed. Raises ConfigError for invalid numbers.
     """
 
     def __init__(

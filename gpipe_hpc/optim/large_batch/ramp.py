@@ -1,4 +1,4 @@
-"""The global batch size as a pure function of the step, so there is no state to save."""
+"""Batch size ramp: the global batch size of each step, computed from the step number alone."""
 
 from gpipe_hpc.settings import TrainConfig
 
@@ -6,9 +6,9 @@ from gpipe_hpc.settings import TrainConfig
 def batch_size_at(step: int, train: TrainConfig) -> int:
     """Return the global batch size of the step after `step` finished ones.
 
-    It grows from ``train.batch_ramp.start`` to ``train.batch_size`` over ``train.batch_ramp.steps``
-    steps, in equal increments of ``train.batch_ramp.increment`` samples. The last batch of an epoch
-    may be smaller.
+    The size grows from ``train.batch_ramp.start`` to ``train.batch_size`` over
+    ``train.batch_ramp.steps`` steps, in equal increments of ``train.batch_ramp.increment`` samples.
+    The last batch of an epoch may be smaller.
     """
     assert step >= 0, f"step {step}"
     ramp, full = train.batch_ramp, train.batch_size

@@ -1,4 +1,4 @@
-"""Shared functions of LARS and LAMB, without device synchronization."""
+"""Functions that LARS and LAMB share; none of them synchronizes with the device."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,13 +12,14 @@ from gpipe_hpc.device.device import on_host
 def in_packs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield groups of parameters to update together, which limits temporary memory.
 
-    On the host one parameter at a time, as kernel launches are cheap; else at most `PACK` elements.
+    On the host a group is one parameter, as kernel launches are cheap; on a device it has at most
+    `PACK` elements.
     """
     yield from packs(parameters, 0 if on_host(parameters[0]) else PACK)
 
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of the parameters that have one, sparse ones as dense tensors."""
+    """Return the gradients of parameters that have one; sparse gradients become dense tensors."""
     found = [parameter.grad for parameter in parameters]
     return [g.to_dense() if g.is_sparse else g for g in found if g is not None]
 
