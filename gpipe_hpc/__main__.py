@@ -1,4 +1,4 @@
-"""`python -m gpipe_hpc`: which commands there are."""
+"""`python -m gpipe_hpc`: list the commands of the package."""
 
 import sys
 

@@ -171,7 +171,7 @@ class Pipeline:
         loss_fn: LossFunction,
         example: tuple[Nest, Nest] | None,
     ) -> Gauge:
-        """Return the cost model of the layers, which measures them if `example` is given."""
+        """Return the source of layer costs, which measures the layers if `example` is given."""
         given = None
         if example is not None:
             inputs, targets = (unwrapped(with_tensors(part, "example")) for part in example)
@@ -228,7 +228,7 @@ class Pipeline:
 
     @property
     def of_place(self) -> Gathering:
-        """Return the group of the ranks at this position in all replicas."""
+        """Return the group of the ranks at this stage rank in all replicas."""
         return self._groups.of_place
 
     @property
@@ -268,7 +268,7 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters; empty if its layers have none.
 
-        The result can be passed to torch's optimizers even if it is empty.
+        `Pipeline.optimizer` accepts an empty list.
         """
         found = [parameter for _, parameter in self.named_parameters()]
         return found or NoParameters(self.world.device.torch)
@@ -318,21 +318,21 @@ class Pipeline:
             return self._steps.gradients()
 
     def say_what_is_left(self) -> None:
-        """Log pending messages about previous steps; synchronises with the device.
+        """Log pending messages about previous steps, after waiting for the device.
 
-        Which buffers differ between replicas is known only when the device has finished. It is
-        logged with the next step, with a checkpoint, or by this call.
+        Which buffers differ between replicas is known only when the device has finished. These
+        messages are logged with the next step, with a checkpoint, or by this call.
         """
         self._steps.say_all()
 
     def await_parameters(self) -> None:
-        """Wait for all parameters that other ranks are updating."""
+        """Wait for all parameters that other ranks are updating (`outer.shard`)."""
         sharding = self._steps.sharding
         if sharding is not None and sharding.is_gathering:
             self._await(sharding)
 
     def _await(self, sharding: OptimizerSharding) -> None:
-        """Wait for communication that the optimizer step has started on all ranks."""
+        """Wait for the gathering of parameters that the optimizer step has started on all ranks."""
         with together(self.world, "gathering parameters"):
             sharding.wait()
 
@@ -420,9 +420,9 @@ class Pipeline:
                 return self._engine.predict(run)
 
     def expect_memory(self, ranks: Sequence[RankForecast] | None) -> None:
-        """Set the memory forecast of a pipeline's ranks, None if there is none.
+        """Set the memory forecast of each rank of a pipeline; None if there is none.
 
-        An out-of-memory error shows it next to the allocated memory.
+        An out-of-memory error shows the forecast next to the allocated memory.
         """
         self._planned = None if ranks is None else ranks[self.stage_rank]
 
@@ -451,7 +451,7 @@ class Pipeline:
 
     @contextmanager
     def _with_plan_of_memory(self) -> Iterator[None]:
-        """Add the memory forecast to an out-of-memory error of an action."""
+        """Context that adds the memory forecast to an out-of-memory error of an action."""
         try:
             yield
         except OutOfMemoryError as error:
@@ -502,7 +502,7 @@ class Pipeline:
         return self.last_step_marks().times
 
     def last_step_marks(self) -> StepMarks:
-        """Return the recorded events of the last step; reading them waits for the device."""
+        """Return the events recorded in the last step; reading their times waits for the device."""
         return self._steps.recorder.step
 
     def describe(self) -> str:
@@ -613,7 +613,7 @@ class Pipeline:
         """Make replicas that train separately (local SGD) equal; return whether they differed.
 
         Every rank must call it at the end of training, after the last `optimizer.step()`. Pending
-        averages are applied, and each part of the model trained since its last outer step is
+        averages are applied, and parts of the model trained since their last outer step are
         averaged once more. Does nothing if replicas are equal.
         """
         local_sgd = self._steps.local_sgd
@@ -681,12 +681,12 @@ class Pipeline:
             self._steps.loss_scale.restore(loss_scale)
 
     def _run(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Run:
-        """Cut this replica's share of a batch into micro-batches for one run."""
+        """Split this replica's share of a batch into micro-batches, for one run of a schedule."""
         return self._engine.prepare(lane, self.steps_done, inputs, targets, loss_fn)
 
 
 def _name_of(loss_fn: LossFunction | None) -> dict[str, object]:
-    """Return the name of the loss function for comparison between ranks; empty if there is none."""
+    """Return the name of the loss function, to compare between ranks; empty if there is none."""
     if loss_fn is None:
         return {}
     inner = getattr(loss_fn, "func", loss_fn)  # of a functools.partial

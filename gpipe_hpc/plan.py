@@ -77,7 +77,7 @@ _OTHERS_S: Final = 10.0  # for settings that are tried where those given do not 
 
 
 class Plan(NamedTuple):
-    """A planned layout with its memory forecast.
+    """A planned layout with its forecast of memory and step time.
 
     Args:
         layout: The layout.
@@ -199,7 +199,7 @@ def make_plan(config: Config) -> Plan:
 
 
 def _distance_text(layout: Layout, model: ModelCount) -> str:
-    """Return how far the partition is from the best one, by its own costs or by FLOPs."""
+    """Describe how far the partition is from the best one, by its own costs or by FLOPs."""
     partition, placement = layout.partition, layout.schedule.placement
     if placement.num_ranks == 1:
         return ""
@@ -210,9 +210,9 @@ def _distance_text(layout: Layout, model: ModelCount) -> str:
 
 
 def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, list[str]]:
-    """Return the layers with times that a run measured, and warnings.
+    """Return layer costs with the times that a run measured, and warnings.
 
-    Raises ConfigError if the file is of another run.
+    Raises ConfigError if the file was written by a run of another model.
     """
     found, count = read_calibration(path), counted.count
     doubts = check_calibration(
@@ -227,7 +227,7 @@ def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, lis
 
 
 def _with_known_paces(request: Request, config: Config, num_ranks: int) -> Request:
-    """Return a request whose measured paces are replaced by those in plan.links."""
+    """Return a request whose slowdowns are those of plan.links if they were to be measured."""
     if not isinstance(request.paces, str) or config.plan.links is None:
         return request
     known = cluster_of(config, num_ranks).paces
@@ -236,7 +236,7 @@ def _with_known_paces(request: Request, config: Config, num_ranks: int) -> Reque
 
 
 def _machine(config: Config, request: Request, device: Device, layout: Layout) -> Machine | None:
-    """Return the speed, links and overheads of the ranks; None if their speed is unknown."""
+    """Return speed, links and overheads of the ranks; None if their speed is unknown."""
     plan = config.plan
     if plan.costs is None and plan.flops_per_s is None and plan.calibration is None:
         return None
@@ -257,7 +257,7 @@ def _warning(doubt: str) -> str:
 
 
 def _lay_out(request: Request, gauge: Gauge) -> Layout:
-    """Return the layout of a run; if none fits, the one that needs the least memory."""
+    """Return the layout of a run; if none fits in memory, the one that needs the least."""
     if request.schedule == "auto":
         hopeless = _without_search(request, gauge)
         if hopeless is not None:
@@ -277,9 +277,9 @@ def _lay_out(request: Request, gauge: Gauge) -> Layout:
 
 
 def _without_search(request: Request, gauge: Gauge) -> Layout | None:
-    """Return one_f_one_b instead of searching a schedule if no schedule can fit.
+    """Return a layout with one_f_one_b, without a search, if no schedule can fit in memory.
 
-    None if a schedule may fit, and for placements with several stages per rank.
+    Returns None if a schedule may fit, and for placements with several stages per rank.
     """
     limits = memory_limits(request)
     if limits is None or "placement" in request.options:
@@ -308,19 +308,22 @@ def _without_search(request: Request, gauge: Gauge) -> Layout | None:
 
 
 def _may_help(found: Forecast, limits: Sequence[float]) -> bool:
-    """Return whether a rank exceeds its limit, but every rank fits without activations."""
+    """Return whether less activation memory would suffice for all ranks to fit.
+
+    That is, a rank exceeds its limit, but every rank fits without activations.
+    """
     held = [rank.total_bytes for rank in found.ranks]
     lasting = [rank.total_bytes - rank.activation_bytes for rank in found.ranks]
     return excess_bytes(lasting, limits) == 0 < excess_bytes(held, limits)
 
 
 def _others(config: Config, request: Request, gauge: Counted, given_microbatches: int) -> str:
-    """Try some other settings and return which of them fit.
+    """Try some other settings; describe those that fit in memory.
 
     Args:
         config: The settings on the ranks.
         request: The requested layout.
-        counted: The counted model.
+        gauge: The counted layers.
         given_microbatches: pipeline.microbatches as given by the user.
     """
 
@@ -341,14 +344,14 @@ def _others(config: Config, request: Request, gauge: Counted, given_microbatches
 
 
 def _layers_as(gauge: Gauge) -> str:
-    """Return the source of layer times as text; empty if they are counted."""
+    """Describe the source of layer times; empty if they are counted."""
     if gauge.measure != MEASURED:
         return ""
     return gauge.how if isinstance(gauge, Measured) else "layers as a run measured them"
 
 
 def _cut_by(config: Config, partition: Partition) -> str:
-    """Return how layers were assigned to stages, as text."""
+    """Describe how layers were assigned to stages."""
     said = _weighed_by(config, partition)
     return f"{said}; the fastest found, by simulating cuts" if partition.made_on else said
 
@@ -371,7 +374,7 @@ def _weighed_by(config: Config, partition: Partition) -> str:
 
 
 def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> list[str]:
-    """Return the lines that describe the planned run and its assumptions."""
+    """Return lines that describe the planned run and its assumptions."""
     pipeline, train = config.pipeline, config.train
     ranks, stages = layout.schedule.num_ranks, layout.schedule.num_stages
     shape = "x".join(map(str, sample.inputs.shape))

@@ -1,4 +1,5 @@
 """`python -m gpipe_hpc.bench`: measure the speed of a model over a sweep of settings.
 
-`sweep` lists the points, `running` starts the processes of each, `point` runs in them.
+`sweep` lists the points of the sweep, `running` starts processes for each, `point` is the program
+of these processes.
 """

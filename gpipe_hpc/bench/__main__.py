@@ -49,7 +49,7 @@ def _task(job: Job) -> int:
 
 
 def _refusal(config: Config, point: Point) -> GpipeError | None:
-    """Return why the settings of a point cannot work, without measuring; None if they may work."""
+    """Return the error if the settings of a point cannot work, None if they may; nothing is run."""
     try:
         own = at_point(config, point)
         check_config(own, point.ranks)
@@ -70,7 +70,7 @@ def _check_files(config: Config) -> None:
 
 
 def _time_steps(wanted: Sequence[Point], refused: Mapping[Point, GpipeError], job: Job) -> int:
-    """Measure every point that can work; return 0 if any could be measured."""
+    """Measure all points whose settings may work; return the exit code, 0 if any was measured."""
     found = []
     for number, point in enumerate(wanted, 1):
         say(f"{number}/{len(wanted)}: {point.named()}")

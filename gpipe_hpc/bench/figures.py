@@ -1,4 +1,4 @@
-"""Measurements of the points of a sweep, and their table in Markdown."""
+"""Measurements of the points of a sweep, and a Markdown table of them."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _HEAD: Final = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurement of one point.
+    """Measurement of one point of a sweep.
 
     `steps_s` are the seconds of each step, `bubble` is idle time / total time of all ranks in the
     pipeline's part of the step, and `failed` is the reason if the point could not be measured.
@@ -38,12 +38,12 @@ class Measured:
 
     @property
     def median_s(self) -> float:
-        """Return the median time of a step."""
+        """Return the median seconds of a step."""
         return statistics.median(self.steps_s)
 
     @property
     def samples_per_s(self) -> float:
-        """Return the batch size divided by the median time of a step."""
+        """Return the samples per second at the median step time."""
         return self.point.batch_size / self.median_s
 
     def told(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Measured:
 
 
 def table(found: Sequence[Measured]) -> str:
-    """Return a table with a row for each point; speed-ups are relative to the first point."""
+    """Return a Markdown table with a row per point; speed-ups are relative to the first point."""
     first = next((each for each in found if each.steps_s), None)
     lines = [f"| {' | '.join(_HEAD)} |", "|" + "---:|" * len(_HEAD)]
     lines += [f"| {' | '.join(_cells(each, first))} |" for each in found]

@@ -9,10 +9,10 @@ from gpipe_hpc.bench.sweep import varied
 
 
 def draw(found: Sequence[Measured], path: Path) -> bool:
-    """Plot samples per second over the setting with most values.
+    """Plot samples per second over the setting that has the most values.
 
-    There is a line for each combination of other settings. Returns False if matplotlib is missing
-    or nothing varies.
+    There is a line for each combination of other settings. Returns whether a plot was written: not
+    if matplotlib is missing or nothing varies.
     """
     try:
         from matplotlib.figure import Figure

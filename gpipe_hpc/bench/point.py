@@ -1,4 +1,4 @@
-"""Program of the ranks of one point: train some steps and report their times."""
+"""Program of the ranks that measure one point: train some steps and report their times."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ _WARM_UP: Final = 2
 
 
 def main() -> None:
-    """Compose the settings from the command line, measure, and write bench.out."""
+    """Compose the settings from the command line, measure, and write the file bench.out."""
     sys.exit(run_jobs(_task, "bench"))
 
 
@@ -63,7 +63,7 @@ def _measure(config: Config) -> None:
 
 
 def _steps(session: Session, num_steps: int) -> dict[str, Any]:
-    """Train some steps; return the fields of `Measured`, equal on every rank."""
+    """Train and time some steps; return the fields of `Measured`, equal on every rank."""
     pipe, config = session.pipe, session.config
     edge = StepEdge(pipe.everybody)
     own_s, idle_s, pipeline_s = [], 0.0, 0.0
@@ -95,7 +95,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
 
 
 def _finish(world: World) -> None:
-    """Wait until the device has finished."""
+    """Wait until the device has finished all work."""
     world.device.synchronize()
 
 

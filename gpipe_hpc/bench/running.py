@@ -1,4 +1,4 @@
-"""Start and end the processes of one measurement."""
+"""Start and end the processes that measure one point."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ class Failed(NamedTuple):
 
 
 def measure(point: Point, words: Sequence[str], limit_s: float = LIMIT_S) -> Measured:
-    """Measure a point in processes of its own; `words` are the user's overrides."""
+    """Measure a point in new processes; `words` are the user's overrides."""
     own = [*words, *point.overrides]
     told = run_ranks(_POINT, point.ranks, point.threads, own, limit_s)
     return Measured(point, failed=told.why) if isinstance(told, Failed) else Measured(point, **told)
@@ -39,7 +39,7 @@ def measure(point: Point, words: Sequence[str], limit_s: float = LIMIT_S) -> Mea
 def run_ranks(
     module: str, ranks: int, threads: int, words: Sequence[str], limit_s: float = LIMIT_S
 ) -> dict[str, Any] | Failed:
-    """Run a module on ranks of this machine; return the JSON that rank 0 wrote to its bench.out."""
+    """Run a module on ranks of this machine; return the JSON that rank 0 writes to bench.out."""
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as folder:
         result, log = Path(folder) / "point.json", Path(folder) / "log"
         own = [*_without_sweep(words), f"bench.out={result}"]
@@ -72,7 +72,7 @@ def run_ranks(
 
 
 def say_failure(error: GpipeError, config: Config) -> int:
-    """Print the error of a rank of `run_ranks`, write its exit code to bench.out, return it."""
+    """Print the error of a rank of `run_ranks`, write its exit code to bench.out, and return it."""
     code = say_error(error)
     if config.bench.out is not None and not isinstance(error, PeerError):
         Path(config.bench.out).write_text(json.dumps({_CODE: code}))
@@ -80,12 +80,12 @@ def say_failure(error: GpipeError, config: Config) -> int:
 
 
 def refusal(error: GpipeError) -> str:
-    """Return the reason why a point is not measured because its settings cannot work."""
+    """Return the reason for not measuring a point whose settings cannot work."""
     return _failure(f"gpipe_hpc: {error}", ExitCode.BAD_CONFIG)
 
 
 def code_of(is_any: bool, failures: Sequence[str]) -> int:
-    """Return the exit code of a sweep: 0 if any point was measured, 2 if no settings could work."""
+    """Return a sweep's exit code: 0 if any point was measured, 2 if all were invalid, or 1."""
     if is_any:
         return ExitCode.DONE
     are_refused = all(each.startswith(_failure("", ExitCode.BAD_CONFIG)) for each in failures)
@@ -118,7 +118,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(output: str, code: int) -> str:
-    """Return the error message of gpipe_hpc, or the last line of the output."""
+    """Return the error message that gpipe_hpc printed, or the last line of the output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("gpipe_hpc: ")]
     said = (ours or lines[-1:] or ["nothing was said"])[0]

@@ -1,4 +1,4 @@
-"""The points of a sweep, and the settings of each."""
+"""The points of a sweep (combinations of settings), and the overrides for each."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,13 +19,13 @@ class Point(NamedTuple):
     backend: str
 
     def named(self) -> str:
-        """Return the point as text for a progress line."""
+        """Return the values of the point as text for a progress line."""
         values = zip(self._fields, self, strict=True)
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values)
 
     @property
     def overrides(self) -> list[str]:
-        """Return the overrides for a run at this point."""
+        """Return the command-line overrides for a run at this point."""
         return [
             f"train.num_threads={self.threads}",
             f"train.batch_size={self.batch_size}",
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 def at_point(config: Config, point: Point) -> Config:
-    """Return the settings of a run at a point, for checks; see `Point.overrides`."""
+    """Return the configuration of a run at a point, for checks; see `Point.overrides`."""
     train = replace(config.train, batch_size=point.batch_size, num_threads=point.threads)
     train.batch_ramp = replace(train.batch_ramp, start=None)
     return replace(
@@ -48,7 +48,7 @@ def at_point(config: Config, point: Point) -> Config:
 
 
 def points(config: Config) -> list[Point]:
-    """Return every combination of the lists; raise ConfigError unless entries are integers."""
+    """Return all combinations of the listed settings; raise ConfigError for numbers below 1."""
     bench, own = config.bench, config.pipeline
     for name in ("ranks", "threads", "batch_sizes", "microbatches"):
         for value in getattr(bench, name):

@@ -47,7 +47,7 @@ Table = Sequence[Sequence[str]]
 class Subject(NamedTuple):
     """Timelines to draw below each other on one time scale, and a table for their caption.
 
-    `unit` is the unit of their time, if it has one.
+    `unit` is the unit of their times; empty if they have none.
     """
 
     timelines: tuple[Timeline, ...]
@@ -56,7 +56,7 @@ class Subject(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Width of a picture, and columns of a text page; None if not limited."""
+    """Width of a picture, and columns of a text page; None if unlimited."""
 
     width: int | None = None
     columns: int | None = None
@@ -103,7 +103,7 @@ def draw(config: Config, columns: int | None = None, given: Collection[str] = ()
 
 
 def format_of(config: Config) -> str:
-    """Return draw.format, or the format of the file name extension of draw.out, or text.
+    """Return the output format: draw.format, or that of the extension of draw.out, or text.
 
     Raises ConfigError for an unknown extension.
     """
@@ -150,7 +150,7 @@ def columns_of_terminal(out: str | None) -> int | None:
 
 
 def measured(run_folder: Path, config: Config, given: Collection[str]) -> Subject:
-    """Return the measured step of median time of a run, followed by simulations.
+    """Return the step of a run that has the median time, followed by simulations.
 
     The first simulation runs the measured schedule with the mean time of each operation on each
     stage and free transfers: the difference is time that these costs do not explain. Simulations of
@@ -198,7 +198,7 @@ _OF_THE_RUN: Final = (
 def _elsewise(
     timeline: Timeline, name: str, options: Mapping[str, Any], recompute: str
 ) -> Timeline:
-    """Return a simulation of another schedule with the measured costs of a run."""
+    """Simulate another schedule with the measured costs of a run."""
     costs = costs_for_others(timeline)
     ranks, microbatches = timeline.num_ranks, timeline.num_microbatches
     if name == "auto":
@@ -217,15 +217,16 @@ def _splits(schedule: Schedule) -> bool:
 
 
 def _chosen(config: Config) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return pipeline.schedule with its options, and the schedules of draw.compare."""
+    """Return the schedules to draw, with options: pipeline.schedule and draw.compare."""
     pipeline = config.pipeline
     return [(pipeline.schedule, pipeline.options), *((name, {}) for name in config.draw.compare)]
 
 
 def simulated(config: Config) -> Subject:
-    """Return simulations of pipeline.schedule and of the schedules in draw.compare.
+    """Simulate pipeline.schedule and the schedules of draw.compare.
 
-    All have the same model and ranks: a number in draw.costs is the time for a rank's share.
+    All have the same model and ranks: a number in draw.costs is the time of one rank's share of the
+    model.
     """
     pipeline = config.pipeline
     costs = Costs(
@@ -273,7 +274,7 @@ def _ranks_of(config: Config) -> int:
 
 
 def _with_outer(schedule: Schedule, config: Config) -> Schedule:
-    """Add transfers, gradient reductions and, if parameters are sharded, all-gathers."""
+    """Add transfers, gradient reductions and, with sharded parameters, all-gathers."""
     if schedule.is_lowered:
         return schedule
     buckets = dict.fromkeys(range(schedule.num_stages), config.draw.buckets)

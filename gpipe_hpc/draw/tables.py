@@ -1,4 +1,4 @@
-"""A table that compares schedules, as text."""
+"""Text table that compares all schedules."""
 
 from gpipe_hpc.config import portions_of
 from gpipe_hpc.schedule import compare, comparison_table, gains_table, search_gains
@@ -6,9 +6,9 @@ from gpipe_hpc.settings import Config
 
 
 def standings(config: Config, num_stages: int) -> str:
-    """Return the table of all schedules; for costs by stage, also the gain of a search.
+    """Return a table that compares all schedules; for costs by stage, also the gain of a search.
 
-    The table is for equal stages: it uses the mean of costs that are lists.
+    The table assumes equal stages: of costs given as lists it uses the mean.
     """
     costs = config.draw.costs
     num_microbatches = portions_of(config).most

@@ -1,6 +1,6 @@
 """`python -m gpipe_hpc.export run.dir=FOLDER`: export the weights of a run as safetensors.
 
-Exports the newest checkpoint, or the one of `checkpoint.resume`, to `export.out`, by default
+Exports the newest checkpoint, or that of `checkpoint.resume`, to `export.out`, by default
 `run.dir/exported/<checkpoint>`. Code named in the run folder is not executed: see `export.trust`.
 """
 
@@ -73,7 +73,7 @@ def export_run(config: Config) -> Path:
 
 
 def _free_name(taken: Path) -> Path:
-    """Return an unused file name similar to one that exists."""
+    """Return an unused path similar to one that exists."""
     numbered = (taken.with_name(f"{taken.name}_{number}") for number in count(2))
     return next(path for path in numbered if not os.path.lexists(path))
 

@@ -35,7 +35,7 @@ def export_checkpoint(
     dtype: str | None = None,
     prefix: str = DEFAULT_PREFIX,
 ) -> Path:
-    """Write the weights of a checkpoint to a new folder.
+    """Write the weights of a checkpoint to a new folder of safetensors files; return its path.
 
     A file contains whole layers; the model is not allocated. State of `get_extra_state` is omitted,
     with a warning. For `dtype`, `prefix` and tied parameters, see `export_safetensors`. Raises the
@@ -68,7 +68,7 @@ def export_checkpoint(
 
 
 class _Stored(NamedTuple):
-    """Name of a tensor in a checkpoint, and the tensor on the meta device."""
+    """Name of a tensor in a checkpoint, and an empty tensor of its shape on the meta device."""
 
     key: str
     empty: Tensor
@@ -79,7 +79,7 @@ def _tensors_of(
 ) -> list[dict[str, _Stored]]:
     """Return the tensors of each layer with their names in the checkpoint.
 
-    A tied parameter has only its first name.
+    A tied parameter is stored under its first name only.
     """
     firsts = {place: tie.places[0] for tie in find_ties(layers) for place in tie.places}
     found: list[dict[str, _Stored]] = []
@@ -117,7 +117,7 @@ def _kept(index: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _files(layer_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
-    """Divide layers into files; layers without tensors join another file."""
+    """Divide layers into files of `shard_bytes`; layers without tensors join another file."""
     files: list[list[int]] = [[]]
     room = shard_bytes
     for index, size in enumerate(layer_bytes):

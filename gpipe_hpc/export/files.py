@@ -1,4 +1,4 @@
-"""Write a folder of safetensors files with an index, committed by one rename."""
+"""Write a folder of safetensors files with an index; the folder appears by one rename."""
 
 import json
 import os
@@ -33,7 +33,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 
 @runtime_checkable
 class Exporting(Protocol):
-    """Interface of a layer that has its own names in exported files.
+    """Interface of a layer that has its own tensor names in exported files.
 
     `num_layers` is the number of layers of the model.
     """
@@ -43,20 +43,20 @@ class Exporting(Protocol):
         """Return the number of layers of the model."""
 
     def exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors, given by their names in the layer, by their names in files."""
+        """Rename tensors from their names in the layer to their names in files."""
 
     def companion_files(self, dtype: torch.dtype) -> Mapping[str, Companion]:
-        """Return the files that accompany the weights, by name: contents, or paths to copy."""
+        """Return files to write next to the weights, by name: their text, or a path to copy."""
 
 
 class ExportFolder:
-    """A new folder of exported weights. It appears under its name when `finish` has run.
+    """A new folder of exported weights, which appears under its final name only when complete.
 
     Args:
         folder: The new folder.
-        dtype: Name of the dtype of weights in the files; None: unchanged. ConfigError for an
+        dtype: Name of the dtype of weights in the files; None: unchanged. Raises ConfigError for an
             unknown one.
-        prefix: Prefix of the index of a layer in names of tensors.
+        prefix: Text before the index of a layer in tensor names.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ExportFolder:
             raise _unwritten(self.partial, error) from error
 
     def write(self, shard: Shard, number: int, total: int) -> tuple[str, dict[str, int]]:
-        """Write file `number` of `total`, from 1; return its name and the bytes of each tensor."""
+        """Write file `number` (from 1) of `total`; return its name and the bytes of each tensor."""
         name = f"model-{number:05d}-of-{total:05d}" if total > 1 else "model"
         file = self.partial / f"{name}.safetensors"
         values: Shard = {}
@@ -108,9 +108,9 @@ class ExportFolder:
         return tensor if is_kept else tensor.to(self.dtype)
 
     def named(self, index: int, layer: nn.Module, own: Shard) -> Shard:
-        """Return tensors, given by their names in the layer, by their names in files.
+        """Rename the tensors of a layer from their names in the layer to their names in files.
 
-        Raises ConfigError for a prefix if the layer has its own names.
+        Raises ConfigError for a `prefix` if the layer has its own names.
         """
         if not isinstance(layer, Exporting):
             return {f"{self.prefix}{index}.{name}": tensor for name, tensor in own.items()}
@@ -123,7 +123,7 @@ class ExportFolder:
         return layer.exported(own)
 
     def companion_files(self, layers: Iterable[nn.Module]) -> Mapping[str, Companion]:
-        """Return the files that accompany the weights, from the first layer that has some."""
+        """Return the files to write next to the weights, from the first layer that has some."""
         for layer in layers:
             dtypes = [p.dtype for p in layer.parameters() if p.is_floating_point()]
             if dtypes and isinstance(layer, Exporting):
@@ -133,7 +133,7 @@ class ExportFolder:
     def finish(
         self, sizes: Mapping[str, Mapping[str, int]], companions: Mapping[str, Companion]
     ) -> None:
-        """Write the index and accompanying files, and rename the folder to its name."""
+        """Write the index and companion files, and rename the folder to its final name."""
         texts = dict(companions)
         if len(sizes) > 1:
             index = {

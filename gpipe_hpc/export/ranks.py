@@ -1,4 +1,4 @@
-"""Export the weights of a running pipeline, in which each rank writes its own stages."""
+"""Export the weights of a running pipeline; each rank writes its own stages."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,20 +30,21 @@ def export_safetensors(
     dtype: str | None = None,
     prefix: str = DEFAULT_PREFIX,
 ) -> Path:
-    """Write all parameters and persistent buffers to a new folder; every rank calls it.
+    """Write all parameters and persistent buffers to a new folder of safetensors files.
 
-    Each stage writes its own files, the first rank the index. The folder appears by one rename,
-    complete or not at all. Tied parameters of a transformers model are stored once, as it stores
-    them; those of other models under each of their names, as `load_state_dict` needs them. Raises
-    CheckpointError if the folder exists or cannot be written, and ConfigError for an unknown dtype
-    or if safetensors is not installed.
+    Every rank must call it. Each stage writes its own files, the first rank the index. The folder
+    appears by one rename, complete or not at all. Tied parameters of a transformers model are
+    stored once, as transformers does; those of other models under each of their names, as
+    `load_state_dict` needs them. Returns the folder. Raises CheckpointError if the folder exists or
+    cannot be written, and ConfigError for an unknown dtype or if safetensors is not installed.
 
     Args:
         pipe: the pipeline.
         folder: the new folder.
-        dtype: of the weights: float32, bfloat16 or float16; None: unchanged.
-        prefix: precedes the index of a layer in names; "" gives the names of a plain nn.Sequential.
-        shard_bytes: largest size of a file, if its tensors allow.
+        dtype: dtype of the weights: float32, bfloat16 or float16; None: unchanged.
+        prefix: text before the index of a layer in names; "" gives the names of a plain
+            nn.Sequential.
+        shard_bytes: largest size of a file, unless a single tensor is larger.
     """
     target = ExportFolder(folder, dtype, prefix)
     with together(pipe.world, f"export to {target.path}"):
@@ -82,7 +83,7 @@ def _merged(ahead: _Told, behind: _Told) -> _Told:
 
 
 def _own_tensors(pipe: "Pipeline", target: ExportFolder) -> dict[int, Shard]:
-    """Return the tensors that this rank writes, by stage and name in the files."""
+    """Return the tensors that this rank writes, by stage and by name in the files."""
     found: dict[int, Shard] = {}
     pipe.await_parameters()
     for index, stage in pipe.stages.items():

@@ -15,7 +15,8 @@ from gpipe_hpc.settings import Config
 def main() -> None:
     """Compose the settings from Hydra's command line, write the report, and exit.
 
-    Exit codes: 0 done, 1 failed, 2 invalid settings. For a sweep (-m) the first that is not 0.
+    Exit codes: 0 done, 1 failed, 2 invalid settings. A sweep (-m) exits with the first code that is
+    not 0.
     """
     sys.exit(run_jobs(_task, "report", unshared="report.out"))
 

@@ -1,4 +1,4 @@
-"""Divide the time of a mean step into parts that add up to it."""
+"""Divide the time of a mean step into parts (compute, transfers, ...) that add up to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _STALLS: Final = ("checkpoint_stall_s", END_STALL, "neighbour_stall_s")
 
 
 class Share(NamedTuple):
-    """Seconds of a rank in the pipeline of the traced step, by part, including idle time."""
+    """Seconds of one rank in the pipeline of the traced step, by part, including idle time."""
 
     rank: int
     seconds: Mapping[str, float]
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """The mean step, with checkpoint time divided over all steps.
+    """Time of the mean step by part, with checkpoint time divided over all steps.
 
     Without a trace the pipeline is not divided: it counts as "compute", and `ranks` is empty.
 
@@ -66,7 +66,7 @@ class Account:
 
     @property
     def scale(self) -> float:
-        """Return the ratio of the mean pipeline time to the traced one."""
+        """Return the ratio of the mean pipeline time to that of the traced step."""
         return self.pipeline_s / self.traced_s if self.traced_s else 1.0
 
 
@@ -108,9 +108,9 @@ def account_of(record: Record) -> Account | None:
 def shares(traced: ReadStep) -> tuple[Share, ...]:
     """Divide the pipeline time of a step for each world rank; all ranks have the same sum.
 
-    The measured order is replayed with one more cause of delay each time: first the busiest rank
-    alone, then dependencies between ranks, late starts, reading, and late continuation of ranks
-    that had all inputs. The remaining measured time is attributed to transfers.
+    The measured order is simulated repeatedly, each time with one more cause of delay: first the
+    busiest rank alone, then dependencies between ranks, late starts, reading, and late continuation
+    of ranks that had all inputs. The remaining measured time is attributed to transfers.
     """
     running = [each for each in traced.replicas if _computes(each)]
     if not running:
@@ -136,7 +136,10 @@ def shares(traced: ReadStep) -> tuple[Share, ...]:
 def _common(
     timeline: Timeline, begin_s: float, end_s: float, around: Sequence[Sequence[Any]]
 ) -> dict[str, float]:
-    """Return the parts that all ranks of a replica share; the busiest rank has no others."""
+    """Return the idle seconds, by part, that all ranks of a replica have in common.
+
+    The busiest rank has no other idle time.
+    """
     began, read = _begins(timeline, begin_s, around)
     hosts = _host_gaps(timeline, read, begin_s)
     ends = [
@@ -163,7 +166,7 @@ def _common(
 def _begins(
     timeline: Timeline, begin_s: float, around: Sequence[Sequence[Any]]
 ) -> tuple[list[float], list[float]]:
-    """Return when each rank started to read samples and when it had finished; 0 if unknown."""
+    """Return when each rank began and finished reading samples, in seconds; 0 if unknown."""
     began, read = [0.0] * timeline.num_ranks, [0.0] * timeline.num_ranks
     for rank, row in enumerate(around):
         first = next((e.start_s for e in timeline.events[rank] if e.action.op in COMPUTE), None)
@@ -178,7 +181,7 @@ def _begins(
 def _host_gaps(
     timeline: Timeline, begins: Sequence[float], begin_s: float
 ) -> Mapping[Event, float]:
-    """Return the delay of each action that needed nothing from other ranks."""
+    """Return by how many seconds the host delayed each action that needed no other rank."""
     flow = DataFlow(timeline)
     gaps: dict[Event, float] = {}
     for rank, row in enumerate(timeline.events):
@@ -202,7 +205,7 @@ def _first_s(timeline: Timeline) -> float:
 
 
 def _reduction_tail_s(replicas: Sequence[Timeline]) -> float:
-    """Return how long reductions continued after all compute of all replicas."""
+    """Return for how many seconds reductions continued after the compute of all replicas."""
     computed_s = max((each.end_of_compute for each in replicas), default=0.0)
     ended_s = max((each.start_s + each.makespan for each in replicas), default=0.0)
     return max(0.0, ended_s - computed_s)

@@ -8,7 +8,7 @@ from gpipe_hpc.trainer.traces.files import ReadStep
 
 
 class Words(NamedTuple):
-    """A paragraph."""
+    """A paragraph of text."""
 
     text: str
 
@@ -20,28 +20,28 @@ class Figures(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table: the first column is text, the others are numbers."""
+    """A table whose first column is text and whose other columns are numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 class Curve(NamedTuple):
-    """Values over steps; `points` maps each series to its ascending (step, value) pairs."""
+    """Values over steps; `points` maps the name of a series to ascending (step, value) pairs."""
 
     title: str
     points: Mapping[str, Sequence[tuple[float, float]]]
 
 
 class Bar(NamedTuple):
-    """A total divided into named parts in seconds; equal names have equal colours everywhere."""
+    """A total in seconds divided into named parts; equal names have equal colours in all bars."""
 
     name: str
     parts: Mapping[str, float]
 
 
 class Bars(NamedTuple):
-    """Bars drawn on one scale."""
+    """Several bars drawn on one scale."""
 
     bars: Sequence[Bar]
 
@@ -54,7 +54,7 @@ class Advised(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """The timeline of a step, with all replicas on one clock."""
+    """The timeline of a step, with all replicas on a common clock."""
 
     step: ReadStep
 
@@ -63,7 +63,7 @@ Block = Words | Figures | Grid | Curve | Bars | Advised | Picture
 
 
 class Section(NamedTuple):
-    """A heading with blocks below it; `is_open`: expanded initially."""
+    """A heading with blocks below it; `is_open`: whether it is expanded initially."""
 
     title: str
     blocks: Sequence[Block]
@@ -71,7 +71,7 @@ class Section(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A complete report."""
+    """A complete report: title and sections."""
 
     title: str
     sections: Sequence[Section]

@@ -1,4 +1,4 @@
-"""Find changes that would make a run faster, from measured causes, ordered by gain."""
+"""Find changes that would make a run faster, from the measured time of each part of a step."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ _KNOWN_RATIO: Final = 1.15  # smaller ratios to the slowdown used for the cut ar
 
 
 class Finding(NamedTuple):
-    """A suggested change: what, why, and the seconds of a mean step that it saves.
+    """A suggested change: what, why, and the seconds of a mean step that it would save.
 
     `settings`: command-line settings to copy; empty if no setting helps.
     """
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 
 
 def findings_of(record: Record, account: Account) -> list[Finding]:
-    """Return the changes that would save more than 2 % of a mean step, the largest gain first."""
+    """Return the changes that would save at least 2 % of a mean step, the largest gain first."""
     found = [
         *_reading(record, account),
         *_checkpoint(record, account),
@@ -105,7 +105,10 @@ def _slow(record: Record, account: Account) -> Iterator[Finding]:
 
 
 def _paces_words(record: Record, found: Sequence[Slow]) -> str:
-    """Return the setting that gives slow ranks less work; empty if the cut has it or is by hand."""
+    """Return the setting that gives slow ranks less work.
+
+    Empty if the partition already takes the slow ranks into account, or was given by the user.
+    """
     layout = record.summary["layout"]
     size = layout["ranks"] // layout["replicas"]
     places = {each["rank"]: each["stage_rank"] for each in record.summary["ranks"]}
@@ -179,7 +182,7 @@ def _links(record: Record, account: Account) -> Iterator[Finding]:
 
 
 def link_waits(traced: ReadStep) -> Mapping[tuple[int, int], tuple[float, int]]:
-    """Return the waiting time and number of waits for transfers, by (source, destination).
+    """Return the seconds and number of waits for transfers, by (source rank, destination rank).
 
     A wait lasts from the moment at which the receiver is idle and the value is computed, until the
     receiver continues.
@@ -229,7 +232,7 @@ def _settings(record: Record, account: Account) -> Iterator[Finding]:
 
 
 def _pasteable(settings: str) -> str:
-    """Quote settings for any shell; older runs have remarks in brackets, which are removed."""
+    """Quote settings for any shell; remarks in brackets, written by older runs, are removed."""
     words = _BRACKETS.sub("", settings).split()
     return " ".join(f"'{word}'" if "[" in word else word for word in words)
 

@@ -175,7 +175,7 @@ def _curve(title: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> I
 
 
 def _timeline(step: ReadStep) -> str:
-    """Return a timeline as an embedded page with its own script, sandboxed."""
+    """Return an HTML frame with the timeline of a step as a sandboxed page."""
     several = len(step.replicas) > 1
     shown = [
         replace(

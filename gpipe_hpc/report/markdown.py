@@ -63,7 +63,7 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _timelines(replicas: Sequence[Timeline]) -> Iterator[str]:
-    """Draw each replica on a common time scale, with its start."""
+    """Yield the timeline of each replica as text, on a common time scale."""
     begin_s = min(each.start_s for each in replicas)
     longest = max(each.makespan for each in replicas)
     for place, timeline in enumerate(replicas):
@@ -84,7 +84,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape a table cell: a bar or a line break would end it."""
+    """Escape text for a table cell, because a bar or a line break would end the cell."""
     return text.replace("|", r"\|").replace("\n", " ")
 
 

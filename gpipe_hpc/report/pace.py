@@ -1,4 +1,4 @@
-"""Find layers and ranks that are slower than similar ones, and the step time without that."""
+"""Find layers and ranks that are slower than similar ones, and the time that they cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class Timed(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Return whether it is clearly slower than similar layers."""
+        """Return whether the layer is clearly slower than similar layers."""
         return self.usual_s is not None and self.took_s > _SLOW * self.usual_s
 
 
@@ -32,8 +32,8 @@ class Slow:
     """A slow rank (`layer` is None), or a layer that is slow on some ranks.
 
     Attributes:
-      factor: ratio of its time to that of similar layers.
-      forward_s: additional time of its forwards per micro-batch.
+      factor: ratio of the measured time to that of similar layers.
+      forward_s: additional seconds of the forwards per micro-batch.
     """
 
     ranks: tuple[int, ...]
@@ -71,7 +71,7 @@ def _kind(told: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def slow_ones(timed: Sequence[Timed]) -> list[Slow]:
-    """Return slow ranks, and slow layers of other ranks, the most expensive first."""
+    """Return slow ranks, and layers that are slow on other ranks, the most expensive first."""
     found: list[Slow] = []
     slow_ranks: set[int] = set()
     for rank in sorted({each.rank for each in timed}):
@@ -96,11 +96,11 @@ def _slow(ranks: tuple[int, ...], layer: int | None, known: Sequence[Timed]) -> 
 
 
 def without(record: Record, slow: Slow) -> float | None:
-    """Return the share of the traced pipeline that would be saved if `slow` had normal speed.
+    """Return the share of the traced pipeline time that `slow` costs; None without a trace.
 
-    Simulated with measured times and free transfers, once as measured and once with less time on
-    the affected stages. The backward is reduced by the ratio of backward to forward on other
-    stages. None without a trace.
+    The step is simulated with measured times and free transfers, as measured and with normal times
+    on the affected stages. Their backward is reduced to the ratio of backward to forward on other
+    stages.
     """
     if record.traced is None:
         return None
@@ -120,7 +120,7 @@ def without(record: Record, slow: Slow) -> float | None:
 def _excess(
     record: Record, slow: Slow, own: set[int], first: int, counts: Sequence[int]
 ) -> Mapping[int, float]:
-    """Return, by stage, the extra forward time of slow layers on a replica's slow ranks."""
+    """Return, by stage, the additional forward seconds of slow layers on a replica's ranks."""
     ends = list(accumulate(counts))
     excess: dict[int, float] = {}
     for each in timed_layers(record):
@@ -132,7 +132,7 @@ def _excess(
 
 
 def _with_less(timeline: Timeline, costs: Costs, excess: Mapping[int, float]) -> Costs:
-    """Return costs with less time on some stages, in forward and backward."""
+    """Return costs with `excess` seconds less on some stages, in forward and backward."""
     num = timeline.num_stages
     ops = (Op.F, Op.B, Op.I, Op.W, Op.R)
     took = {op: list(costs.of_compute(op, num)) for op in ops}

@@ -1,4 +1,4 @@
-"""Read the files that a run has written to its folder, without executing anything."""
+"""Read the files that a run has written to its folder, without executing code from them."""
 
 import io
 import re
@@ -29,7 +29,7 @@ _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
 class LogEvent(NamedTuple):
-    """An event in the logs of a run.
+    """An event in the logs of a run, with the ranks that logged it.
 
     Attributes:
       level: INFO, WARNING or ERROR.
@@ -46,14 +46,14 @@ class LogEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The files of one run; missing parts are empty or None.
+    """The content of a run's files; missing parts are empty or None.
 
     Attributes:
       steps: metrics lines of finished steps.
       others: metrics lines of validations and stalls.
-      settings: by full name.
+      settings: settings of the run by full name.
       num_starts: number of starts found in the log.
-      doubts: what could not be read, and why.
+      doubts: descriptions of files that could not be read.
     """
 
     folder: Path
@@ -68,12 +68,12 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Return the name of the run, that of its folder."""
+        """Return the name of the run, which is that of its folder."""
         return self.folder.resolve().name
 
     @property
     def is_overtaken(self) -> bool:
-        """Return whether a later start has continued since the one that the summary describes.
+        """Return whether the run was started again after the start that the summary describes.
 
         The metrics then end after that start's last step, or well before it, because the later
         start resumed from an earlier checkpoint.
@@ -85,7 +85,7 @@ class Record:
 
     @property
     def counted_steps(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the timed steps of the newest start, without its first one if there are others.
+        """Return the timed steps of the newest start, without its first step if there are others.
 
         The first step includes one-time preparations.
         """
@@ -97,7 +97,7 @@ class Record:
         return tuple(newest[1:] or newest)
 
     def stall_s(self, name: str) -> list[float]:
-        """Return the stalls of a kind after counted steps of the newest start.
+        """Return the seconds of stalls of one kind (a metric name) after steps of the newest start.
 
         A stall after the last step of a finished run is left out, because no step waited for it.
         """
@@ -165,7 +165,7 @@ def _text(path: Path, doubts: list[str]) -> str | None:
 
 
 def _summary(path: Path, doubts: list[str]) -> Mapping[str, Any]:
-    """Return a valid summary, or an empty mapping."""
+    """Return the content of summary.json, or an empty mapping if it is not valid."""
     text = _text(path, doubts)
     if text is None:
         return {}
@@ -183,7 +183,7 @@ def _summary(path: Path, doubts: list[str]) -> Mapping[str, Any]:
 
 
 def _lines(path: Path, doubts: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return the complete metrics lines; the last line of a running job may be incomplete."""
+    """Return the complete lines of the metrics file; the last one may still be incomplete."""
     text = _text(path, doubts) or ""
     kept: list[Mapping[str, Any]] = []
     num_lost = 0
@@ -227,7 +227,7 @@ def _traced(
     lines: Sequence[Mapping[str, Any]],
     doubts: list[str],
 ) -> ReadStep | None:
-    """Return the traced step if it is complete and has the layout of the summary."""
+    """Return the traced step if it is complete and its layout is that of the summary."""
     told = summary.get("traced_step")
     try:
         path = folder / told["file"] if told else typical_trace(folder)
@@ -256,7 +256,7 @@ def _traced(
 
 
 def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[LogEvent, ...], int]:
-    """Return the events logged by all ranks, by time, and the number of starts."""
+    """Return the events logged by all ranks in order of time, and the number of starts."""
     found: dict[tuple[str, str], LogEvent] = {}
     num_starts = 0
     for path in sorted(logs.glob("rank*.log")):
@@ -278,7 +278,7 @@ def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[LogEvent, ...], int]
 
 
 def _log_lines(path: Path, doubts: list[str]) -> Iterator[str]:
-    """Yield the lines of a log, which may be too large for memory."""
+    """Yield the lines of a log file, which may be larger than memory."""
     try:
         with open_regular(path) as file:
             yield from io.TextIOWrapper(file, "utf-8", "replace")
@@ -288,7 +288,7 @@ def _log_lines(path: Path, doubts: list[str]) -> Iterator[str]:
 
 
 def _fold(happened: list[LogEvent]) -> Iterator[LogEvent]:
-    """Yield events; of many that differ only in numbers, the first with their count."""
+    """Yield events; of many that differ only in numbers, yield the first with their count."""
     kinds: dict[str, list[LogEvent]] = {}
     for each in happened:
         kinds.setdefault(_NUMBERS.sub("#", each.text), []).append(each)

@@ -60,7 +60,7 @@ def report_of_several(records: Sequence[Record]) -> Report:
 
 
 def _names(records: Sequence[Record]) -> list[str]:
-    """Return a unique name for each run: its folder's, numbered if names repeat."""
+    """Return a unique name for each run: its folder's name, numbered if names repeat."""
     names = [record.name for record in records]
     return [
         f"{name} ({place + 1})" if names.count(name) > 1 else name
@@ -199,7 +199,7 @@ def _curves(records: Sequence[Record], names: Sequence[str]) -> Iterator[Block]:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most `_MOST_POINTS` points, averaging neighbours."""
+    """Reduce a curve to at most `_MOST_POINTS` points by averaging neighbours."""
     size = -(-len(points) // _MOST_POINTS)
     if size == 1:
         return list(points)
@@ -308,7 +308,7 @@ def _events(record: Record) -> Iterator[Block]:
 
 
 def _stragglers(record: Record) -> Iterator[str]:
-    """Yield a sentence for each rank that became slower: by how much, and in which steps."""
+    """Yield a sentence for each rank that became slower: by which factor, and in which steps."""
     seen: dict[int, list[tuple[int, float]]] = {}
     for row in record.steps:
         if row.get("straggles") and row.get("straggling_rank") is not None:

@@ -1,4 +1,4 @@
-"""Schema of the files of a run that a report reads, and consistency checks."""
+"""Schema of the run files that a report reads, and checks of their consistency."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -93,7 +93,7 @@ SUMMARY: Final[Mapping[str, Any]] = MappingProxyType(
 
 
 def disagreement(summary: Mapping[str, Any]) -> str | None:
-    """Return a description of an inconsistency between valid parts of a summary, or None."""
+    """Describe an inconsistency between valid parts of a summary, or return None."""
     layout, ranks = summary["layout"], summary.get("ranks") or []
     size, counts = layout["ranks"], layout["layers_of_stages"]
     if size % layout["replicas"]:

@@ -1,4 +1,4 @@
-"""Infer transfers that ranks waited for from a measured step; a run records no others."""
+"""Infer from a measured step the transfers that ranks waited for, as a run records no others."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from gpipe_hpc.schedule.waits import DataFlow
 
 
 def with_transfers(timeline: Timeline) -> Timeline:
-    """Return the timeline with a ``SEND`` event for each wait, in the row of the waiting rank.
+    """Add a ``SEND`` event to the timeline of a rank for each of its waits for a transfer.
 
     The event lasts from the moment at which the value is computed and the rank is idle, until the
     rank continues.

@@ -10,7 +10,7 @@ DIFFERENT_EXIT_CODE = 3
 
 
 def main() -> None:
-    """Parse the settings of the command line, compare the layout with plain training, and exit.
+    """Compose the settings, compare the layout with plain training, and exit.
 
     Exit codes: 0 equal training, 1 failure, 2 invalid settings, 3 different training. A sweep (-m)
     exits with the first code that is not 0.

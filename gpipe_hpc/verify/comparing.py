@@ -1,4 +1,4 @@
-"""Compare two trainings: bitwise equal, equal except for the order of summation, or different."""
+"""Compare two trainings: bitwise equal, equal except for rounding, or different."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Verdict(IntEnum):
-    """Result of a comparison of two tensors."""
+    """Result of comparing two tensors."""
 
     EXACT = 0
     ROUNDING = 1
@@ -18,7 +18,7 @@ class Verdict(IntEnum):
 
 @dataclass
 class Compared:
-    """One line of the report: the number of compared tensors and the largest difference."""
+    """Result of comparing all tensors of one kind: their number and the largest difference."""
 
     what: str
     count: int = 0
@@ -28,7 +28,7 @@ class Compared:
     num_off: int = 0
 
     def add(self, name: str, ours: Tensor | None, theirs: Tensor | None, bound: float) -> None:
-        """Compare one tensor; `bound` is the largest difference that rounding explains."""
+        """Compare a tensor with its reference; `bound` is the largest rounding difference."""
         self.count += 1
         verdict, distance = compare(ours, theirs, bound)
         self.num_off += verdict is not Verdict.EXACT
@@ -38,7 +38,7 @@ class Compared:
             self.distance = max(self.distance, distance)
 
     def __str__(self) -> str:
-        """Return the result as text."""
+        """Format the result for the report."""
         if not self.count:
             return "none"
         if self.verdict is Verdict.EXACT:
@@ -50,7 +50,11 @@ class Compared:
 
 
 def compare(ours: Tensor | None, theirs: Tensor | None, bound: float) -> tuple[Verdict, float]:
-    """Return the verdict on two tensors, and their largest difference relative to the magnitude."""
+    """Compare a tensor with its reference; return verdict and largest relative difference.
+
+    `bound` is the largest absolute difference that rounding explains. The returned difference is
+    relative to the largest magnitude in `theirs`.
+    """
     if ours is None or theirs is None:
         return (Verdict.EXACT, 0.0) if ours is theirs else (Verdict.DIFFERENT, float("inf"))
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
@@ -83,12 +87,12 @@ class Report:
     first: str = ""  # location of the first difference
 
     def line(self, what: str) -> Compared:
-        """Return the line with a given name, appending it if it is new."""
+        """Return the result for one kind of tensor, added if it is new."""
         return self.lines.setdefault(what, Compared(what))
 
     @property
     def is_same(self) -> bool:
-        """Return whether nothing differs by more than rounding."""
+        """Return whether no tensor differs by more than rounding."""
         return all(each.verdict is not Verdict.DIFFERENT for each in self.lines.values())
 
     def __str__(self) -> str:
@@ -106,7 +110,7 @@ def add_all(
     bounds: Mapping[str, float],
     names: Iterable[str] | None = None,
 ) -> None:
-    """Compare tensors by name; a name that only one side has counts as a difference."""
+    """Compare tensors by name in `line`; a name missing in `theirs` counts as a difference."""
     for name in names if names is not None else ours:
         if name not in theirs:
             line.add(name, ours[name], None, 0.0)

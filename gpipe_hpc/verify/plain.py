@@ -1,10 +1,10 @@
-"""The reference training that a layout is compared with: one layer and micro-batch at a time.
+"""Reference training for `verify`: one layer and one micro-batch after another.
 
-It uses only those properties of a layout that determine the order of summation and state: which
-replica of a layer runs each micro-batch, and the order in which a rank accumulates gradients. It
-imports nothing from the engine, except the function that finds the generators of a layer. Notation:
-r is a replica, k a rank of the pipeline, m a micro-batch of one replica, M their number, g = r M +
-m its index in the global batch; a strand (r, k) is one rank.
+The reference uses only those properties of a layout that determine the order of summation and
+state: which replica of a layer runs each micro-batch, and the order in which a rank accumulates
+gradients. It imports nothing from the engine, except the function that finds the generators of a
+layer. Notation: r is a replica, k a rank of the pipeline, m a micro-batch of one replica, M their
+number, g = r M + m its index in the global batch; a strand (r, k) is one rank.
 """
 
 import copy
@@ -54,7 +54,7 @@ AUTOCAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Layout:
-    """The properties of a layout that determine sums and state: partition and schedule tables."""
+    """Partition and schedules: the properties of a layout that determine sums and state."""
 
     schedules: tuple[Schedule, ...]
     counts: tuple[int, ...]
@@ -66,16 +66,16 @@ class Layout:
 
     @property
     def stage_of(self) -> list[int]:
-        """Return the stage of each layer."""
+        """Return the stage of each layer, in order of layers."""
         return [stage for stage, count in enumerate(self.counts) for _ in range(count)]
 
     def strand(self, stage: int, microbatch: int) -> Strand:
-        """Return the rank that runs a stage for a global micro-batch."""
+        """Return the rank, as (replica, rank), that runs a stage for a global micro-batch."""
         replica, own = self.portions.owner(microbatch)
         return replica, self.schedules[replica].placement.rank_of(stage, own)
 
     def strands(self, stage: int) -> list[Strand]:
-        """Return all ranks that hold a stage, sorted by world rank."""
+        """Return all ranks, as (replica, rank), that hold a stage, sorted by world rank."""
         return [
             (replica, rank)
             for replica, schedule in enumerate(self.schedules)
@@ -99,7 +99,7 @@ class Layout:
 
 @dataclass
 class Sum:
-    """Gradient of a parameter on one rank, accumulated in the order of the table."""
+    """Gradient of a parameter on one rank, accumulated in the order of the schedule."""
 
     order: Sequence[int]
     total: Tensor | None = None
@@ -107,7 +107,7 @@ class Sum:
     _waiting: dict[int, Tensor | None] = field(default_factory=dict)
 
     def add(self, microbatch: int, gradient: Tensor | None) -> None:
-        """Add the gradient of a micro-batch once those before it in the table have been added."""
+        """Add the gradient of a micro-batch, after those that precede it in the schedule."""
         self._waiting[microbatch] = gradient
         while self._next < len(self.order) and self.order[self._next] in self._waiting:
             ready = self._waiting.pop(self.order[self._next])
@@ -118,7 +118,7 @@ class Sum:
 
 @dataclass
 class PlainStep:
-    """Result of a plain step.
+    """Result of one step of plain training.
 
     Attributes:
         loss: loss of the step.
@@ -140,7 +140,7 @@ class PlainStep:
 
 
 class PlainTraining:
-    """Training of the model in one plain process, with a copy of layer state for each rank.
+    """Training of the model in one process, with a copy of layer buffers for each rank.
 
     Parameters are shared by all copies. `layers` are LayerSpecs or modules; modules are copied.
     """
@@ -169,7 +169,7 @@ class PlainTraining:
         self._statistics = PlainStatistics(self._copies)
 
     def _build(self, index: int, stage: int) -> dict[Strand, nn.Module]:
-        """Build a layer once for each rank that holds it; all share the parameters of the first."""
+        """Build a copy of a layer for each rank that holds it; all copies share parameters."""
         layer = self._layers[index]
         copies: dict[Strand, nn.Module] = {}
         first: nn.Module | None = None
@@ -217,7 +217,7 @@ class PlainTraining:
         }
 
     def take_over(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Copy the initial weights and buffers of a pipeline, given by global name."""
+        """Set weights and buffers to the initial ones of a pipeline, given by global name."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(parameters[name])
@@ -236,8 +236,8 @@ class PlainTraining:
 
         Args:
             pieces: (inputs, targets, number of samples) of each global micro-batch, on the host.
-            scale: initial gradient of backward, a power of two, by which gradients are divided
-                again.
+            scale: initial gradient of backward, a power of two; gradients are divided by it at the
+                end.
             loss_scale: the loss scale of float16.
             watcher: called with the output of each layer.
         """
@@ -322,7 +322,7 @@ class PlainTraining:
         return _Terms.of(value, weight, further, is_sum=self._is_sum)
 
     def whole_loss(self, outputs: Nest, targets: Nest) -> float | None:
-        """Return the loss of a whole batch in one call; None if it draws random numbers."""
+        """Return the loss of a whole batch in one call; None if the loss draws random numbers."""
         loss_fn = self._loss_fn
         if isinstance(loss_fn, nn.Module):  # do not change its buffers
             loss_fn = copy.deepcopy(loss_fn)
@@ -342,7 +342,7 @@ class PlainTraining:
         return known is not None and known.reduction == "sum"
 
     def _draw(self, g: int, layer: int, module: nn.Module | None) -> None:
-        """Seed the generators that a layer uses, by the published formula."""
+        """Seed the generators that a layer uses for a micro-batch, by the documented formula."""
         key = microbatch_key(self.seed, self.steps_done, g, layer)
         seed_generators(key, self._device, module)
 
@@ -368,7 +368,7 @@ class PlainTraining:
 
     @contextmanager
     def _generators_restored(self) -> Iterator[None]:
-        """Restore the process's random generators on exit, which ranks on threads share."""
+        """Context that restores the random generators of the process, which rank threads share."""
         with GENERATOR_LOCK:
             states = torch.get_rng_state(), random.getstate(), np.random.get_state()
             try:
@@ -391,7 +391,7 @@ class PlainTraining:
                 module.training = was
 
     def _combine_buffers(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> None:
-        """Combine the buffers of a layer's copies after a step."""
+        """Combine the buffers of the copies of each layer after a step."""
         for index, copies in enumerate(self._copies):
             if len(copies) == 1:
                 continue
@@ -406,7 +406,7 @@ class PlainTraining:
 
 @dataclass
 class _Terms:
-    """Contribution of one micro-batch to the loss: roots of backward, their values, the weight."""
+    """Loss terms of one micro-batch: tensors to run backward from, their values, the weight."""
 
     roots: list[Tensor] = field(default_factory=list)
     main: float = 0.0
@@ -436,7 +436,7 @@ class _Terms:
 
 
 def seed_generators(key: int, device: Device, layer: nn.Module | None) -> None:
-    """Seed all generators that a layer may use with its published key."""
+    """Seed all generators that a layer may use from its documented key."""
     random.seed(source_key(key, 0))
     number = source_key(key, 1)
     np.random.seed([number & 0xFFFFFFFF, number >> 32])
@@ -449,7 +449,7 @@ def seed_generators(key: int, device: Device, layer: nn.Module | None) -> None:
 def unite(
     copies: Sequence[nn.Module], num_samples: Sequence[int], policy: str, left_out: frozenset[str]
 ) -> None:
-    """Combine the buffers of several copies of a layer according to `pipeline.buffers`.
+    """Combine the buffers of the copies of a layer as `pipeline.buffers` requests (`policy`).
 
     `num_samples` is the number of samples of each copy in this step; buffers named in `left_out`
     are unchanged.
@@ -489,7 +489,7 @@ def _loss(
 
 
 def _sum_in_order(numbers: Iterable[float]) -> float:
-    """Return the sum from left to right; since Python 3.12, `sum` compensates rounding errors."""
+    """Return the sum from left to right; from Python 3.12 on, `sum` compensates rounding errors."""
     total = 0.0
     for number in numbers:
         total += number
@@ -497,9 +497,10 @@ def _sum_in_order(numbers: Iterable[float]) -> float:
 
 
 def _divide(gradient: Tensor, divisor: Tensor) -> None:
-    """Divide in place by a float64[] on the host with a single rounding; 16-bit values in float32.
+    """Divide in place by a float64 tensor on the host, with a single rounding.
 
-    Division by a Python number on a GPU multiplies by the reciprocal, which rounds twice.
+    16-bit values are divided in float32. Division by a Python number on a GPU would multiply by the
+    reciprocal, which rounds twice.
     """
     is_low = gradient.dtype in _LOW
     number = divisor.to(gradient.device, torch.float32 if is_low else gradient.dtype)

@@ -43,11 +43,11 @@ DEFAULT_STAGES: Final = 2
 
 
 def verify(config: Config) -> Report | None:
-    """Run the layout and the plain training, and return the report (on rank 0 only).
+    """Run the layout and the plain training; return the report on rank 0, None elsewhere.
 
     Without a launcher, the ranks are threads of this process, as many as the layout needs (two
-    stages if it is open), which share its devices. Under a launcher, they are its processes, which
-    must all be on one machine.
+    stages if their number is not set), which share its devices. Under a launcher, the ranks are its
+    processes, which must all be on one machine.
 
     Raises:
         ConfigError: the settings cannot be compared with a plain process.
@@ -73,7 +73,7 @@ def verify(config: Config) -> Report | None:
 
 
 def own_settings(config: Config, world_size: int) -> Config:
-    """Return checked settings with a layout and without resuming from a checkpoint."""
+    """Return checked settings with a number of stages and without resuming from a checkpoint."""
     pipeline = config.pipeline
     if world_size == 1 and pipeline.stages is None:
         pipeline = replace(pipeline, stages=DEFAULT_STAGES)
@@ -112,7 +112,7 @@ def _check_comparable(config: Config) -> None:
 
 
 def _check_room(config: Config) -> None:
-    """Raise ConfigError if this machine lacks the memory for the copies that a comparison needs."""
+    """Raise ConfigError if this machine lacks the memory for a comparison."""
     layers = normalise_layers(build_target("model", config.model))
     num_parameters = count_parameters(layers)
     free = free_bytes()
@@ -127,7 +127,10 @@ def _check_room(config: Config) -> None:
 
 
 def verify_rank(config: Config, world: World) -> Report | None:
-    """Run the comparison on one rank, with settings of `own_settings`; rank 0 has the report."""
+    """Run the comparison on one rank; return the report on rank 0, None elsewhere.
+
+    `config` is the result of `own_settings`.
+    """
     exactly = world.device.deterministic() if config.train.deterministic else nullcontext()
     with exactly, _scratch(world) as folder:
         judge, failed = _compare(config, world, folder)
@@ -151,7 +154,7 @@ def _scratch(world: World) -> Iterator[Path]:
 
 
 def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, int | None]:
-    """Run the steps; return the judge (None except on rank 0) and the step that differs, if any."""
+    """Run and compare the steps; return the judge (rank 0 only) and the first different step."""
     num_steps = min(last_step(config.train), config.verify.steps)
     with closing(
         open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
@@ -252,7 +255,7 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
 
 
 def _locate(config: Config, world: World, folder: Path, step: int, judge: Judge | None) -> str:
-    """Repeat the run up to the step that differs, recording layers; return the first difference."""
+    """Repeat the run up to the step that differs and describe where the first difference is."""
     with closing(
         open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
     ) as session:

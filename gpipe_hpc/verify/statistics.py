@@ -1,4 +1,4 @@
-"""BatchNorm of the plain training: normalisation per micro-batch, statistics per step.
+"""BatchNorm statistics of the plain training: updated once per step, not per micro-batch.
 
 An independent implementation of the documented rule: within a step, every micro-batch is normalised
 by itself; the running statistics are updated once, with mean and unbiased variance of all values of
@@ -53,14 +53,14 @@ class PlainStatistics:
         )
 
     def begin(self) -> None:
-        """Start a step."""
+        """Start a step: discard recorded inputs and save the buffers."""
         self._given = {}
         modules = [module for copies in self._copies.values() for module in copies]
         self._before = [(b, b.clone()) for module in modules for b in module.buffers()]
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Record the inputs of BatchNorm modules within the context (first forwards only)."""
+        """Context that records the inputs of BatchNorm modules (used for first forwards only)."""
         self._is_collecting = True
         try:
             yield
@@ -68,7 +68,7 @@ class PlainStatistics:
             self._is_collecting = False
 
     def finish(self, *, is_kept: bool) -> None:
-        """Revert the updates of single micro-batches and update the running statistics once."""
+        """Undo the updates of single micro-batches; update the statistics once if `is_kept`."""
         for buffer, value in self._before:
             buffer.copy_(value)
         for name, moments in self._given.items() if is_kept else ():
@@ -83,7 +83,7 @@ def _is_pooled(module: nn.Module) -> bool:
 
 
 def _moments(given: Tensor) -> Tensor:
-    """Return float64[1 + 2 x channels]: count, sums and sums of squares of each channel."""
+    """Return float64[1 + 2 x channels]: count, and sum and sum of squares of each channel."""
     values = given.double().transpose(0, 1).flatten(1)
     count = values.new_tensor([values.shape[1]])
     return torch.cat([count, values.sum(1), values.square().sum(1)])

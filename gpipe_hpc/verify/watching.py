@@ -1,4 +1,4 @@
-"""Record the outputs of layers as hashes, to find the first place where two trainings differ."""
+"""Record the outputs of layers as hashes, to find the first tensor that two trainings differ in."""
 
 import hashlib
 from collections.abc import Callable
@@ -30,7 +30,7 @@ WORDS: Final = {
 
 
 class Place(NamedTuple):
-    """Identifies a recorded tensor; `tensor` is its index within one output."""
+    """Identifier of a recorded tensor; `tensor` is its index within the output of the layer."""
 
     kind: Kind
     microbatch: int
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A recorded tensor: a hash of its bits, and norm and shape for messages."""
+    """A recorded tensor: a hash of its bits, and its norm and shape for messages."""
 
     digest: str
     norm: float
@@ -53,7 +53,7 @@ class Observations:
         self.seen: dict[Place, Seen] = {}
 
     def watch(self, kind: Kind, layer: int, microbatch: int, output: Nest) -> None:
-        """Record a layer's output now, and its gradients in the backward."""
+        """Record a layer's output now, and its gradient when the backward computes it."""
         for number, tensor in enumerate(tensors_of(output)):
             self.seen[Place(kind, microbatch, layer, number)] = _seen(tensor)
             if tensor.requires_grad:
@@ -68,7 +68,7 @@ class Observations:
 def watch_pipeline(pipe: Pipeline) -> Observations:
     """Record the outputs of every layer of a rank from now on.
 
-    The micro-batch is taken from the current activity of the world.
+    The index of the micro-batch is read from the current activity of the world.
     """
     found = Observations()
     first = pipe.microbatches.start
@@ -92,7 +92,7 @@ def _hook(
 
 
 def first_difference(ours: Observations, plain: Observations) -> tuple[Place, Seen, Seen] | None:
-    """Return the first place that differs with both recordings, or None if none does.
+    """Return the first differing tensor with both recordings, or None if none differs.
 
     Forwards come first, by micro-batch and layer; then recomputations, each compared with the plain
     forward; then gradients, from the last layer to the first.
