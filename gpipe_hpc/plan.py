@@ -73,7 +73,9 @@ from gpipe_hpc.units import bytes_text
 
 DEFAULT_STAGES: Final = 4
 TOO_LARGE_EXIT_CODE: Final = 3
-_OTHERS_S: Final = 10.0  # for settings that are tried where those given do not fit
+_OTHERS_S: Final = (
+    10.0  # time limit for trying other settings if the given ones do not fit in memory
+)
 
 
 class Plan(NamedTuple):
@@ -264,8 +266,8 @@ def _lay_out(request: Request, gauge: Gauge) -> Layout:
             return hopeless
         say(
             f"plan: searching an order of {request.microbatches} micro-batches on "
-            f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; fewer "
-            f"pipeline.options.trials, as 0, take less time"
+            f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; a smaller "
+            f"pipeline.options.trials, such as 0, takes less time"
         )
     try:
         return lay_out(request, gauge)
@@ -299,10 +301,10 @@ def _without_search(request: Request, gauge: Gauge) -> Layout | None:
     if least.total_bytes <= limits[rank]:
         return None
     said = (
-        f"no order fits: one micro-batch needs {bytes_text(least.activation_bytes)} on rank {rank} "
-        f"beside {bytes_text(least.lasting_bytes)} of weights, gradients, optimizer and workspace, "
-        f"and pipeline.memory_bytes allows {bytes_text(limits[rank])}; none was searched, "
-        f"one_f_one_b with recompute always is shown"
+        f"no order fits: in addition to {bytes_text(least.lasting_bytes)} of weights, gradients, "
+        f"optimizer and workspace, one micro-batch needs {bytes_text(least.activation_bytes)} on "
+        f"rank {rank}, but pipeline.memory_bytes allows {bytes_text(limits[rank])}; no order was "
+        f"searched, the plan shows one_f_one_b with recompute=always"
     )
     return replace(found, budget=said)
 
@@ -347,7 +349,7 @@ def _layers_as(gauge: Gauge) -> str:
     """Describe the source of layer times; empty if they are counted."""
     if gauge.measure != MEASURED:
         return ""
-    return gauge.how if isinstance(gauge, Measured) else "layers as a run measured them"
+    return gauge.how if isinstance(gauge, Measured) else "layers as measured by a run"
 
 
 def _cut_by(config: Config, partition: Partition) -> str:
@@ -360,13 +362,13 @@ def _weighed_by(config: Config, partition: Partition) -> str:
     if isinstance(config.pipeline.partition, list):
         return "by hand"
     if partition.measure == MEASURED and config.plan.calibration is not None:
-        return "by time, as a run measured it (plan.calibration)"
+        return "by time, as measured by a run (plan.calibration)"
     if partition.measure == MEASURED:
         return "by time, measured here (plan.costs=measured)"
     if partition.measure != COUNTED:
         return "by parameters" if partition.measure == "parameters" else "uniformly by layers"
     if not any(partition.costs):
-        return "uniformly by layers, as none has counted FLOPs"
+        return "uniformly by layers, because no layer has counted FLOPs"
     return (
         "by counted FLOPs (pipeline.partition=time measures on the machine that trains; the cut "
         "may differ)"
@@ -383,8 +385,8 @@ def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> li
     one = f"{ranks} ranks, {stages} stages"
     if not pipeline.stages:
         one += (
-            f" (pipeline.stages is not set, so {DEFAULT_STAGES} ranks are assumed; a run takes "
-            f"those it has)"
+            f" (pipeline.stages is not set, so {DEFAULT_STAGES} ranks are assumed; a run uses "
+            f"all of its ranks)"
         )
     if layout.replicas > 1:
         one = f"{layout.replicas * ranks} ranks: {layout.replicas} replicas of {one}; one is shown"

@@ -8,11 +8,11 @@ from gpipe_hpc.trainer.signals import StopRequest
 
 def main() -> None:
     """Compose the settings from the command line, train, and exit with the run's exit code."""
-    # Torch's C++ logs a lost connection as a warning with 20 stack frames, ahead of our message
-    # with the cause. It reads the level once, when it is imported.
+    # Torch's C++ code logs a lost connection as a warning with 20 stack frames, before our message
+    # with the cause. Torch reads the level once, when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     keep_streams()
-    # First of all: torch takes seconds to load, and a signal may come meanwhile.
+    # Before torch is imported: that takes seconds, and a signal may arrive meanwhile.
     stop = StopRequest()
     stop.listen()
     from gpipe_hpc.trainer.command import run_command

@@ -58,7 +58,7 @@ def _refusal(config: Config, point: Point) -> GpipeError | None:
     except GpipeError as error:
         return error if is_users_mistake(error) else None
     except Exception:
-        return None  # the ranks of the point say what goes wrong
+        return None  # the ranks of the point will report the error
     return None
 
 

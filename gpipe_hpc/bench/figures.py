@@ -31,7 +31,7 @@ class Measured:
 
     point: Point
     steps_s: tuple[float, ...] = ()
-    tokens: int = 0  # of a global batch; 0 where samples are no token sequences
+    tokens: int = 0  # of a global batch; 0 if samples are not token sequences
     bubble: float = 0.0
     peak_bytes: tuple[int, ...] = ()
     failed: str = ""

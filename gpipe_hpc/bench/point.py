@@ -46,7 +46,7 @@ def _task(job: Job) -> int:
 def _measure(config: Config) -> None:
     check_config(config, detect_launch().world_size)
     steps = _WARM_UP + config.bench.steps
-    # As long as it is measured, and nothing before it.
+    # Run as many steps as are measured, and do not resume from a checkpoint.
     config.train = replace(config.train, steps=max(config.train.steps, steps), stop_at=None)
     config.checkpoint = replace(config.checkpoint, resume="never")
     world = join_world(config)
@@ -68,7 +68,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
     edge = StepEdge(pipe.everybody)
     own_s, idle_s, pipeline_s = [], 0.0, 0.0
     for number in range(_WARM_UP + num_steps):
-        pipe.everybody.all_reduce(torch.zeros(1))  # all begin together
+        pipe.everybody.all_reduce(torch.zeros(1))  # all ranks begin together
         began_s = time.perf_counter()
         refuse_non_finite(session, train_one_step(session))
         _finish(pipe.world)

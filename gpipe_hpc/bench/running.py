@@ -19,8 +19,8 @@ from gpipe_hpc.settings import Config
 
 _POINT: Final = "gpipe_hpc.bench.point"
 _CODE: Final = "exit_code"
-LIMIT_S: Final = 3600.0  # of a combination; ranks that wait in vain end by comm.timeout_s
-_GRACE_S: Final = 45.0  # torchrun itself waits 30 s for its ranks before it ends them by force
+LIMIT_S: Final = 3600.0  # for one point; waiting ranks exit after comm.timeout_s
+_GRACE_S: Final = 45.0  # torchrun waits 30 s for its ranks before it kills them
 
 
 class Failed(NamedTuple):
@@ -66,7 +66,7 @@ def run_ranks(
                 _end(process)
         told: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
         if code or _CODE in told or not told:
-            # torchrun itself ends with 1, whatever its ranks end with.
+            # torchrun exits with 1 for any exit code of its ranks.
             return Failed(_reason(log.read_text(errors="replace"), told.get(_CODE, code)))
         return told
 
@@ -121,7 +121,7 @@ def _reason(output: str, code: int) -> str:
     """Return the error message that gpipe_hpc printed, or the last line of the output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("gpipe_hpc: ")]
-    said = (ours or lines[-1:] or ["nothing was said"])[0]
+    said = (ours or lines[-1:] or ["no output"])[0]
     return _failure(said, code)
 
 

@@ -29,7 +29,7 @@ class Point(NamedTuple):
         return [
             f"train.num_threads={self.threads}",
             f"train.batch_size={self.batch_size}",
-            "train.batch_ramp.start=null",  # a step of the full size is what is measured
+            "train.batch_ramp.start=null",  # measure steps of the full batch size
             f"pipeline.microbatches={self.microbatches}",
             f"comm.backend={self.backend}",
         ]

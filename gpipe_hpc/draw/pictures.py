@@ -91,9 +91,9 @@ def draw(config: Config, columns: int | None = None, given: Collection[str] = ()
     if config.pipeline.stages == "fit":
         raise refuse(
             "pipeline.stages",
-            "a number: what fits is found for a model, which a picture has none of",
+            "a number, because a drawing has no model for which to find one",
             "fit",
-            "draw what python -m gpipe_hpc.plan chooses",
+            "set the number that python -m gpipe_hpc.plan chooses",
         )
     form = format_of(config)
     if form == "table":
@@ -130,14 +130,14 @@ def put(picture: str | bytes, out: str | None) -> None:
         except OSError as error:
             raise ConfigError(
                 f"config: bad draw.out, expected a file in an existing folder, got {out!r} "
-                f"({error.strerror}); {os_remedy(error) or 'correct it, or make the folder'}"
+                f"({error.strerror}); {os_remedy(error) or 'correct it, or create the folder'}"
             ) from error
         print(f"wrote {out}")
     elif isinstance(picture, str):
         print(picture)
     elif sys.stdout.isatty():
         raise ConfigError(
-            "config: bad draw.out, expected a file for a picture in bytes, got a terminal; set "
+            "config: bad draw.out, expected a file for a binary picture, got a terminal; set "
             "draw.out=FILE"
         )
     else:
@@ -160,12 +160,13 @@ def measured(run_folder: Path, config: Config, given: Collection[str]) -> Subjec
         if setting in given:
             raise refuse(
                 setting,
-                "nothing beside run.dir, which has its own",
+                "no value together with run.dir, because the run sets it",
                 attrgetter(setting)(config),
                 "leave it out",
             )
     timeline = read_trace(typical_trace(run_folder))
-    # Bare: a run records no transfers, and what was empty in it, a W say, no reduction can await.
+    # Without communication: a run records no transfers, and a reduction cannot depend on an action
+    # that the run did not record, such as an empty W.
     planned = simulate(schedule_of(timeline), mean_costs(timeline))
     recompute = config.pipeline.recompute
     if "pipeline.recompute" not in given:

@@ -24,7 +24,7 @@ from gpipe_hpc.models.huggingface.library import safetensors
 
 log = logging.getLogger("gpipe_hpc.export")
 
-_MODEL: Final = "model."  # ahead of the global names, in a checkpoint
+_MODEL: Final = "model."  # prefix of the global names in a checkpoint
 
 
 def export_checkpoint(
@@ -50,7 +50,7 @@ def export_checkpoint(
         source = verify(Path(checkpoint), SoloGroup(0), 0)
     modules = [build_abstract(x, index=i) for i, x in enumerate(layers)]
     empty = _tensors_of(source, layers, modules)
-    for index, module in enumerate(modules):  # refuses, before anything is written
+    for index, module in enumerate(modules):  # raises for a wrong prefix before anything is written
         target.named(index, module, {name: each.empty for name, each in empty[index].items()})
     parts = [module.num_layers for module in modules if isinstance(module, Exporting)]
     refuse_parts(len(parts), max(parts, default=0))

@@ -17,14 +17,14 @@ from gpipe_hpc.models.huggingface.library import safetensors, safetensors_torch
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 DEFAULT_PREFIX: Final = "layers."
-"""As in checkpoints and messages; with none the names are those of a plain nn.Sequential."""
+"""Prefix used in checkpoints and messages; "" gives the names of a plain nn.Sequential."""
 
 SHARD_BYTES: Final = 5_000_000_000
-"""What files hold at most, unless a single tensor or layer is larger: transformers' habit."""
+"""Maximum size of a file, as in transformers, unless a single tensor or layer is larger."""
 
 Shard = dict[str, Tensor]
 Companion = str | Path
-"""The text of a file, or the file it is a copy of."""
+"""The text of a file, or the path of a file to copy."""
 
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,7 +92,7 @@ class ExportFolder:
         seen: set[int] = set()
         for key, tensor in shard.items():
             value = self._cast(tensor.detach()).cpu().contiguous()
-            # A tied tensor under another of its names: files hold no tensor twice unless copied.
+            # A tied tensor under a second name: safetensors refuses shared memory, so copy it.
             storage = value.untyped_storage().data_ptr()
             values[key] = value.clone() if storage in seen else value
             seen.add(storage)
@@ -117,7 +117,7 @@ class ExportFolder:
         if self.prefix != DEFAULT_PREFIX:
             raise ConfigError(
                 f"config: bad export.prefix, expected {DEFAULT_PREFIX!r} for a model of "
-                f"transformers, whose weights have the names that it knows, got {self.prefix!r}; "
+                f"transformers, whose weights keep their own names, got {self.prefix!r}; "
                 f"leave it out"
             )
         return layer.exported(own)
@@ -162,14 +162,14 @@ def refuse_parts(num_own: int, num_layers: int) -> None:
     """Raise ModelError if only some layers of a transformers model are exported under its names."""
     if 0 < num_own < num_layers:
         raise ModelError(
-            f"export: transformers would start some weights at random, expected {num_layers} "
-            f"layers as huggingface_layers makes them, got {num_own} of them, and others in their "
-            f"place; unwrap them, or save a checkpoint instead"
+            f"export: transformers would initialize some weights randomly, expected {num_layers} "
+            f"layers made by huggingface_layers, got {num_own} and other layers in place of the "
+            f"rest; unwrap these, or save a checkpoint instead"
         )
 
 
 def _unwritten(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"export: {path} cannot be written: {type(error).__name__}: {error}; "
-        f"{os_remedy(error) or 'look at the disk, or use another folder'}"
+        f"{os_remedy(error) or 'check the disk, or use another folder'}"
     )

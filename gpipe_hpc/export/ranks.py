@@ -75,7 +75,7 @@ def export_safetensors(
 
 
 _Told = tuple[dict[int, int], dict[int, int]]
-"""How many files each stage has, and by each layer of transformers, how many its model has."""
+"""Number of files by stage, and number of the model's layers by layer of transformers."""
 
 
 def _merged(ahead: _Told, behind: _Told) -> _Told:
@@ -87,7 +87,7 @@ def _own_tensors(pipe: "Pipeline", target: ExportFolder) -> dict[int, Shard]:
     found: dict[int, Shard] = {}
     pipe.await_parameters()
     for index, stage in pipe.stages.items():
-        # One of those that hold a copy of the stage writes it.
+        # Only one of the ranks that hold the stage writes it.
         if pipe.replica or pipe.schedule.placement.holders(index)[0] != pipe.stage_rank:
             continue
         named: dict[str, Tensor] = {

@@ -107,7 +107,7 @@ def advise(
             laid_out = lay_out(other, its_gauge)
             after = _Trial.of(other, laid_out, its_gauge, () if of_finer else present)
         except GpipeError:
-            continue  # not for these numbers of ranks, layers and micro-batches
+            continue  # impossible for these numbers of ranks, layers and micro-batches
         gain = (before.pipeline_s - after.pipeline_s) / whole_s if whole_s else 0.0
         if _is_by_hand(request) and len(laid_out.partition.counts) != len(layout.partition.counts):
             settings += f" {_cut_setting(laid_out.partition)}"
@@ -169,7 +169,7 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
         recut = _laid_out(replace(request, partition=recut._replace(is_open=True)), gauge, recut)
     if recut.counts != kept.counts:
         yield _cut_setting(recut), replace(request, partition=recut), gauge, ""
-    # A cut by hand is for its number of stages; for another one it would be refused.
+    # A partition given by the user is valid only for its own number of stages.
     own_cut = cut if _is_by_hand(request) else kept
     if copies_in_rows(layout.schedule.placement) is not None:
         yield from _other_orders(same_cut, gauge)
@@ -178,7 +178,7 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
         if (name, dict(options)) == (layout.schedule.name, request.options):
             continue
         if request.compile and name in _SPLITTING:
-            continue  # compiled layers make weight gradients together with those of inputs
+            continue  # compiled layers compute weight and input gradients together
         words = [f"pipeline.schedule={name}"]
         words += [f"pipeline.options.{key}={value}" for key, value in options.items()]
         fits = num_stages(

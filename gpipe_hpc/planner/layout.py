@@ -213,11 +213,11 @@ def cut(request: Request, gauge: Gauge) -> Partition:
     request = request.of_one(request.portions.most)
     given, pins = request.partition, read_pins(request.pins, gauge.layers)
     if compares_placements(request) and isinstance(given, Partition) and given.times:
-        # Made for the best placement then; only its times are used.
+        # The best placement may differ now, so only the times of the partition are used.
         return given._replace(pins=pins)
     stages, ranks, paces = stages_of(request), shared_by(request), paces_of(request)
     if isinstance(given, Partition) and given.made_on not in ("", place_name(request)):
-        # Made for a schedule with another placement: search for a fast cut for this one.
+        # Made for a schedule with another placement: search a fast partition for this one.
         now = given._replace(paces=paces.stages, rank_paces=paces.ranks, pins=pins, is_open=True)
         return now.cut_anew(stages, ranks)
     return choose_partition(given, stages, gauge, ranks, paces, pins)

@@ -221,7 +221,7 @@ def _copies(request: Request, partition: Partition) -> dict[str, Any]:
         return {}
     copies = partition._replace(num_ranks=shared_by(request)).copies
     if request.schedule == "auto" or not partition.rank_paces:
-        return {"copies": copies}  # the costs of a search say how slow ranks are
+        return {"copies": copies}  # the costs of a search contain the slowdowns
     return {"copies": copies, "paces": partition.rank_paces}
 
 

@@ -15,7 +15,7 @@ from gpipe_hpc.schedule import simulate
 
 _SPLITTING: Final = "zb_h1"
 _LEAST_GAIN: Final = 0.03  # of the simulated step
-_MOST_ACTIONS: Final = 50_000  # larger tables are not tried, because all ranks wait meanwhile
+_MOST_ACTIONS: Final = 50_000  # larger tables are not simulated, because all ranks wait meanwhile
 
 
 def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:

@@ -113,7 +113,7 @@ def look_before_run(
     """
     if not config.preflight.before_run:
         return
-    with together(world, "looking at all ranks before the first step"):
+    with together(world, "checking all ranks before the first step"):
         found = look_at(config, world, planned, NOTHING_KEPT if place is None else Kept.at(place))
     if world.rank == 0:
         for text in [*found.lacking(), skew_text(found.attendance)]:

@@ -15,7 +15,7 @@ from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.trainer.run.identity import Run, run_id
 
 SEEN_S: Final = 10.0
-"""Time in which other hosts must see a new file: NFS caches that a file does not exist."""
+"""Time for other hosts to see a new file; NFS clients cache that a file does not exist."""
 _PAUSE_S: Final = 0.05
 
 
@@ -32,7 +32,7 @@ def check_folder(world: World, folder: Path | None, limit_s: float = SEEN_S) -> 
     Returns the folder. Raises ConfigError on all ranks if some rank cannot write, or does not see
     the file.
     """
-    with together(world, "looking at the run folder"):
+    with together(world, "checking the run folder"):
         is_new = folder is not None and not folder.exists()
         made: tuple[str, Path] = world.everybody.broadcast_object(_create_folder(folder), root=0)
         token, path = made

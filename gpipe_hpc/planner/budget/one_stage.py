@@ -23,7 +23,7 @@ Weights = tuple[int, int]
 """Numbers of live micro-batches that are still to be recomputed, and that have been recomputed."""
 
 MAX_CHOICES: Final = 4096
-"""Maximum length of a front. Longer ones are thinned out evenly by bytes; both ends are kept."""
+"""Maximum length of a front. Longer fronts are thinned out evenly; both ends are kept."""
 
 
 @dataclass(frozen=True)

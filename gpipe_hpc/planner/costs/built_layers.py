@@ -101,7 +101,7 @@ class PassSeconds(NamedTuple):
     host: float
 
 
-# Output and stashes of a run, and the times of its parts.
+# Output and stashed values of a run, and the time of each pass.
 _Run = tuple[list[Any], Sequence[PassSeconds]]
 
 

@@ -73,7 +73,7 @@ def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
     result = work()
     end = time.perf_counter()
     waited_s = _waited_s() - waited_before_s
-    # The wait may lie before or after the work: subtract only the part that must lie within it.
+    # Some of the wait may be before or after the work: subtract only what must be within it.
     outside_s = (begin - first) + (time.perf_counter() - end)
     return result, end - begin - max(0.0, waited_s - outside_s)
 
@@ -82,7 +82,7 @@ def _waited_s() -> float:
     try:
         return int(_SCHEDULED.read_bytes().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
-        return 0.0  # another system, or a sandbox
+        return 0.0  # not Linux, or a sandbox
 
 
 class _Lead:

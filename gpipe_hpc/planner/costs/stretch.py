@@ -73,14 +73,14 @@ class InStage(NamedTuple):
 
 _BY_HALF: Final = Part(host=0.5)
 UNKNOWN: Final = InStage(_BY_HALF, _BY_HALF, _BY_HALF)
-"""Correction without a measured stretch: device times unchanged, host times halved."""
+"""Correction if nothing was measured: device times unchanged, host times halved."""
 
 _MOST_LAYERS: Final = 64
-_MOST_S: Final = 0.05  # of one forward and backward: longer layers save hardly anything
+_MOST_S: Final = 0.05  # of one forward and backward: longer layers hardly gain from neighbours
 MOST_STRETCH_BYTES: Final = 2**31
 _SHARE: Final = 0.25  # of the device's free memory
 _PASSES: Final = 5, 40  # at least, and at most
-_ENOUGH_S: Final = 1.5  # of passes
+_ENOUGH_S: Final = 1.5  # of measured passes
 _LATE: Final = 1.05  # above this multiple of its own seconds the device waits for the host
 _MOST_TIMES: Final = 1.1  # larger factors are due to other work on the machine
 _HALVINGS: Final = 40
@@ -142,7 +142,7 @@ def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
             if number > least and bench.clock.now() - began_s >= _ENOUGH_S:
                 break
             rows.append((*built.through(), built.bare_through()))
-    return [usual(column) for column in zip(*rows[1:], strict=True)]  # the first one warms up
+    return [usual(column) for column in zip(*rows[1:], strict=True)]  # the first row is warm-up
 
 
 def _part(together_s: float, alone: Sequence[PassSeconds]) -> Part:

@@ -183,7 +183,7 @@ def choose_partition(
             return now.cut_anew(num_stages, num_ranks)
         policy = "uniform" if policy.measure == "layers" else policy.measure
     if not isinstance(policy, str):
-        # A zero set by hand requests an empty stage, which forwards its input.
+        # A zero given by the user requests an empty stage, which forwards its input.
         counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
         check_pinned(pins, counts)
         sizes = tuple(map(float, layer_parameters(layers)))

@@ -354,7 +354,7 @@ class _Work(NamedTuple):
 
 
 _State = tuple[int, int]
-"""State of the first stages: number of them with a rank in the last row, number of layers."""
+"""State of the first stages: number with a rank in the partial replica, number of layers."""
 
 
 _FINE: Final = 2**30

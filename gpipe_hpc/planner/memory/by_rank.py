@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpipe_hpc.planner.request import Request
 
 MEASURED_PACES: Final = "measured"
-"""Value of `paces` that requests measuring them at the start of a run."""
+"""Value of `paces` that requests a measurement at the start of a run."""
 
 
 class FoundPaces(tuple[float, ...]):

@@ -139,7 +139,7 @@ class Ground:
             table = build(
                 candidate.schedule,
                 ranks=candidate.stages,
-                # Each row needs at least one micro-batch.
+                # Each partial replica needs at least one micro-batch.
                 microbatches=min(candidate.microbatches, max(_FEW, candidate.rows)),
                 **dict(candidate.options),
             )
@@ -150,7 +150,7 @@ class Ground:
         """Return the parameters of some layers; parameters tied among them count once."""
         key = offloads, layers
         if key not in self._weights:
-            samples = next(iter(self._gauges))[0]  # any will do
+            samples = next(iter(self._gauges))[0]  # any number of samples has the same weights
             count = self.gauge(samples, offloads=offloads).count
             self._weights[key] = tuple(count.weights(layers))
         return self._weights[key]
