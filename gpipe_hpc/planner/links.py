@@ -57,7 +57,7 @@ class Links:
         return (WITHIN if is_within else BETWEEN), way.carries
 
     def kinds(self) -> dict[Key, Kind]:
-        """Return a summary of each kind of which a link was measured."""
+        """Return a summary of the measured links of each kind."""
         of_kind: dict[Key, list[Way]] = {}
         for way in self.ways:
             of_kind.setdefault(self.kind_of(way), []).append(way)
@@ -77,7 +77,7 @@ class Links:
         return [way for way in self.ways if kinds[self.kind_of(way)].is_slow(way)]
 
     def blocks(self) -> list[list[int]]:
-        """Group consecutive ranks of the same host, as `Cluster` numbers its hosts.
+        """Return groups of consecutive ranks on the same host, as `Cluster` numbers its hosts.
 
         A host whose ranks are not consecutive appears as several blocks.
         """

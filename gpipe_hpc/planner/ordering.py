@@ -70,14 +70,14 @@ def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
 
 
 def _thrifty(request: Request) -> Schedule:
-    """Return the requested table, or 1F1B for a search: it keeps the fewest micro-batches."""
+    """Return the requested table; for a search 1F1B, which keeps the fewest micro-batches alive."""
     if request.schedule != "auto":
         return table_of(request)
     return build("one_f_one_b", ranks=ranks_of(request), microbatches=request.microbatches)
 
 
 def _on_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
-    """Return the schedule for a partition, or for a faster one if the given partition is open."""
+    """Return the schedule for a partition; if it is open, for the fastest partition found."""
     found = _on_this_cut(request, partition, gauge)
     return _settled(request, found, gauge, partial(_on_this_cut, request, gauge=gauge))
 
@@ -88,7 +88,7 @@ _MOST_SIMULATED: Final = 100_000  # simulated actions in the search for a cut: h
 def _settled(
     request: Request, found: Order, gauge: Gauge, order_of: Callable[[Partition], Order]
 ) -> Order:
-    """Replace an open partition by the fastest one found by simulation with its schedule table.
+    """Replace a partition that is open by the fastest one found by simulation with its table.
 
     Applies if ranks hold several stages; partitions are simulated with free transfers. `order_of`
     returns the schedule for a partition. A partition that fits in memory is not replaced by a

@@ -54,7 +54,7 @@ class Request(Settings):
 
     @property
     def kept_states(self) -> OptimizerMemory:
-        """Return the memory model of the optimizer, with gradient copies and replicas filled in."""
+        """Return the optimizer's memory model for this request's replicas and gradient copies."""
         states = OptimizerMemory.of(self.optimizer_states)
         num_gradients = int(self.noise_over == "microbatches")
         return states._replace(gradient_copies=num_gradients, replicas=self.replicas)

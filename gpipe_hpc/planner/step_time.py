@@ -23,7 +23,7 @@ from gpipe_hpc.settings import Outer
 
 
 class Crowd(NamedTuple):
-    """Number of ranks on a host and of its CPU cores."""
+    """Number of ranks on a host, and number of the host's CPU cores."""
 
     ranks: int
     cores: int
@@ -214,7 +214,7 @@ def reduced_s(
     counts: Sequence[int],
     times: Sequence[LayerTimes],
 ) -> float:
-    """Return when a step ends whose gradient all-reduces take the given times, in seconds.
+    """Return when a step ends, in seconds, given the times of its gradient all-reduces.
 
     With flat sharding, half of each all-reduce follows the backwards. The other half gathers
     parameters during the next step's first forwards; the longest delay of a forward is added.

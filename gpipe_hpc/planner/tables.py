@@ -94,7 +94,7 @@ def make_tables(
 
 
 def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
-    """Raise ScheduleError if a table has other numbers of buckets than the stages of the model."""
+    """Raise ScheduleError if a table's numbers of buckets differ from those of the model."""
     found = Counter(
         action.stage
         for rank, row in enumerate(table.ranks)
@@ -113,7 +113,7 @@ def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
 
 
 def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:
-    """Add the requested recomputation and offloading to a table that has none.
+    """Add the requested recomputation and offloading to a schedule table that has none.
 
     The ranks then need the same memory as with the lowered table.
     """
@@ -125,7 +125,7 @@ def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:
 
 
 def recomputes(table: Schedule) -> bool:
-    """Return whether a table contains recompute actions."""
+    """Return whether a schedule table contains recompute actions."""
     return any(action.op is Op.R for row in table.ranks for action in row)
 
 

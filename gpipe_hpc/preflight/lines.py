@@ -47,7 +47,10 @@ class ChannelConnection:
 
 
 def _place(num_elements: int, dtype: torch.dtype) -> int:
-    """Return a micro-batch index that depends on the size, so repeated messages need no header."""
+    """Return a micro-batch index derived from the message size.
+
+    Repeated messages of one size then need no header.
+    """
     return 0 if dtype == torch.int64 else num_elements.bit_length()
 
 

@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def at(cls, place: Place) -> "Kept":
-        """Return the number for a rank whose placement among the hosts is known.
+        """Return the number of in-memory checkpoints for a rank placed on known hosts.
 
         The host keeps the states of its own ranks and, if there are several hosts, those of ranks
         on another host.

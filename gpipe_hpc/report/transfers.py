@@ -1,4 +1,4 @@
-"""Infer from a measured step the transfers that ranks waited for, as a run records no others."""
+"""Infer the transfers that ranks waited for from a measured step, as a run does not record them."""
 
 from dataclasses import replace
 

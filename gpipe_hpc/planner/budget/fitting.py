@@ -290,7 +290,7 @@ def _groups(placement: Placement) -> list[list[int]]:
 
 
 def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
-    """Return texts of the memory that ranks lack even with the recomputations that need least."""
+    """Describe the memory that ranks lack at some moment even if recomputation minimizes it."""
     lacking: dict[int, float] = {}
     for limit in limits:
         least = sum(int(limit.used(stage, choices[stage]).min()) for stage in limit.kept)
@@ -299,7 +299,7 @@ def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
 
 
 def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
-    """Return the missing bytes of up to four ranks as texts, and the number of further ranks."""
+    """Describe the missing bytes of up to four ranks, and count the remaining ranks."""
     short = [rank for rank in sorted(lacking) if lacking[rank] > 0]
     more = [f"more on {len(short) - 4} further ranks"] if len(short) > 4 else []
     return [f"{bytes_text(math.ceil(lacking[r]))} on rank {r}" for r in short[:4]] + more
@@ -308,7 +308,7 @@ def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
 def _lacking_together(
     choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
 ) -> list[str]:
-    """Return the missing bytes as text if each limit can be met, but not all of them together."""
+    """Describe the missing memory if each limit can be met, but not all of them together."""
 
     def fits(extra: int) -> bool:
         wider = [limit._replace(room=limit.room + extra) for limit in limits]

@@ -63,7 +63,7 @@ def gap_s(timelines: Iterable[Timeline]) -> float:
 
 
 def transfers(timeline: Timeline, sent: Sent, first_rank: int, action_s: float) -> Iterator[Took]:
-    """Yield the transfers of a replica whose receiver was already waiting when they began.
+    """Yield the transfers of a replica for which the receiver was already waiting.
 
     Args:
       sent: returns the bytes sent between two actions.

@@ -136,9 +136,10 @@ def _earliest(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
 def _most_even(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
     """Return the partition with the smallest sum of squares among those within the limit.
 
-    Dynamic programming over the ends of stages. The price of a stage satisfies the quadrangle
-    inequality (also with the limit as an infinite price), so the best start of a stage increases
-    with its end, and each stage is solved by divide and conquer in O(K n log n) total.
+    Dynamic programming over the ends of stages. The squared cost of a stage satisfies the
+    quadrangle inequality (also with an infinite cost beyond the limit), so the best start of a
+    stage increases with its end, and each stage is solved by divide and conquer in O(K n log n)
+    total.
     """
     num_layers = len(prefix) - 1
     furthest, earliest = _furthest(prefix, ends, limit), _earliest(prefix, ends, limit)
@@ -157,9 +158,9 @@ def _most_even(prefix: list[int], ends: EndRanges, limit: int) -> list[int]:
 def _solve_row(
     prefix: list[int], limit: int, weight: int, before: dict[int, int], low: int, high: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, for each end low..high of a stage, the smallest price and its best start.
+    """Return, for each end low..high of a stage, the smallest objective value and its start.
 
-    `before` maps the end of the previous stage to the smallest price of all earlier stages.
+    `before` maps the end of the previous stage to the smallest value for all earlier stages.
     """
     best: dict[int, int] = {}
     chosen: dict[int, int] = {}

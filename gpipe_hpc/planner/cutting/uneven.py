@@ -127,7 +127,10 @@ def _best_of_paces(
     limit: int,
     plus: Callable[[int, int], int],
 ) -> tuple[int, list[int]]:
-    """Return the lowest price and its partition, if no stage may take longer than the limit."""
+    """Return the best partition and its objective value, if no stage may exceed the limit.
+
+    `plus` adds the work of a stage to an objective value.
+    """
     found = _best_where(prefix, weights, where, limit, plus, NO_CONSTRAINT)
     assert found is not None, "the limit is that of some cut"
     return found
@@ -141,7 +144,10 @@ def _best_where(
     plus: Callable[[int, int], int],
     room: StageConstraint,
 ) -> tuple[int, list[int]] | None:
-    """Return the lowest price and its partition within limit and constraint, or None."""
+    """Return the best partition within limit and constraint, and its objective value, or None.
+
+    `plus` adds the work of a stage to an objective value; the objective is minimized.
+    """
     num_layers = len(prefix) - 1
     best: dict[int, int] = {0: 0}
     steps: list[dict[int, int]] = []
@@ -289,11 +295,11 @@ class _Work(NamedTuple):
     def best(
         self, limit: int, plus: Callable[[int, int], int], where: EndRanges
     ) -> tuple[int, list[int]] | None:
-        """Return the lowest price and its partition, if no rank may exceed a limit.
+        """Return the best partition and its objective value, if no rank may exceed the limit.
 
         Returns None if there is no such partition with the allowed ends. Dynamic programming over
         stages, the number of them with a rank in the partial replica, and their end; `plus` adds
-        the work of a stage to a price.
+        the work of a stage to an objective value.
         """
         num_layers, room = len(self.prefix) - 1, self._room(limit)
         best: dict[_State, int] = {(0, 0): 0}

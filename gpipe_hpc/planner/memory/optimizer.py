@@ -55,7 +55,10 @@ class OptimizerMemory(NamedTuple):
         return given if isinstance(given, OptimizerMemory) else cls(given)
 
     def among(self, copies: int) -> "OptimizerMemory":
-        """Return the model for weights with `copies` replicas; one has no outer states."""
+        """Return the memory model for weights that have `copies` replicas.
+
+        A single replica needs no outer states.
+        """
         return self._replace(
             outer_states=self.outer_states if copies > 1 else 0,
             apart_states=self.apart_states if self.replicas > 1 else 0,

@@ -52,7 +52,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, shard: str, replicas: int, buckets: tuple[Buckets, ...]) -> "Sharing | None":
-        """Return how state is sharded, or None if each replica keeps all of it."""
+        """Return the sharding of optimizer state, or None if each replica keeps all of it."""
         return cls(shard, replicas, buckets) if shard != "none" and buckets else None
 
     def of_rank(

@@ -79,7 +79,7 @@ def _storages(nest: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def run_counting(forward: Callable[[], Any], weights: Iterable[Tensor]) -> Workspace:
-    """Run a forward and its backward; return the peak temporary bytes of both.
+    """Run a forward and its backward; return the peak temporary bytes of each.
 
     Weights already have gradients, as in all but the first backward of a step.
     """

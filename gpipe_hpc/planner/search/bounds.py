@@ -145,7 +145,7 @@ def _least_of_any_cut_s(
 
 
 def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
-    """Return a replica's work in units of its largest micro-batch, and the smallest one's size."""
+    """Return a replica's work and its smallest micro-batch, in units of the largest micro-batch."""
     shares = microbatch_shares(
         ground.batch_size,
         candidate.replicas * candidate.microbatches,

@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def shared_by(self) -> int | None:
-        """Return the number of ranks if they share the stages unequally, else None.
+        """Return the number of ranks if the stages have unequal numbers of ranks, else None.
 
         The partition depends on it.
         """
