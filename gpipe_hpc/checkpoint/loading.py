@@ -6,6 +6,7 @@ overwritten, in place; there is never a second copy of the model.
 """
 
 import logging
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.checkpoint.apart import Reading, average
 from gpipe_hpc.checkpoint.folder import OUTER, error_text, model_tensors, other_checkpoint
-from gpipe_hpc.checkpoint.memory import check_room
 from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.checkpoint.options import stored_options
 from gpipe_hpc.checkpoint.states import decode, tensor_names
 from gpipe_hpc.checkpoint.verifying import Verified, verify
+from gpipe_hpc.comm.collectives.group import Gathering, rank_names
 from gpipe_hpc.data_parallel import OwnedParameter
+from gpipe_hpc.device.device import Device, HostDevice
+from gpipe_hpc.device.host.machine import shared_identity
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ def load(
     if isinstance(found, Path):
         found = verify(found, everybody, pipe.world.rank, partial(_note, pipe))
     plan = all_or_none(everybody, lambda: _plan(pipe, found, optimizer))
-    check_room(found.path, everybody, pipe.world.device, _needed_bytes(plan, found.stored))
+    _check_memory(found.path, everybody, pipe.world.device, _needed_bytes(plan, found.stored))
     made = all_or_none(everybody, lambda: _make(plan, found))
     targets = plan.targets | made
     all_or_none(everybody, lambda: _check_readable(found, [*targets, *plan.cuts]))
@@ -363,6 +366,50 @@ def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch
     # A tensor to cut is on the host twice: as stored and as read.
     largest = max((stored[name].length * (1 + (name in plan.cuts)) for name in names), default=0)
     return needed | {cpu: needed.get(cpu, 0) + largest}
+
+
+def _check_memory(
+    path: Path, group: Gathering, device: Device, needed: Mapping[torch.device, int]
+) -> None:
+    """Raise CheckpointError on all ranks if a host or device lacks free memory. Collective.
+
+    `needed` is the number of bytes that this rank needs on the host and on `device`; the needs of
+    ranks that share a host or device are added up.
+    """
+    host = shared_identity("mnt") or socket.gethostname()
+    own = {
+        f"{host} {where}": (size, (device if where == device.torch else HostDevice()).memory_free())
+        for where, size in needed.items()
+    }
+    first = group.ranks[0]
+    told = group.gather_object(own, first)
+    lacking = group.broadcast_object(told and _lacking(group.ranks, told), first)
+    if lacking:
+        raise CheckpointError(f"checkpoint {path}: {lacking}")
+
+
+def _lacking(
+    ranks: Sequence[int], told: Sequence[Mapping[str, tuple[int, int | None]]]
+) -> str | None:
+    """Return the message for the first host or device with too little memory, or None.
+
+    `told` contains, for each rank, the needed and free bytes by host or device.
+    """
+    sharing: dict[str, list[tuple[int, int, int | None]]] = {}
+    for rank, own in zip(ranks, told, strict=True):
+        for place, (need, free) in own.items():
+            sharing.setdefault(place, []).append((rank, need, free))
+    for _, there in sorted(sharing.items()):
+        size = sum(need for _, need, _ in there)
+        free = min((free for *_, free in there if free is not None), default=None)
+        if free is not None and size > free:
+            return (
+                f"loading needs {size / 1e6:,.3f} MB of memory on "
+                f"{rank_names([rank for rank, *_ in there])} (the optimizer's state and the "
+                f"largest tensor), but {free / 1e6:,.3f} MB are free; stop other processes, use "
+                f"more machines, or load only the weights: pipe.load without an optimizer"
+            )
+    return None
 
 
 def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from gpipe_hpc.engine import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.optim.lr import lr_at, set_lr
 from gpipe_hpc.trainer.session import Session
-from gpipe_hpc.trainer.traces.around import Around
+from gpipe_hpc.trainer.traces.files import Around
 
 
 class Spent(NamedTuple):

@@ -179,13 +179,13 @@ def test_no_second_copy_of_the_model_is_made(tmp_path, monkeypatch):
     pipe.step(torch.ones(2, 64), torch.ones(2, 64))
     optimizer.step()
     pipe.save(tmp_path / "kept", optimizer)
-    check = loading.check_room
+    check = loading._check_memory
 
     def noting(path, group, device, needed):
         sizes.append(sum(needed.values()))
         check(path, group, device, needed)
 
-    monkeypatch.setattr(loading, "check_room", noting)
+    monkeypatch.setattr(loading, "_check_memory", noting)
     pipe.load(tmp_path / "kept", optimizer)
     pipe.load(tmp_path / "kept", torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9))
     weight = 64 * 64 * 4

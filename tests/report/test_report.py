@@ -19,8 +19,7 @@ from gpipe_hpc.report.record import read_record
 from gpipe_hpc.report.sections import report_of
 from gpipe_hpc.report.transfers import with_transfers
 from gpipe_hpc.schedule import Costs, Timeline, build, mean_costs, schedule_of, simulate
-from gpipe_hpc.trainer.traces.around import Around
-from gpipe_hpc.trainer.traces.files import read_step, write_trace
+from gpipe_hpc.trainer.traces.files import Around, read_step, write_trace
 
 FORWARD, BACKWARD = 0.010, 0.020
 VOID = {"meta", "br"}

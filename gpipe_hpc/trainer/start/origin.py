@@ -15,6 +15,7 @@ from gpipe_hpc.data.position import IDENTITY, check_data
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.optim.optimizer import own_options
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.schedule import rows_text
 from gpipe_hpc.settings import Config
 from gpipe_hpc.small_files import Number, OrNull, Values, mismatch
 from gpipe_hpc.trainer.horizon import last_step
@@ -22,7 +23,6 @@ from gpipe_hpc.trainer.run.changed_settings import SETTINGS
 from gpipe_hpc.trainer.run.folder import OWNER, Checkpoints
 from gpipe_hpc.trainer.run.identity import Run
 from gpipe_hpc.trainer.run.resuming import newest_listed, newest_whole
-from gpipe_hpc.trainer.start.changed_layout import say_change
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -146,7 +146,7 @@ class Origin:
         self, before: Mapping[str, Any], pipe: Pipeline, extra: Mapping[str, Any], source: str
     ) -> None:
         if self._world.rank == 0:
-            say_change(before, pipe, int(extra["position"]), source)
+            _log_change(before, pipe, int(extra["position"]), source)
 
     def _fall_back(self, identity: Identity) -> None:
         """Switch from the in-memory checkpoint to the newest intact one on disk."""
@@ -190,3 +190,56 @@ class Origin:
                 "checkpoint.resume to another, or load this one by pipe.load"
             )
         return Resumed(found.path, found.facts, found)
+
+
+def _log_change(before: Mapping[str, Any], pipe: Pipeline, position: int, source: str) -> None:
+    """Log changes of the layout since a state was saved, and warn if micro-batches change.
+
+    Args:
+        before: entries of the checkpoint's manifest, which an older version may lack.
+        pipe: the pipeline.
+        position: samples that the run has consumed.
+        source: description of the checkpoint for the message.
+    """
+    mesh = pipe.mesh
+    stages, replicas = before.get("stages"), before.get("replicas")
+    if not isinstance(stages, int) or not isinstance(replicas, int):
+        return
+    ranks = before.get("ranks", stages * replicas)
+    is_same = (ranks, stages, replicas) == (pipe.world.size, mesh.stages, mesh.replicas)
+    if not is_same:
+        log.info(
+            "%s before, %s now: %s; resuming at step %d, after %s samples, with the state of %s",
+            _ranks(ranks),
+            pipe.world.size,
+            _layout(pipe),
+            pipe.steps_done,
+            f"{position:,}",
+            source,
+        )
+    if "microbatches" not in before:
+        return
+    was, now = before["microbatches"] * replicas, pipe.num_global_microbatches
+    if was != now:
+        log.warning(
+            "each batch was cut into %d micro-batches and is now cut into %d: random numbers of "
+            "layers and the batches of BatchNorm differ from those of the earlier start; to keep "
+            "them, keep pipeline.replicas x pipeline.microbatches (x train.accumulation)",
+            was,
+            now,
+        )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def _layout(pipe: Pipeline) -> str:
+    held = rows_text(pipe.schedule.placement)
+    if held:
+        return held[0].lower() + held[1:]
+    count, stages = pipe.mesh.replicas, pipe.schedule.num_stages
+    return (
+        f"{stages} stage{'s' * (stages != 1)} on {_ranks(pipe.mesh.stages)}"
+        f"{f', in {count} replicas' if count > 1 else ''}"
+    )

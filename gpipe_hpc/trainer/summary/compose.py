@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gpipe_hpc import __version__
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planner.advice import MOST_ACTIONS
 from gpipe_hpc.planner.costs.gauges import MEASURED
@@ -22,7 +23,6 @@ from gpipe_hpc.planner.foresight import shares_of
 from gpipe_hpc.planner.search.whole_step import step_of
 from gpipe_hpc.planner.step_time import StepTime
 from gpipe_hpc.schedule import Timeline, simulate
-from gpipe_hpc.trainer.figures.peak import peak_meaning
 from gpipe_hpc.trainer.figures.throughput import (
     device_flops_per_s,
     model_flops_per_s,
@@ -128,12 +128,19 @@ def compose_summary(
         "bubble_definition": _DEFINITION,
         "stalls_s": ledger.stalls_s,
         "traced_step": None if traced is None else _traced(traced),
-        "peak_memory_meaning": peak_meaning(pipe.world.device),
+        "peak_memory_meaning": _peak_meaning(pipe.world.device),
         "ranks": _ranks(session, ranks, traced),
         "layers": None if session.foreseen is None else session.foreseen.layers(),
         "versions": _versions(),
         "advice": [] if traced is None else _advice(session, traced, ended),
     }
+
+
+def _peak_meaning(device: Device) -> str:
+    """Describe what peak memory counts: tensors on an accelerator, the whole process on a CPU."""
+    if device.is_accelerator:
+        return "peak memory of the rank's tensors on its device"
+    return "peak resident memory of the rank's process, including interpreter and libraries"
 
 
 def write_summary(run_folder: Path, summary: dict[str, Any]) -> Path:

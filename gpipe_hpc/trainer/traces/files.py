@@ -8,13 +8,20 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.errors import ConfigError, DataError, os_remedy
 from gpipe_hpc.schedule import Event, Timeline, parse_action
 from gpipe_hpc.small_files import parse_json, read_bytes, read_json
-from gpipe_hpc.trainer.traces.around import Around
 
 FOLDER: Final = "trace"
 PLANNED: Final = "planned.json"
 _MOST_BYTES: Final = 2**30  # enough for thousands of ranks
 _MOST_VALUES: Final = 100_000_000
 _STEPS: Final = "step_*.json"
+
+
+class Around(NamedTuple):
+    """An activity of a rank outside the pipeline, such as clipping; host times in seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
 
 
 class ReadStep(NamedTuple):

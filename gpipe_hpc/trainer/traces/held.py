@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.engine import ActionTimes
 from gpipe_hpc.schedule import Event, Schedule, Timeline, parse_action
-from gpipe_hpc.trainer.traces.around import Around
+from gpipe_hpc.trainer.traces.files import Around
 
 
 class RecordedStep(NamedTuple):
