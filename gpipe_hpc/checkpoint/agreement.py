@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
-    """Return this rank's result of `action`, if it succeeds on every rank of the group. Collective.
+    """Run `action` on every rank; return its result if it succeeds on all of them. Collective.
 
     If `action` raises CheckpointError on some ranks, all ranks raise the error of the first of
     them.

@@ -140,7 +140,7 @@ def split_values(values: Mapping[str, Any]) -> Split:
 
 
 def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Encode the modules' extra states, for stages that this rank is the first to have.
+    """Encode the modules' extra states, for stages of which this rank is the first owner.
 
     Returns the encoded states by module name, and their tensors.
     """
@@ -156,7 +156,7 @@ def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _others_buffers(pipe: "Pipeline") -> set[str]:
-    """Return the names of buffers that another rank saves, as the first that has their stage."""
+    """Return the names of buffers that another rank saves, as the first owner of their stage."""
     return {
         f"model.{name}"
         for index, stage in pipe.stages.items()
@@ -168,12 +168,12 @@ def _others_buffers(pipe: "Pipeline") -> set[str]:
 
 
 def _is_first(pipe: "Pipeline", stage: int) -> bool:
-    """Return whether this rank is the first of all ranks that have a stage."""
+    """Return whether this rank is the first owner of a stage among all ranks."""
     return not pipe.replica and _is_first_of_replica(pipe, stage)
 
 
 def _is_first_of_replica(pipe: "Pipeline", stage: int) -> bool:
-    """Return whether this rank is the first rank of its replica that has a stage."""
+    """Return whether this rank is the first owner of a stage within its replica."""
     return pipe.schedule.placement.holders(stage)[0] == pipe.stage_rank
 
 

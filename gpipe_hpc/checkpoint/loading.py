@@ -383,12 +383,12 @@ def _check_memory(
     }
     first = group.ranks[0]
     told = group.gather_object(own, first)
-    lacking = group.broadcast_object(told and _lacking(group.ranks, told), first)
+    lacking = group.broadcast_object(told and _memory_shortage(group.ranks, told), first)
     if lacking:
         raise CheckpointError(f"checkpoint {path}: {lacking}")
 
 
-def _lacking(
+def _memory_shortage(
     ranks: Sequence[int], told: Sequence[Mapping[str, tuple[int, int | None]]]
 ) -> str | None:
     """Return the message for the first host or device with too little memory, or None.

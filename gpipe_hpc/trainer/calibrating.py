@@ -185,7 +185,7 @@ class _TracedSteps:
                 yield from transfers(timeline, sent, replica * num_ranks, action_s)
 
     def links(self, taken: Sequence[Took]) -> tuple[Fitted | None, Fitted | None]:
-        """Fit the links within a host and between hosts; None for a kind without transfers."""
+        """Fit latency and bandwidth within a host and between hosts; None if none was observed."""
         apart = [each for each in taken if self._is_between(each.source, each.destination)]
         close = [each for each in taken if not self._is_between(each.source, each.destination)]
         return fitted([(each.nbytes, each.seconds) for each in close]), fitted(both_ways(apart))

@@ -49,7 +49,7 @@ class Laps(NamedTuple):
     left: Mark
 
     def spent(self, pipeline_s: float) -> Spent:
-        """Return the seconds of each part of a step; all ranks' pipeline took `pipeline_s`."""
+        """Return the seconds of each part of a step, given the pipeline time of all ranks."""
         reading_s = seconds_between(self.began, self.read)
         behind_s = seconds_between(self.read, self.piped) - pipeline_s
         return Spent(

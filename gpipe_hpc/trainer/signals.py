@@ -94,9 +94,9 @@ class StopRequest:
     def joined(self, has_failed: Callable[[], bool]) -> Iterator[None]:
         """Context manager for the time when ranks are connected and a stopped run is resumable.
 
-        A signal that stops this process then exits with REQUEUE_EXIT_CODE. `has_failed` returns
-        whether a rank has failed: a launcher then sends SIGTERM to all others, which must not count
-        as a request to stop.
+        SIGTERM and SIGUSR1 before the first step then exit with REQUEUE_EXIT_CODE. `has_failed`
+        returns whether a rank has failed: a launcher then sends SIGTERM to all others, which must
+        not count as a request to stop.
         """
         self._has_failed = has_failed
         try:
@@ -133,7 +133,7 @@ class StopRequest:
             time.sleep(0.02)
 
     def obey(self) -> None:
-        """Record that the loop ends, which suspends the time limit after SIGTERM for its save."""
+        """Record that the loop is ending, which suspends the time limit after SIGTERM."""
         self._is_obeyed = True
 
     @contextmanager

@@ -1,8 +1,8 @@
 """Assignment of ranks to hosts, and of each rank's second copy to a rank of another host.
 
 The ranks of a host find each other by files in its folder. If the ranks of each host are
-consecutive, as launchers assign them, three numbers about all hosts determine where a rank stores
-its second copy:
+consecutive, as launchers assign them, the largest number of ranks on one host determines where each
+rank stores its second copy:
 
     hosts  a a a b b b c c     rank r stores its copy at r + 3, as no host has more than 3 ranks
 """
@@ -97,7 +97,8 @@ def choose_holders(hosts: Sequence[Hashable]) -> list[int]:
 
     Ranks are ordered by host. If the largest host has n ranks, the rank n positions further stores
     the copy, so that each rank stores one. If that host has more than half of the ranks, the other
-    ranks take turns to store its copies. With one host, each rank stores its own copy.
+    ranks take turns to store its copies, and its ranks store theirs. With one host, each rank
+    stores its own copy.
     """
     counts = Counter(hosts)
     if len(counts) == 1:

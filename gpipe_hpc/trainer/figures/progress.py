@@ -33,7 +33,7 @@ class _Window:
         self._seconds = self._amount = 0.0
 
     def add(self, step_time_s: float, figure: float) -> None:
-        """Add a step's value, and drop the oldest steps that the time span does not need."""
+        """Add a step's value, and drop the oldest steps that are outside the time span."""
         self._steps.append((step_time_s, figure * step_time_s))
         self._seconds += step_time_s
         self._amount += figure * step_time_s

@@ -34,7 +34,7 @@ log = logging.getLogger("gpipe_hpc.train")
 class Tracked(NamedTuple):
     """A run to record in trackers: its folder, its settings, and the step from which it resumes.
 
-    `resumed_step` has the meaning of that of `JsonLines`.
+    `resumed_step`: see `JsonLines`.
     """
 
     folder: Path

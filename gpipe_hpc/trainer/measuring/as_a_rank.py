@@ -50,7 +50,7 @@ def how_measured(share: Share | None) -> str:
 
 
 def share_of_rank(config: Config, device: Device, num_ranks: int | None) -> Share | None:
-    """Return the threads and the competing processes of a rank on the planned run's first host.
+    """Return the numbers of threads and competing ranks of a rank on the planned run's first host.
 
     None if `num_ranks`, the total number of ranks, is unknown, and for accelerators, which ranks do
     not share.

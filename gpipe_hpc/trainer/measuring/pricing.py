@@ -167,7 +167,10 @@ class _Bench:
         yield 1, _LARGE
 
     def _pass(self, num: int, size: int) -> tuple[float, float]:
-        """Return the seconds of an optimizer step and of clipping, for `num` tensors of `size`."""
+        """Return the seconds of an optimizer step and of clipping, for given tensors on each rank.
+
+        `num` is the number of tensors, `size` their number of elements.
+        """
         layers = [LayerSpec(_ParameterLayer, num, size) for _ in range(self.mesh.stages)]
         pipe = self._pipeline(layers)
         optimizer = build_optimizer(pipe.named_parameters(), self.config.optimizer)

@@ -38,7 +38,10 @@ def command_again(
 
 
 def _launcher_of(own: Sequence[str], pid: int, proc: Path) -> list[str] | None:
-    """Return what precedes `own` in the outermost ancestor's command line that ends with it."""
+    """Return the words before `own` in the outermost ancestor command line that ends with `own`.
+
+    None if no ancestor has such a command line.
+    """
     found = None
     for _ in range(_MOST_ANCESTORS):
         try:

@@ -134,7 +134,7 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def _kinds_of(config: Config) -> dict[str, str]:
-    """Return the kinds of data and optimizer, which no single setting contains."""
+    """Return the kind of data and the class of the optimizer, which no setting contains."""
     return {"data": config.data.kind, "optimizer": type(config.optimizer).__name__}
 
 

@@ -165,7 +165,7 @@ class Checkpoints:
         return [self._abandon(path) for path in stale]
 
     def _refuse_partials(self, first: int, name: str | None) -> None:
-        """Raise ConfigError if another run's incomplete checkpoint has a name needed later."""
+        """Raise ConfigError if another run's incomplete checkpoint occupies a needed name."""
         for path in self._incomplete():
             if not path.name.startswith(_PREFIX) or _could_be_of(name, path):
                 continue

@@ -183,7 +183,7 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     an existing checkpoint changes nothing. Nothing is written if the start is refused.
 
     Raises:
-        ConfigError: if settings differ that may not, naming them.
+        ConfigError: if settings differ that must not change; it names them.
         NonFiniteError: if no setting differs and the run reached a NaN or infinite loss.
     """
     folder = lock.folder
@@ -238,7 +238,7 @@ def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> l
 
 
 def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before: object) -> str:
-    """Return an identifier of the run's history; states of another history are not loaded."""
+    """Return an identifier of the run's history, which usable in-memory checkpoints share."""
     is_same = restart.by_launcher or config.checkpoint.resume == "auto"
     is_other = any(not change.is_layout for change in changed)
     return before if isinstance(before, str) and is_same and not is_other else uuid.uuid4().hex
@@ -301,7 +301,7 @@ def _refuse_non_finite(folder: Path, config: Config) -> None:
 
 
 def _keep_settings(folder: Path, text: str) -> None:
-    """Write config.yaml, after saving an existing one with other content under a number."""
+    """Write config.yaml, and keep a copy of a different existing one as config_<number>.yaml."""
     path = folder / CONFIG_FILE
     if path.exists():
         try:

@@ -71,9 +71,9 @@ def _process_bytes(config: Config, world: World) -> int:
 
 
 def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
-    """Return the partition policy, or the checkpoint's partition if it was measured likewise.
+    """Return the checkpoint's partition if the configured policy measured it; else the policy.
 
-    This applies to partitions by measured layer times and by measured speeds of ranks, which a new
+    A partition is measured if it depends on layer times or on measured speeds of ranks, which a new
     measurement would change.
     """
     policy = config.pipeline.partition

@@ -66,7 +66,7 @@ class Resumed(NamedTuple):
 
 
 class Origin:
-    """Finds and restores the state from which a run resumes. Creating it is collective.
+    """The state from which a run resumes: found on creation, restored by `take_over`. Collective.
 
     `in_memory` is the in-memory checkpoint, if it is at least as new as `resumed`, the checkpoint
     on disk; the latter is not verified then.

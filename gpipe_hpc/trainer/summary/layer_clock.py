@@ -33,7 +33,7 @@ class LayerClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager for a training step; in steps 2 to 4, layers have timing hooks."""
+        """Context manager for a training step; in steps 2 to 4 it adds timing hooks to layers."""
         self._num_seen += 1
         if not 2 <= self._num_seen < 2 + _NUM_STEPS:
             yield

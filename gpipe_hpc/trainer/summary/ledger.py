@@ -24,7 +24,7 @@ class Times(NamedTuple):
 
     @staticmethod
     def none() -> dict[str, float | None]:
-        """Return the keys of `scalars` with None, for a step whose times are unknown."""
+        """Return the keys of `scalars` with values None, for a step whose times are unknown."""
         return dict.fromkeys(("bubble", "pipeline_s", *Spent._fields))
 
 

@@ -26,7 +26,7 @@ class RecordedStep(NamedTuple):
 
 
 class RecordedSteps:
-    """Memory of the last `most` steps, or of the first `most` steps from `first_step` on.
+    """Store of the last `most` steps, or of the first `most` steps from `first_step` on.
 
     Every rank stores the same steps, so all choose the same median without communication.
     """
