@@ -54,9 +54,10 @@ def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identi
         # None if there is no ramp, as in older checkpoints.
         _RAMP: None if ramp.start is None else [ramp.start, ramp.steps, ramp.increment],
         "samples": dataset.num_samples,
-        "digest": hashlib.sha256(dataset.digest().encode()).hexdigest()[:16],
+        # None if the settings determine the samples, so that they are compared instead.
+        "digest": None if data.is_computed else _hash(dataset.digest()),
         "content": _content(dataset),
-        "validation": hashlib.sha256(source.validation.digest().encode()).hexdigest()[:16],
+        "validation": _hash(source.validation.digest()),
         "kind": data.kind,
         "settings": {f"data.{name}": value for name, value in settings.items()},
     }
@@ -69,13 +70,14 @@ def differences(was: Identity, now: Identity) -> list[str]:
     """
     order = ("train.seed", "train.batch_size", _RAMP)
     found = [_change(name, was, now) for name in order if was.get(name) != now.get(name)]
-    keys = ("order", "samples", "digest", "content")
-    if all(was.get(key) == now.get(key) for key in keys):
+    before, after = was.get("settings", {}), now["settings"]
+    settings = [_change(k, before, after) for k in after if before.get(k, after[k]) != after[k]]
+    # The digest of older checkpoints depends on settings that do not matter, such as data.workers.
+    is_same = not settings if now["digest"] is None else was.get("digest") == now["digest"]
+    if is_same and all(was.get(key) == now.get(key) for key in ("order", "samples", "content")):
         return found
     if was.get("kind") != now.get("kind"):
         return [*found, _change("kind", was, now)]
-    before, after = was.get("settings", {}), now["settings"]
-    settings = [_change(k, before, after) for k in after if before.get(k, after[k]) != after[k]]
     if was.get("samples") != now.get("samples"):
         settings.append(_change("samples", was, now))
     # The digest of augmented images contains the seed.
@@ -86,6 +88,10 @@ def differences(was: Identity, now: Identity) -> list[str]:
 
 def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{name}: was {was.get(name)}, is {now.get(name)}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _content(dataset: Dataset) -> str:

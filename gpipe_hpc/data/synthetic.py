@@ -1,9 +1,9 @@
 """Synthetic data: samples are computed from their index alone and equal on every machine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ class SyntheticSource:
 class SyntheticTokensConfig(TokenDataConfig):
     """Token sequences computed from the sample's index."""
 
+    is_computed: ClassVar[bool] = True
+
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
     """Number of samples per epoch."""
 
@@ -64,6 +66,8 @@ class SyntheticTokensConfig(TokenDataConfig):
 @dataclass
 class SyntheticVectorsConfig(DataConfig):
     """Vectors and their classes, computed from the sample's index."""
+
+    is_computed: ClassVar[bool] = True
 
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
     """Number of samples per epoch."""
@@ -94,6 +98,8 @@ class SyntheticVectorsConfig(DataConfig):
 class SyntheticImagesConfig(ImageDataConfig):
     """Images and their classes, computed from the sample's index."""
 
+    is_computed: ClassVar[bool] = True
+
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
     """Number of samples per epoch."""
 
@@ -111,6 +117,8 @@ class SyntheticImagesConfig(ImageDataConfig):
 @dataclass
 class SyntheticMasksConfig(ImageDataConfig):
     """Images and the class of each pixel, computed from the sample's index."""
+
+    is_computed: ClassVar[bool] = True
 
     num_samples: Annotated[int, Range(1), Level.EVERYDAY] = 4096
     """Number of samples per epoch."""
@@ -154,7 +162,7 @@ class CountingTokens:
 
     def digest(self) -> str:
         """Return a digest of the settings that determine the samples."""
-        return f"{self.num_samples}/{self.stream}/{self.config}"
+        return _digest(self.num_samples, self.stream, self.config)
 
     def _read(self, indices: Sequence[int], shift: int) -> Tensor:
         modulus = self.config.vocab_size
@@ -188,7 +196,7 @@ class ClassifiedVectors:
 
     def digest(self) -> str:
         """Return a digest of the settings that determine the samples."""
-        return f"{self.num_samples}/{self.stream}/{self.config}"
+        return _digest(self.num_samples, self.stream, self.config)
 
     def _vectors(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
         numbers = np.asarray(indices, np.uint64)[:, None]
@@ -225,7 +233,7 @@ class ClassifiedImages:
 
     def digest(self) -> str:
         """Return a digest of the settings that determine the samples."""
-        return f"{self.num_samples}/{self.stream}/{self.config}"
+        return _digest(self.num_samples, self.stream, self.config)
 
     def _classes(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         numbers = np.asarray(indices, np.uint64)
@@ -267,7 +275,7 @@ class MaskedImages:
 
     def digest(self) -> str:
         """Return a digest of the settings that determine the samples."""
-        return f"{self.num_samples}/{self.stream}/{self.config}"
+        return _digest(self.num_samples, self.stream, self.config)
 
     def _masks(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         words = self._words(indices, np.arange(5, dtype=np.uint64))
@@ -315,6 +323,12 @@ def open_synthetic_masks(config: SyntheticMasksConfig) -> SyntheticSource:
         MaskedImages(config.num_validation_samples, _VALIDATION, config),
         "segmentation",
     )
+
+
+def _digest(num_samples: int, stream: int, config: DataConfig) -> str:
+    """Return a digest of the settings that determine the samples, which workers do not."""
+    alike = replace(config, workers=DataConfig.workers, prefetch=DataConfig.prefetch)
+    return f"{num_samples}/{stream}/{alike}"
 
 
 def _interval(length: Words, start: Words, side: int) -> npt.NDArray[np.bool_]:

@@ -51,6 +51,8 @@ class DataConfig:
 
     no_matter: ClassVar[frozenset[str]] = _NO_MATTER
     """Settings that change neither the samples nor their order."""
+    is_computed: ClassVar[bool] = False
+    """Whether the other settings alone determine the samples, without files or code of the user."""
 
     workers: Annotated[int, Range(0, 1024), Level.EVERYDAY] = field(default=0, kw_only=True)
     """Number of threads (for data=own: processes) that read batches ahead on each rank that reads

@@ -14,7 +14,12 @@ from gpipe_hpc.data.images.idx import IdxConfig
 from gpipe_hpc.data.images.shards import ImageShardsConfig
 from gpipe_hpc.data.jsonl import JsonLinesConfig
 from gpipe_hpc.data.position import check_data, goes_on
-from gpipe_hpc.data.synthetic import SyntheticTokensConfig
+from gpipe_hpc.data.synthetic import (
+    SyntheticImagesConfig,
+    SyntheticMasksConfig,
+    SyntheticTokensConfig,
+    SyntheticVectorsConfig,
+)
 from gpipe_hpc.data.text import TextConfig, TokensConfig
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.settings import TrainConfig
@@ -44,6 +49,30 @@ def test_a_copy_elsewhere_is_the_same_data(tmp_path):
     first, second = write(tmp_path / "a" / "x", LETTERS), write(tmp_path / "b" / "x", LETTERS)
     assert differences(identity(text(first)), identity(text(second))) == []
     assert differences(identity(text(first)), identity(text(first, workers=3))) == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [SyntheticTokensConfig, SyntheticVectorsConfig, SyntheticImagesConfig, SyntheticMasksConfig],
+)
+def test_synthetic_samples_do_not_depend_on_how_they_are_read(kind):
+    """Their digest contained data.workers: a run with another number could not be resumed."""
+    before, now = identity(kind(num_samples=64)), identity(kind(num_samples=64, workers=2))
+    assert differences(before, now) == []
+    assert before["validation"] == now["validation"]
+    assert differences(before, identity(kind(num_samples=64, num_validation_samples=9))) == []
+    assert differences(before | {"digest": "of an older version"}, now) == []
+    other = differences(before, identity(kind(num_samples=64, seed=1)))
+    assert other == ["data.seed: was 0, is 1"]
+
+
+def test_a_synthetic_setting_is_named_even_if_the_samples_looked_at_are_equal():
+    masked = {"objective": "masked", "num_samples": 64, "seq_len": 4}
+    before = identity(SyntheticTokensConfig(**masked, mask_fraction=0.3))
+    now = identity(SyntheticTokensConfig(**masked, mask_fraction=0.3 + 1e-9))
+    assert before["content"] == now["content"]
+    (found,) = differences(before, now)
+    assert found.startswith("data.mask_fraction: was 0.3, is 0.30000000")
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,16 @@ def test_run_resumes_in_mid_epoch_with_other_replicas(numbered, tmp_path, monkey
     ]
 
 
+def test_run_on_synthetic_data_resumes_with_other_workers(tmp_path):
+    """`checkpoint.resume=auto` was refused: "the content of the data"."""
+    config = compose_config(["data=synthetic_vectors", *MLP, *COMMON, "train.steps=3"])
+    train(changed(config, f"run.dir={tmp_path}/whole"))
+    parts = f"run.dir={tmp_path}/parts"
+    train(changed(config, parts, "train.stop_at=2", "data.workers=1"))
+    train(changed(config, parts, "data.prefetch=3"))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("kind", ["arrays", "own"])
 def test_own_data_go_on_in_mid_epoch_in_another_layout(files, tmp_path, kind):
     """Items that are varied at random are the same ones on every rank, and after a restart."""
