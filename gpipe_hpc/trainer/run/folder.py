@@ -110,11 +110,6 @@ class Checkpoints:
         """Return the path of the checkpoint of a step."""
         return self._folder / step_name(step)
 
-    def all(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
-        name = run_id(self._run_folder)
-        return [path for path in self._named() if _may_be_of(name, path)]
-
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint; None if there is none."""
         name = run_id(self._run_folder)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import reduce
 from math import gcd
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpipe_hpc.data_parallel import MicrobatchSplit
 
@@ -15,10 +15,6 @@ class Balance(NamedTuple):
 
     weights: tuple[int, ...]
     gain: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the weights and the gain as a dict for summary.json."""
-        return {"weights": list(self.weights), "gain": self.gain}
 
 
 def balance(busy_s: Sequence[float], portions: MicrobatchSplit) -> Balance | None:

@@ -124,7 +124,7 @@ def compose_summary(
             "bubble": planned.timeline.bubble,
             "step_s": planned.total_s,
         },
-        "balance": None if better is None else better.as_dict(),
+        "balance": None if better is None else better._asdict(),
         "bubble_definition": _DEFINITION,
         "stalls_s": ledger.stalls_s,
         "traced_step": None if traced is None else _traced(traced),

@@ -67,14 +67,8 @@ class TracedStep(NamedTuple):
     step: int
     pipeline_s: float
     rows: tuple[tuple[Event, ...], ...]
-    num_stage_ranks: int
     is_median: bool
     around: tuple[tuple[Around, ...], ...] = ()
-
-    def replicas(self) -> list[tuple[tuple[Event, ...], ...]]:
-        """Return the events of each rank, grouped by replica."""
-        size = self.num_stage_ranks
-        return [self.rows[at : at + size] for at in range(0, len(self.rows), size)]
 
 
 def gather_steps(
@@ -103,7 +97,6 @@ def gather_steps(
                 _events(rank % num_stage_ranks, *told[number][:2])
                 for rank, told in enumerate(everybody)
             ),
-            num_stage_ranks,
             is_median=each is median,
             around=tuple(tuple(Around(*one) for one in told[number][2]) for told in everybody),
         )
@@ -117,7 +110,14 @@ def _events(rank: int, actions: Sequence[str], seconds: Sequence[float]) -> tupl
 
 def timelines_of(traced: TracedStep, tables: Sequence[Schedule]) -> list[Timeline]:
     """Return a timeline for each replica of a traced step; `tables` are the replicas' schedules."""
+    size = len(traced.rows) // len(tables)
     return [
-        Timeline(rows, table.num_stages, table.num_microbatches, table.name, table.skips)
-        for rows, table in zip(traced.replicas(), tables, strict=True)
+        Timeline(
+            traced.rows[number * size : (number + 1) * size],
+            table.num_stages,
+            table.num_microbatches,
+            table.name,
+            table.skips,
+        )
+        for number, table in enumerate(tables)
     ]

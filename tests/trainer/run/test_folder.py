@@ -80,7 +80,7 @@ def test_a_folder_whose_content_says_another_step_is_not_taken(save, tmp_path):
     save(10)
     kept = tmp_path / "checkpoints"
     shutil.copytree(kept / "step_00000010", kept / "step_00000099")
-    assert Checkpoints(tmp_path, keep=1).all() == [kept / "step_00000010"]
+    assert Checkpoints(tmp_path, keep=1).candidates("auto") == [kept / "step_00000010"]
 
 
 def test_steps_of_nine_digits_come_after_those_of_eight(save, tmp_path):

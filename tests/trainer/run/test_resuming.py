@@ -23,7 +23,7 @@ def steps(tmp_path):
         pipe.steps_done = step
         path = Checkpoints(tmp_path, 1).path(step)
         pipe.save(path, extra={OWNER: run_id(tmp_path)})
-    return Checkpoints(tmp_path, 1).all()
+    return Checkpoints(tmp_path, 1).candidates("auto")[::-1]
 
 
 def flip(path, name="__0_0.distcp", at=None):
