@@ -125,6 +125,6 @@ def test_the_time_around_the_pipeline_is_said():
     pace = dict.fromkeys(("tokens_per_s", "share_of_peak", "device_flops_per_s"))
     text = summary_text(summary([], step=step | around, throughput=pace | {"samples_per_s": 10.0}))
     assert (
-        "a step took 2.500 s, 0.500 s of it outside the pipeline (reading 0.100 s, summing up "
+        "a step took 2.500 s, 0.500 s of it outside the pipeline (reading 0.100 s, all-reduce "
         "20 ms, clipping 3 ms, optimizer 0.300 s) (medians)"
     ) in text
