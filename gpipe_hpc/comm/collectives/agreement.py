@@ -25,7 +25,7 @@ Greet = Callable[[Sequence[tuple[int, torch.Tensor]], Sequence[tuple[int, torch.
 
 
 class Agreement:
-    """The set of collectives that the ranks of a group are known to start alike."""
+    """The collectives for which this rank has checked that its neighbours start the same."""
 
     def __init__(self, place: Place, ranks: Sequence[int]) -> None:
         self._place, self._ranks = place, ranks

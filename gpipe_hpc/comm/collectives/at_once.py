@@ -30,7 +30,7 @@ def _exchange(
     """Send and receive all parts except this rank's own; empty parts are not sent."""
 
     def pieces(parts: Mapping[int, torch.Tensor]) -> list[Piece]:
-        # Ordered by distance from this rank, so that no rank is the first peer of all others.
+        # Ordered by distance from this rank, so that all ranks begin with different peers.
         order = sorted(parts, key=lambda at: (at - group.position) % group.size)
         return [Piece(group.ranks[at], parts[at]) for at in order[1:] if parts[at].numel()]
 

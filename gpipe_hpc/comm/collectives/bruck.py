@@ -1,9 +1,9 @@
 """All-to-all and all-gather in ceil(log2 n) rounds, with partners at distances 1, 2, 4, 8, ...
 
 Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
-systems", 1997. A rank needs few connections, however large n is. The cost: pieces are forwarded by
-other ranks, so of a vector of B bytes a rank sends B/2 in each round of an all-to-all. An
-all-gather sends B in total, which is optimal.
+systems", 1997. A rank needs only O(log n) connections. The cost: pieces are forwarded by other
+ranks, so of a vector of B bytes a rank sends B/2 in each round of an all-to-all. An all-gather
+sends B in total, which is optimal.
 
 Legend: n ranks (`size`), this one is i (`position`); d is the distance of a round.
 """
@@ -37,12 +37,10 @@ def partners(place: Place) -> list[int]:
 
 
 def bruck_all_gather(place: Place, counts: Sequence[int]) -> Plan:
-    """Plan an all-gather: each rank sends the shards that it has to ranks ever farther before it.
+    """Plan an all-gather: in each round, a rank sends its shards to the rank d positions before it.
 
-    ```text
-    n = 5        d = 1      d = 2       d = 4
-    rank 0       1 <- 1     2 3 <- 2    4 <- 4       (shards <- source rank)
-    ```
+    ```text n = 5        d = 1      d = 2       d = 4 rank 0       1 <- 1     2 3 <- 2    4 <- 4
+    (shards <- source rank) ```
     """
 
     def steps() -> Iterator[Step]:

@@ -15,7 +15,7 @@ from gpipe_hpc.comm.watchdog.noting import Note
 
 
 class Traffic(Enum):
-    """Separate kinds of messages within a group; messages of one kind keep their order."""
+    """Kinds of messages within a group; only messages of the same kind are kept in order."""
 
     CALLER = 0
     PLAN = 1
@@ -31,7 +31,14 @@ Job = Callable[[torch.Tensor, Swap], None]
 
 
 class Carrier:
-    """Executor of plans over host tensors; `listener` receives the ranks a caller waits for."""
+    """Executor of plans over host tensors, on a background thread.
+
+    Args:
+        ranks: world ranks of the group.
+        position: index of this rank among them.
+        exchange: sends and receives the tensors of one step.
+        listener: receives the ranks for which a caller is waiting.
+    """
 
     def __init__(
         self, ranks: Sequence[int], position: int, exchange: Exchange, listener: Note
@@ -41,13 +48,13 @@ class Carrier:
         self._turns = Turns(f"collectives of {len(ranks)} ranks")
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "Carried":
-        """Queue a plan after those started before; see `Group.start_plan`."""
+        """Queue a plan behind all plans and jobs already queued; see `Group.start_plan`."""
         return self.start_job(
             lambda flat, swap: carry_out(plan, flat, self._position, swap), tensor, what
         )
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "Carried":
-        """Queue a job, which must be the same on all ranks, after those started before."""
+        """Queue a job behind all plans and jobs already queued; all ranks must queue the same."""
         flat = flattened(tensor)
         turn = self._turns.start(partial(self._carry, job, flat, named(what, tensor)))
         return Carried(turn, self._listener, flat, tensor)
@@ -60,7 +67,7 @@ class Carrier:
 
 
 class Carried:
-    """Handle of a plan in execution."""
+    """Handle of a queued or running plan."""
 
     def __init__(
         self, turn: Turn, listener: Note, flat: torch.Tensor, tensor: torch.Tensor
@@ -73,7 +80,7 @@ class Carried:
         self._turn.calls.add(call)
 
     def wait(self) -> None:
-        """Block until the result is in place; raise the exception that ended the plan, if any."""
+        """Block until the plan is complete; raise the exception that ended the plan, if any."""
         self._turn.wait(self._listener)
         give_back(self._flat, self._tensor)
 

@@ -29,9 +29,9 @@ def carry_out(
 ) -> None:
     """Execute the plan of the rank at `position` in place on `flat`.
 
-    `combine` is applied to the received terms of `adds` and must be commutative. Uses temporary
-    memory for the largest number of elements added in one step. With NCCL nothing here blocks:
-    `exchange` then orders the current stream.
+    `combine(own, received)` adds a received term in place, by default by a sum; it must be
+    commutative. Uses temporary memory for the largest number of elements added in one step. With
+    NCCL no call blocks the host: `exchange` makes the current stream wait for the messages.
     """
     scratch = flat.new_empty(max((_num_added(step) for step in plan), default=0))
     for step in plan:
@@ -58,7 +58,11 @@ def _add(
     position: int,
     combine: Combine,
 ) -> None:
-    """Add terms to `own` in rank order; the order of two terms does not matter."""
+    """Add received terms and this rank's own value `own`, in rank order, into `own`.
+
+    Swapping two operands of one addition does not change its result, so the first sum may be added
+    to `own` instead of `own` to it.
+    """
     before = [part for move, part in sorted(terms, key=_by_peer) if move.peer < position]
     behind = [part for move, part in sorted(terms, key=_by_peer) if move.peer > position]
     if before:

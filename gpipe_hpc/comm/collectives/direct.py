@@ -46,7 +46,7 @@ def rank_order_all_reduce(place: Place, count: int) -> Plan:
 def _others(place: Place) -> tuple[list[int], list[int]]:
     """Return the other ranks in the orders of sending and of receiving, by distance from this rank.
 
-    By this order no rank is the first peer of all others.
+    So all ranks begin with different peers.
     """
     n, i = place
     return [(i + d) % n for d in range(1, n)], [(i - d) % n for d in range(1, n)]

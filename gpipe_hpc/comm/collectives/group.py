@@ -27,14 +27,14 @@ class Pending(Protocol):
 
 
 class Calls:
-    """Callbacks that run when an operation completes, or at once if it already has."""
+    """Callbacks to run when an operation completes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] | None = []
 
     def add(self, call: Callable[[], None]) -> None:
-        """Run `call` when the operation completes."""
+        """Run `call` when the operation completes, or at once if it is already complete."""
         with self._lock:
             if self._waiting is not None:
                 self._waiting.append(call)

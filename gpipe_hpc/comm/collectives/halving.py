@@ -22,9 +22,9 @@ from gpipe_hpc.comm.collectives.plan import (
 
 
 class Fold(NamedTuple):
-    """Reduction of n ranks to p: in the first n-p pairs of ranks only the second rank takes part.
+    """Mapping of n ranks to p participating ones: n-p pairs of ranks take part as one rank each.
 
-    The second rank of a pair represents the first one.
+    Only the second rank of a pair takes part; it also contributes the vector of the first one.
     """
 
     size: int
@@ -102,13 +102,13 @@ def halving_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
 
 
 def looked_after(fold: Fold, counts: Sequence[int]) -> tuple[Span, ...]:
-    """Return, for each position v, the span of the shards that it reduces."""
+    """Return, for each position v, the span of the vector that it reduces, including its pair's."""
     shards = [fold.shards(v) for v in range(fold.num_kept)]
     return spans_of([sum(counts[each] for each in some) for some in shards])
 
 
 def _partner_shard(fold: Fold, i: int, counts: Sequence[int]) -> tuple[Span, ...]:
-    """Return the shard of the represented rank of this rank's pair; empty if it has none."""
+    """Return the span of the first rank of rank i's pair, in a tuple; empty if i is in no pair."""
     partner = fold.partner(i)
     return () if partner is None else (spans_of(counts)[min(i, partner)],)
 
@@ -158,7 +158,7 @@ def _joined(spans: Sequence[Span], first: int, last: int) -> Span:
 
 
 def _fold_in(fold: Fold, i: int, whole: Span) -> Plan:
-    """Plan the first step of a pair: the represented rank sends its vector to its partner."""
+    """Plan the initial step of a pair: the first rank sends its vector, the second one adds it."""
     partner = fold.partner(i)
     if partner is None:
         return ()
@@ -168,7 +168,7 @@ def _fold_in(fold: Fold, i: int, whole: Span) -> Plan:
 
 
 def _fold_out(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
-    """Plan the last step of a pair: the represented rank receives its part of the result."""
+    """Plan the final step of a pair: the second rank sends the first one its part of the result."""
     partner = fold.partner(i)
     if partner is None:
         return ()

@@ -157,9 +157,10 @@ class Levels:
         return own[0]
 
     def _broadcast_path(self, root: int) -> list[tuple[Gathering, int]]:
-        """Return the groups and source ranks by which a broadcast from `root` reaches this rank.
+        """Return the groups, with their source ranks, in which this rank broadcasts from `root`.
 
-        The groups above the root are listed first, upwards, then all others, downwards.
+        First, upwards, the groups whose subtree contains the root, then, downwards, all other
+        groups.
         """
         place = self.ranks.index(root)
         first, then = [], []
@@ -172,7 +173,7 @@ class Levels:
         return first + then[::-1]
 
     def _is_above(self, level: int, position: int) -> bool:
-        """Return whether a position is in the subtree of this rank's group of a level."""
+        """Return whether the subtree below this rank's group of a level contains `position`."""
         return _subtree_start(position, level, self._width) == _subtree_start(
             self.position, level, self._width
         )

@@ -35,13 +35,13 @@ class StreamCarrier:
         self._stream: Stream | None = None
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "OnStream":
-        """Enqueue a plan after those started before; see `Group.start_plan`."""
+        """Enqueue a plan behind all plans and jobs already enqueued; see `Group.start_plan`."""
         return self.start_job(
             lambda flat, swap: carry_out(plan, flat, self._position, swap), tensor, what
         )
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "OnStream":
-        """Enqueue a job, which must be the same on all ranks, after those started before."""
+        """Enqueue a job behind all plans and jobs already enqueued; the same on all ranks."""
         # Blocks the host, but only the first time.
         self._agreement.reach(named(what, tensor), self._greet)
         if self._stream is None:

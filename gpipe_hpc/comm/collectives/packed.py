@@ -1,6 +1,7 @@
 """Pack many small tensors into few buffers, for broadcasts and for kernels on many tensors.
 
-Without it, a model of a thousand small tensors would pay a thousand start-up latencies.
+Otherwise the broadcast of a model with a thousand small tensors would pay the latency of a thousand
+messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +33,8 @@ def broadcast_packed(
     """Broadcast tensors of any dtypes and strides in packs; return the number of packs sent.
 
     All ranks must pass tensors of the same shapes and dtypes in the same order. One pack is in
-    memory at a time; a contiguous tensor that fills a pack by itself is not copied. `start` is the
-    broadcast used.
+    memory at a time; a contiguous tensor that fills a pack by itself is not copied. `start`
+    replaces `group.start_broadcast`.
     """
     num_sent = 0
     if group.size == 1:
@@ -82,7 +83,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _is_row(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its elements contiguously and unmodified."""
+    """Return whether a tensor is contiguous and has no pending conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -29,7 +29,7 @@ class Pairs:
         return len(self._by_rank)
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Connect with the positions that are not connected yet; each of them must call this, too.
+        """Connect with the given positions if not connected yet; each of them must call this, too.
 
         All ranks open connections in the same order, so there is no circular wait.
         """
@@ -54,7 +54,7 @@ class Pairs:
     def start(
         self, tag: int, sends: Sequence[Piece], receives: Sequence[Piece], note: Note
     ) -> Pending:
-        """Start messages with connected ranks, receives first."""
+        """Start sending to and receiving from connected ranks, receives first."""
         if not sends and not receives:
             return Done()
         try:
@@ -73,7 +73,7 @@ class Pairs:
         return (group.send if is_sent else group.recv)([piece.tensor], other, tag)
 
     def break_off(self, tag: int) -> None:
-        """Close every connection; Gloo closes one when a receive on it times out."""
+        """Close every connection, by receives that time out: Gloo then closes the connection."""
         for group, other in list(self._by_rank.values()):
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], other, tag).wait(timedelta(milliseconds=1))

@@ -4,7 +4,7 @@ A plan works in place on a flat vector that every rank has. A rank executes its 
 global clock is needed: messages from one rank to another arrive in the order in which both plans
 list them.
 
-Legend: n ranks (`size`), of which this is `position`; both count within the group, from 0.
+Legend: n ranks (`size`); `position` is the index of the plan's rank within the group, from 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def moves(peer: int, *spans: Span) -> tuple[Move, ...]:
-    """Return the moves of these spans to or from one rank, without empty spans."""
+    """Return a move to or from rank `peer` for each span that is not empty."""
     return tuple(Move(peer, span) for span in spans if span.length)
 
 

@@ -1,10 +1,10 @@
 """Sums, minima and maxima of numbers reported by all ranks, computed by a single all-reduce.
 
-Each rank reports a row of few numbers. Each rank of an all-reducing group has a slot for its row.
-In a hierarchical group, the slots are merged to one row, which is written to a slot of the next
-level's group. So thousands of ranks send no more than eight do: `width` x 4 x `NUM_REPORTED`
-float64, 2 kB for groups of 8, in at most one group of each level. Separate slots are needed because
-minimum and maximum are not sums.
+Each rank reports a few numbers. Their buffer has a separate slot for each rank of the all-reducing
+group, because minimum and maximum are not sums. In a hierarchical group the slots are merged into
+one, which is written to a slot of the next level's group. So thousands of ranks send no more than
+eight do: `width` x 4 x `NUM_REPORTED` float64, 2 kB for groups of 8, in at most one group of each
+level.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class RankSummary(NamedTuple):
 
 
 class RankSlots:
-    """The slots of one group, of all ranks or of a level: a float64 tensor of `size` elements."""
+    """Layout of one slot per rank of a group in a float64 tensor of `size` elements."""
 
     def __init__(self, group: Gathering, rank: int) -> None:
         self._width, self._position, self._rank = group.width, group.position, rank
@@ -50,7 +50,7 @@ class RankSlots:
         self.size = self._width * _NUM_PARTS * NUM_REPORTED
 
     def of(self, numbers: Sequence[float]) -> list[float]:
-        """Return slots with this rank's row filled in; raise ConfigError for too many numbers."""
+        """Return slots that contain this rank's numbers; ConfigError if there are too many."""
         try:
             reported = [float(each) for each in numbers]
         except (TypeError, ValueError) as error:
@@ -75,7 +75,7 @@ class RankSlots:
         slots.view(-1, _NUM_PARTS, NUM_REPORTED)[position] = row
 
     def read(self, slots: torch.Tensor) -> RankSummary:
-        """Return the summary; call it after the all-reduce."""
+        """Return the summary of all slots; call it after the all-reduce."""
         totals, least, greatest, first = self._merge_rows(slots).tolist()
         ranks = tuple(int(number) - 1 for number in first)
         each: tuple[tuple[float, ...], ...] = ()

@@ -11,14 +11,15 @@ from gpipe_hpc.errors import ConfigError
 def shards(whole: torch.Tensor, counts: Sequence[int] | None, size: int) -> list[torch.Tensor]:
     """Return views of the shards of flat `whole` for `size` ranks, in rank order.
 
-    `counts` gives the number of elements of each; by default they are as equal as possible, the
-    longer ones first. Raises ConfigError if they do not fit.
+    `counts` gives the number of elements of each shard; by default the shards are as equal as
+    possible, the longer ones first. Raises ConfigError if the counts do not add up to the length of
+    `whole`.
     """
     return list(torch.split(whole, list(checked_counts(whole, counts, size))))
 
 
 def checked_counts(whole: torch.Tensor, counts: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """Return the number of elements of each rank's shard; ConfigError if they do not fit."""
+    """Return the number of elements of each shard; ConfigError if they do not add up to `whole`."""
     if whole.dim() != 1 or not whole.is_contiguous():
         raise ConfigError(
             f"shards: expected a flat contiguous tensor, got shape {tuple(whole.shape)} with "

@@ -37,7 +37,7 @@ class PutByThread:
 
 
 class Begun:
-    """Handle of an operation that is being enqueued or has been."""
+    """Handle of an operation that the background thread enqueues."""
 
     def __init__(self, turn: Turn, begun: Sequence[Pending]) -> None:
         self._turn, self._begun = turn, begun

@@ -17,7 +17,7 @@ StartBroadcast = Callable[[torch.Tensor, int], Pending]
 
 
 class TorchFace(dist.ProcessGroup):
-    """A torch process group that knows its ranks and supports broadcast, as fairscale's OSS needs.
+    """A torch process group that offers only its ranks and `broadcast`, as fairscale's OSS needs.
 
     torch opens no connections for it. Its methods have the names and arguments with which torch
     calls them.
@@ -49,5 +49,5 @@ class _PendingWork(dist.Work):
 
 
 def register() -> None:
-    """Register the backend with torch; its `backend_options` must be a `StartBroadcast`."""
+    """Register the backend with torch; new groups need a `StartBroadcast` as `backend_options`."""
     dist.Backend.register_backend(NAME, TorchFace, extended_api=True, devices=["cpu"])

@@ -39,7 +39,7 @@ class TorchGroup:
 
     Args:
         group: the torch process group.
-        ranks: its world ranks.
+        ranks: world ranks of the group.
         pulse: activity tracker, to which the ranks being waited for are reported.
         device: the device of this rank.
         host: group of the same ranks for host tensors, if `group` handles only device tensors.
@@ -116,7 +116,7 @@ class TorchGroup:
         return self._start(Traffic.CALLER, sends, receives, self._await)
 
     def _sums(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor's backend can sum its dtype; see `OwnSums`."""
+        """Return whether the device's backend can sum the tensor's dtype; see `OwnSums`."""
         return not self.uses_own(tensor) or self._own_sums.goes(tensor.dtype)
 
     def _start_on_host(self, host: torch.Tensor) -> Pending:
@@ -153,7 +153,7 @@ class TorchGroup:
         return self._carrier.start(plan, tensor, what)
 
     def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a job on a tensor for which `uses_own` is true, on a stream of the device.
+        """Start a job on a tensor that the device's backend sends; it runs on a side stream.
 
         See `start_plan`. All ranks must take part in each exchange of the job.
         """
@@ -220,7 +220,7 @@ class TorchGroup:
     def _exchange_of_stream(
         self, traffic: Traffic, sends: Parts, receives: Parts, note: Note
     ) -> None:
-        """Run `_exchange`, but send greetings, which are host tensors, through the host group."""
+        """Run `_exchange`, but over the host group for greetings, which are host tensors."""
         if traffic is not Traffic.GREETING or self._greets is None:
             self._exchange(traffic, sends, receives, note)
             return
@@ -283,7 +283,7 @@ class TorchGroup:
         return self._gather_values(value, partial(self._gather_at, root=root))
 
     def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Scatter objects: send each rank its entry of the root's `values`; return the own one."""
+        """Scatter objects: return this rank's entry of the root's `values`."""
         what = f"values for {rank_names(self.ranks)}"
         is_root = dist.get_rank() == root
         assert is_root == (values is not None), f"{what}: only rank {root} passes them"

@@ -1,6 +1,6 @@
 """Plans along binomial trees: the number of ranks that have the vector doubles in each round.
 
-Few steps that each send the whole vector: for short vectors.
+Few steps, each of which sends the whole vector, so trees suit short vectors.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def scatter_ring_broadcast(place: Place, root: int, count: int) -> Plan:
 
 
 def _scatter(place: Place, counts: tuple[int, ...]) -> Plan:
-    """Plan a scatter of rank 0's vector: a rank with a range of shards sends its upper half."""
+    """Plan a scatter of rank 0's vector: a rank with several shards sends on their upper half."""
 
     def steps() -> Iterator[Step]:
         n, i = place

@@ -1,11 +1,11 @@
 """A queue of collectives that a background thread executes in order.
 
 A plan has many steps, and each waits for other ranks. If the steps advanced only while a caller
-waits, no step but the first would overlap with computing; hence the thread. It is started with the
-first plan of a group and keeps the plans in the order in which they were started. This order is the
-same on all ranks, so their messages never mix. torch releases the GIL while it waits and adds. A
-caller that waits for a job that has not begun executes it itself: this saves two thread switches,
-which cost more than a small message.
+waits, no step but the first would overlap with computation; hence the thread. The thread is started
+with the first plan of a group and executes the plans in the order in which they were started. This
+order is the same on all ranks, so their messages never mix. torch releases the GIL while it waits
+and adds. A caller that waits for a job that has not begun executes the job itself: this saves two
+thread switches, which cost more than a small message.
 """
 
 import threading

@@ -14,8 +14,8 @@ Started = Sequence[tuple[Sequence[int], Any]]
 class Works:
     """A set of torch works in progress; errors name the ranks of the failed work, or `what`.
 
-    Set `tells` if there is a single work whose future signals its completion. This is not the case
-    for device tensors, whose future completes as soon as the work is enqueued on its stream.
+    `tells` states that there is a single work whose future signals its completion. The future of
+    device tensors does not: it completes as soon as the work is enqueued on its stream.
     """
 
     def __init__(

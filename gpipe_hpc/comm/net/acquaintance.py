@@ -11,14 +11,14 @@ _MAX_NAMED: Final = 64
 
 
 class _Findings:
-    """Ranks without the secret and versions of the package, as collected by one rank."""
+    """What one rank has learned so far: ranks without the secret, and source versions in use."""
 
     def __init__(self, rank: int, source: Source) -> None:
         self.strangers: set[int] = set()
         self.runs = run_by(rank, source)
 
     def told(self) -> tuple[list[int], Runs]:
-        """Return the collected facts to send, of bounded size."""
+        """Return the ranks without the secret (at most 64) and the source versions, for sending."""
         return sorted(self.strangers)[:_MAX_NAMED], self.runs
 
 
@@ -27,9 +27,16 @@ def make_acquaintance(
 ) -> str:
     """Check that all ranks share the secret and the source code; return an error message or "".
 
-    `groups` are the groups of this rank from the lowest level up; in `below` it receives the result
-    from the first member. Every member of a group verifies the proof of every other. So each rank
-    trusts its group, and its representative in the next group has proved the secret there.
+    Ranks authenticate each other level by level of a group hierarchy, so no rank verifies all
+    others: every member of a group verifies the proofs of all its members, and its first member
+    represents it in the group of the next level.
+
+    Args:
+        groups: groups of this rank, from the lowest level up.
+        below: groups in which this rank receives the final result from the first member.
+        rank: this rank.
+        secret: secret with which this rank proves its membership.
+        own: source code of this rank.
     """
     heard = _Findings(rank, own)
     proof = secret.prove(f"rank {rank}")

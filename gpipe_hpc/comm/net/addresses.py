@@ -34,9 +34,9 @@ class _Entry(ctypes.Structure):
 
 
 def own_interfaces() -> list[Interface]:
-    """Return the interfaces that have an address, one address each; IPv4 before IPv6.
+    """Return the network interfaces of this machine, one entry for each address; IPv4 before IPv6.
 
-    Link-local IPv6 addresses are left out: other hosts cannot use them.
+    Link-local IPv6 addresses are left out, because other hosts cannot use them.
     """
     found = [Interface(name, address) for name, address in _entries()]
     return sorted(found, key=lambda each: ":" in each.address)
@@ -59,7 +59,7 @@ def _entries() -> Iterator[tuple[str, str]]:
 
 
 def _address_in(place: int) -> str:
-    """Return the address in a `struct sockaddr`; empty if it cannot be used."""
+    """Return the IP address in the `struct sockaddr` at address `place`; empty if not usable."""
     head = ctypes.string_at(place, 2)
     family = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
     if family == socket.AF_INET:
@@ -76,12 +76,12 @@ def holder_of(address: str) -> Interface | None:
 
 
 def address_of(name: str) -> str:
-    """Return the first address of an interface; empty if it has none."""
+    """Return the first IP address of the interface with this name; empty if it has none."""
     return next((each.address for each in own_interfaces() if each.name == name), "")
 
 
 def address_towards(host: str) -> str:
-    """Return the local address used for packets to a host; empty if unknown."""
+    """Return the local IP address from which packets to a host are sent; empty if unknown."""
     try:
         found = socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM) if host else []
         for family, kind, _, _, address in found:
@@ -94,7 +94,7 @@ def address_towards(host: str) -> str:
 
 
 def address_outside() -> str:
-    """Return the address of the default route, else of the first interface, else ""."""
+    """Return the local address of the default route, else of the first interface, else ""."""
     found = [address_towards(_ELSEWHERE), *(each.address for each in own_interfaces())]
     return next((each for each in found if each and not is_loopback(each)), "")
 

@@ -65,7 +65,7 @@ def open_device(address: str) -> Any:
 
 
 def cannot_listen(address: str, error: Exception) -> LaunchError:
-    """Return the LaunchError for an address on which listening failed."""
+    """Return the LaunchError to raise if listening on an address failed."""
     return LaunchError(
         f"launch: Gloo cannot listen on {address} of {socket.gethostname()} ({error}); set "
         f"comm.interface to an interface, or unset {INTERFACE_VARIABLE}"
@@ -90,7 +90,7 @@ def connect(
 
 
 def register(address: str) -> None:
-    """Register the backend with torch; its groups listen on `address` from now on."""
+    """Register the Gloo backend with torch; its groups listen on `address` from now on."""
     dist.Backend.register_backend(
         NAME, partial(_create, address), extended_api=True, devices=list(_DEVICES)
     )
@@ -105,10 +105,10 @@ def _create(address: str, given: Any, _: object) -> dist.ProcessGroupGloo:
 def default_group_settings(address: str | None = None) -> Iterator[None]:
     """Set the environment so that a default group created in this context connects lazily.
 
-    Two ranks then connect when they first communicate, instead of every rank with all others, for
-    each of which it would query the store. Our own groups are small and do not use this: the first
-    message would block until both ranks use the connection, without a time-out. If `address` is
-    given, the group listens on its interface.
+    Two ranks then connect when they first communicate. Otherwise every rank connects with all
+    others at the start and queries the store for each of them. Groups of this package are small and
+    do not connect lazily: the first message would block, without a time-out, until both ranks use
+    the connection. If `address` is given, the group listens on its interface.
     """
     changed = {LAZY_VARIABLE: "1"}
     interface = holder_of(address) if address is not None else None

@@ -75,7 +75,7 @@ def _find(wanted: str) -> Interface:
 
 
 def refuse_loopback(interface: Interface, rank: int, remedy: str) -> None:
-    """Raise ConfigError if ranks of other hosts cannot reach this rank on the interface."""
+    """Raise ConfigError if the interface is loopback, which ranks of other hosts cannot reach."""
     if is_loopback(interface.address):
         raise ConfigError(
             f"launch: rank {rank} on {socket.gethostname()} would listen on the loopback interface "

@@ -1,8 +1,9 @@
 """Check that other ranks are reachable over TCP before Gloo connects to them.
 
 Gloo tries for minutes, cannot be interrupted, does not name the unreachable rank and does not
-expose its port. So each rank listens on another port of the same address meanwhile, and the others
-connect to that. The kernel accepts these connections even if the process is busy.
+expose its port. So each rank listens on an additional port of the same address during the check,
+and the other ranks connect to that port. The kernel accepts these connections even if the process
+is busy.
 """
 
 import errno
@@ -33,7 +34,7 @@ class Place(NamedTuple):
         return cls(host, address, int(port))
 
     def told(self) -> str:
-        """Return the published form."""
+        """Return the published form, `host|address|port`."""
         return f"{self.host}|{self.address}|{self.port}"
 
     def __str__(self) -> str:
@@ -43,7 +44,7 @@ class Place(NamedTuple):
 
 @contextmanager
 def listening(address: str, backlog: int) -> Iterator[Place]:
-    """Listen on an address of this host, with a backlog for `backlog` calls; raises LaunchError."""
+    """Listen on an address of this host for up to `backlog` connections; LaunchError on failure."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, 0), family=family, backlog=backlog)
@@ -58,9 +59,10 @@ def _host() -> str:
 
 
 def calls(own: Place, other: Place) -> bool:
-    """Return whether Gloo makes the first rank connect to the second: the greater address does.
+    """Return whether Gloo makes rank `own` connect to rank `other` rather than the reverse.
 
-    Always false for two ranks with the same address, which are on one host.
+    Gloo connects from the greater address to the smaller one. False for two ranks with the same
+    address, which are on one host.
     """
     return own.address != other.address and _packed_address(own.address) > _packed_address(
         other.address
@@ -68,7 +70,7 @@ def calls(own: Place, other: Place) -> bool:
 
 
 def unanswered(places: Mapping[int, Place], limit_s: float) -> dict[int, str]:
-    """Connect to all ranks at once; return the reasons for those that could not be reached."""
+    """Connect to all ranks at once; return the unreachable ranks, each with the reason."""
     poller, failed = select.poll(), dict[int, str]()
     waiting: dict[int, tuple[int, socket.socket]] = {}
     for rank, place in places.items():

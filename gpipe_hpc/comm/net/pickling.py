@@ -117,7 +117,10 @@ def dumps(value: object, what: str, *, hides: str = "") -> bytes:
 
 
 def check_travels(value: object, what: str) -> None:
-    """Raise the errors of `dumps` for an object that is passed on directly; copies no tensors."""
+    """Check that `dumps` would accept an object, without copying tensors; raise the same errors.
+
+    For objects that threads pass on directly.
+    """
     _send(_Checker(io.BytesIO(), ""), value, what)
 
 
@@ -158,7 +161,7 @@ def loads(data: bytes | memoryview, what: str) -> Any:
 
 
 class _Refused(Exception):
-    """A type or name that must not appear in a message."""
+    """Raised for a value or name that no message may contain; its text is the type or name."""
 
 
 class _Sender(pickle.Pickler):
@@ -286,7 +289,7 @@ def _name(thing: Any) -> str:
 
 
 class _Call(NamedTuple):
-    """A function call that rebuilds a value."""
+    """A function call in a message, which rebuilds a value."""
 
     function: Callable[..., object]
     parts: tuple[object, ...]

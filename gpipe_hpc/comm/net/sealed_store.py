@@ -35,7 +35,10 @@ class SealedStore(Store):
         return self._secret.unseal(f"the store's {key}", self._store.get(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write a value if the present one equals `expected` ('' if absent); return the result."""
+        """Write `desired` if the value equals `expected` ('' if absent); return the new value.
+
+        If the value differs from `expected`, nothing is written and that value is returned.
+        """
         before = self._sealed(key, expected) if expected else b""
         found: bytes = self._store.compare_set(key, before, self._sealed(key, desired))
         return self._secret.unseal(f"the store's {key}", found) if found else b""
@@ -88,7 +91,7 @@ class SealedStore(Store):
         return clone
 
     def let_go(self, clone: "SealedStore") -> None:
-        """Drop the reference to a clone, which its user keeps alive from now on."""
+        """Drop the store's reference to a clone, which the caller keeps alive from now on."""
         self._clones = [each for each in self._clones if each is not clone]
 
     def _sealed(self, key: str, value: str | bytes) -> bytes:

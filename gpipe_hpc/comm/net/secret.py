@@ -54,7 +54,10 @@ class Secret:
     guards: bool = True
 
     def prove(self, label: str, *parts: bytes) -> bytes:
-        """Return a proof (32 bytes) that this secret's holder states ``parts`` under ``label``."""
+        """Return a proof (32 bytes) that its author has this secret and states ``parts``.
+
+        ``label`` names the purpose, so that a proof cannot be used for another one.
+        """
         proof = hmac.new(self.key, digestmod=hashlib.sha256)
         for part in (label.encode(), *parts):
             # Prefixed with its length, so that different lists never give equal input.
@@ -62,7 +65,7 @@ class Secret:
         return proof.digest()
 
     def proves(self, proof: bytes, label: str, *parts: bytes) -> bool:
-        """Return whether ``proof`` was made with this secret, in constant time."""
+        """Return whether ``proof`` was made with this secret for these arguments; constant time."""
         return hmac.compare_digest(proof, self.prove(label, *parts))
 
     def derive(self, label: str) -> "Secret":
@@ -195,7 +198,7 @@ def _make_private_folder(folder: Path) -> None:
 
 
 def _write_once(path: Path, text: bytes) -> None:
-    """Write a file atomically, unless another rank has created it meanwhile."""
+    """Write a file atomically, unless another process has created it first."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,9 +1,9 @@
 """Detection of tensors that share elements: views of one another or of a third tensor.
 
-A tensor that occurs twice in a nest is not such a case: it stays one tensor. Views become separate
-tensors at a stage boundary. This makes no difference as long as they are only read; a write in
-place into one would have to change the others, also for autograd. So memory that several views
-share is sent once and shared again by the receiver, and the receiving stage can refuse writes.
+Views become separate tensors at a stage boundary. This makes no difference as long as they are only
+read; a write in place into one of them would have to change the others, also for autograd. So
+memory that several views share is sent once and shared again by the receiver, and the receiving
+stage can refuse writes. A tensor that occurs twice in a nest stays one tensor and is no such case.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,7 +60,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def mark_buffer(tensor: Tensor) -> None:
-    """Mark a tensor as part of a layer's buffer or frozen parameter."""
+    """Mark a tensor as belonging to a layer's buffer or frozen parameter."""
     setattr(tensor, _MARK, True)
 
 
@@ -75,7 +75,7 @@ def storages_of(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def shared_blocks(tensors: Sequence[Tensor]) -> list[Block]:
-    """Return the blocks of memory of which several of these distinct tensors have elements."""
+    """Return the blocks of memory that several of these distinct tensors share."""
     places: dict[int, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if is_plain(tensor) and tensor.numel():
@@ -91,7 +91,7 @@ def shared_blocks(tensors: Sequence[Tensor]) -> list[Block]:
 
 
 def cloned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Clone distinct tensors; those that shared elements share them again."""
+    """Clone distinct tensors; clones share elements if their originals do."""
     clones = [tensor.clone() for tensor in tensors]
     for block in shared_blocks(tensors):
         memory = block.memory.clone()
@@ -121,7 +121,7 @@ def _groups(tensors: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]
 
 
 def _meet(one: View, other: View) -> bool:
-    """Return whether two views of one storage share bytes."""
+    """Return whether two views of one storage have bytes in common."""
     if one.end_bytes <= other.offset_bytes or other.end_bytes <= one.offset_bytes:
         return False
     start = min(one.offset_bytes, other.offset_bytes)
@@ -141,7 +141,7 @@ def _meet_exactly(one: View, other: View) -> bool:
 
 
 def _in_units(view: View, unit: int, marks: Tensor) -> Tensor:
-    """Return the elements of `marks`, one per unit of bytes, that a view covers."""
+    """Return the view of `marks`, which has one element per `unit` bytes, that a tensor covers."""
     ratio = view.dtype.itemsize // unit
     strides = (*(stride * ratio for stride in view.strides), 1)
     return marks.as_strided((*view.shape, ratio), strides, view.offset_bytes // unit)

@@ -1,4 +1,4 @@
-"""Interface of transports, which send boundaries between ranks."""
+"""Interface of transports, which send activations and gradients between the ranks of stages."""
 
 from typing import NamedTuple, Protocol
 
@@ -7,7 +7,7 @@ from gpipe_hpc.schedule import Channel
 
 
 class PlacedChannel(NamedTuple):
-    """A channel of a schedule with the world ranks at its ends."""
+    """A channel of a schedule, with the world ranks at both ends."""
 
     channel: Channel
     source_rank: int
@@ -15,7 +15,7 @@ class PlacedChannel(NamedTuple):
     tag: int  # unique among the channels between these ranks in this direction
 
     def __str__(self) -> str:
-        """Return a name for messages."""
+        """Return a name of the channel for messages."""
         source, destination = self.channel.source, self.channel.destination
         return (
             f"stage {source} (rank {self.source_rank}) to {destination} ({self.destination_rank})"
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 
 class Transport(Protocol):
-    """Sends and receives boundaries.
+    """Sends and receives nests of tensors at stage boundaries.
 
     Sends never block. `lane` separates schedules that use the same channel (training and evaluation
     may use different shapes).

@@ -1,7 +1,7 @@
 """Transfer of large amounts of bytes between ranks, in pieces.
 
-The pieces of all ranks are sent concurrently. A rank sends its next piece, receives those of
-others, and continues once its own has been received, so at most one piece per rank is in flight.
+All ranks send their pieces concurrently. A rank sends a piece, receives the pieces of others, and
+continues once its own piece has been received, so at most one piece per transfer is in flight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from gpipe_hpc.schedule import Channel
 PIECE_BYTES: Final = 16 * 2**20
 _LANE: Final = "bytes"
 _SIZES: Final = "sizes"
-# Apart from the tags of stages' channels, which count from 0, and from those of their late lanes.
+# Above the tags of stages' channels, which count from 0, and those of their late lanes.
 _FIRST_TAG: Final = 2**27
 _HOST: Final = HostDevice()
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
@@ -31,20 +31,21 @@ class Move(NamedTuple):
 
 
 class ByteMoves:
-    """Transfers of bytes between fixed pairs of ranks, each repeatable.
+    """Repeatable transfers of bytes between fixed pairs of ranks.
 
-    Every rank of the world creates it, even if it takes part in no transfer.
+    Every rank of the world creates this object, even if it takes part in no transfer.
 
     Args:
         world: the world.
-        moves: the transfers of this rank, or more; both ends must list a transfer.
+        moves: all transfers of this rank; transfers between other ranks are ignored. Both ends must
+            list a transfer.
         serial: number that distinguishes objects of one world that exist at the same time.
     """
 
     def __init__(self, world: World, moves: Sequence[Move], serial: int) -> None:
         moves = [move for move in moves if world.rank in move]
         assert all(move.source != move.destination for move in moves), f"to itself: {moves}"
-        # No two moves of one pair of ranks have one tag; more is not asked of tags.
+        # Tags only have to differ between the two moves of a pair of ranks.
         tags = (_FIRST_TAG + 2 * serial, _FIRST_TAG + 2 * serial + 1)
         self._channels = {
             move: PlacedChannel(Channel(*move, 0), *move, tags[move.source > move.destination])
@@ -56,9 +57,9 @@ class ByteMoves:
         self._transport: Transport = world.transport(list(self._channels.values()), _HOST)
 
     def tell_sizes(self, outgoing: Mapping[int, torch.Tensor]) -> dict[int, int]:
-        """Send each destination the number of bytes to come; return those announced by the sources.
+        """Send each destination the number of bytes to expect; return that of each source.
 
-        All ranks of the transfers call it. Raises as `run`.
+        All ranks of the transfers call this. Raises the errors of `run`.
         """
         transport = self._transport
         for move in self._outgoing:
@@ -88,8 +89,8 @@ class ByteMoves:
             sizes: number of bytes to receive from each source.
             take: called with source and each received piece, in order; it must copy the bytes.
 
-        A transfer that both ends leave out does not take place. Raises ConnectionError or
-        TimeoutError if another rank has ended or does not respond.
+        A transfer does not take place if both ends leave it out of their arguments. Raises
+        ConnectionError or TimeoutError if another rank has ended or does not respond.
         """
         transport = self._transport
         for turn in range(_num_pieces(outgoing, sizes)):

@@ -10,13 +10,13 @@ class Work(Protocol):
     """A send or receive in progress."""
 
     def wait(self) -> object:
-        """Block until complete; with a device backend, make the current stream wait instead.
+        """Block until completion; with a device backend, make the current stream wait instead.
 
-        Raises RuntimeError if it failed.
+        Raises RuntimeError if the operation failed.
         """
 
     def is_completed(self) -> bool:
-        """Return whether it is complete, also on the device; Gloo knows this only after `wait`."""
+        """Return whether the operation is complete, on the device, too; Gloo: only after `wait`."""
 
 
 class Lane(Protocol):
@@ -34,7 +34,7 @@ class Lane(Protocol):
 
 
 class TorchLane(NamedTuple):
-    """A lane of a torch process group; `peer` is the position of the other rank in it.
+    """A lane of a torch process group to the rank at position `peer` of the group.
 
     Gloo supports tags. NCCL and similar backends do not: all messages between two ranks of a group
     are one lane and are sent in order.
@@ -44,7 +44,7 @@ class TorchLane(NamedTuple):
     peer: int
     tag: int = 0
 
-    # The group's own calls take half the time of torch's `isend` and `irecv` around them.
+    # Calling the group directly takes half the time of torch's `isend` and `irecv`.
 
     def send(self, tensor: torch.Tensor) -> Work:
         """Start sending a tensor."""

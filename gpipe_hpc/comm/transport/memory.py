@@ -1,6 +1,6 @@
 """Channels as in-memory queues between threads of one process; tensors are not copied.
 
-On an accelerator the receiver's stream waits for the sender's stream; no host blocks.
+On an accelerator the receiver's stream waits for the sender's stream, and the host does not block.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ class MemoryTransport:
     ) -> None:
         """Append a message to the channel's queue."""
         structure, tensors = disassemble(nest)
-        # What no process could send is refused here, too.
+        # Refuse what processes could not send, so that both transports behave alike.
         self._catalogues[channel].identify(structure)
         with self._hub.changed:
             # Rebuilt here, so that both ends see the same new leaves as over a network.
@@ -59,7 +59,7 @@ class MemoryTransport:
             came, message, left = queue.popleft()
         assert came == microbatch, f"{channel}: expected micro-batch {microbatch}, got {came}"
         self._num_posted -= 1
-        if self._device.is_accelerator:  # on the host it is here
+        if self._device.is_accelerator:  # host tensors need no wait
             take(self._device, left)
         return message
 

@@ -1,9 +1,9 @@
 """Threads that start and complete sends.
 
-A send is a rendezvous: it completes when the receiver has received the tensor, which must live
-until then. The computing thread must not wait for that, so there is one thread per receiver. These
-threads must not wait for each other either, because receivers may receive in another order. Sends
-that must wait for a copy are started by a further thread, which waits only for copies.
+A send is a rendezvous: it completes when the receiver has received the tensor, which must stay
+alive until then. The computing thread must not wait for that, so there is one thread per receiver.
+These threads must not wait for each other either, because receivers may receive in another order.
+Sends that must wait for a copy are started by a further thread, which waits only for copies.
 """
 
 import queue
@@ -23,7 +23,7 @@ class _Line:
 
     def __init__(self, name: str, device: Device) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # The thread knows the jobs alone: it must not keep alive what ends it.
+        # The thread references only the jobs, not the object whose deletion ends the thread.
         thread = threading.Thread(
             target=_work_off, args=(self._jobs, device), name=name, daemon=True
         )
@@ -40,7 +40,7 @@ def _work_off(jobs: "queue.SimpleQueue[Job | None]", device: Device) -> None:
     device.use()
     while (job := jobs.get()) is not None:
         job()
-        del job  # or the last message's tensors would live until the next one
+        del job  # otherwise the last message's tensors would live until the next one
 
 
 class _Lines:
@@ -59,7 +59,10 @@ class _Lines:
         self._peers: dict[int, _Line] = {}
 
     def send(self, peer: int, parts: Sequence[Part]) -> None:
-        """Start parts in call order, each once it is ready; wait for them on the peer's thread."""
+        """Start sending parts in call order, each once it is ready.
+
+        The peer's thread waits until they are sent.
+        """
         has_copies = any(part.ready is not None for part in parts)
         with self.changed:
             in_turn = has_copies or self._num_unstarted > 0
@@ -94,7 +97,7 @@ class _Lines:
             self._num_unstarted -= 1
 
     def _see_off(self, peer: int, parts: Sequence[Part], works: Sequence[Work]) -> None:
-        """Wait on the peer's thread until all parts are sent, keeping them alive until then."""
+        """Let the peer's thread wait until all parts are sent; they stay alive until then."""
         line = self._peers.get(peer)
         if line is None:
             with self.changed:
@@ -152,7 +155,7 @@ class Outbox:
         if lines.failure is not None:
             raise lines.failure
         for work, _ in self._on_stream:
-            work.wait()  # orders the current stream behind the send; the host goes on
+            work.wait()  # the current stream waits for the send; the host does not
         self._on_stream.clear()
 
 

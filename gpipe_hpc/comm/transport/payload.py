@@ -1,4 +1,4 @@
-"""Conversion of tensors between device memory and lanes.
+"""Conversion of tensors between device memory and the lanes that send them.
 
 Host tensors are sent directly. Accelerator tensors use a lane of the device's backend (such as
 NCCL) if there is one and the receiver has posted a buffer; otherwise they are copied to pinned
@@ -21,8 +21,8 @@ from gpipe_hpc.device.device import Device, Event, HostDevice, Stream
 class Ways(NamedTuple):
     """The lanes for the tensors of one message.
 
-    `host` is a lane between hosts. `device` is one of the device's backend; None if there is none
-    or the receiver could not post a buffer on it.
+    `host` sends host tensors. `device` uses the device's backend; None if there is no such lane or
+    the receiver could not post a buffer on it.
     """
 
     host: Lane
@@ -44,11 +44,11 @@ class Part:
     """A tensor to be sent.
 
     Args:
-        lane: the lane on which it is sent.
+        lane: the lane on which the tensor is sent.
         tensor: the tensor, which stays alive until it is sent.
         ready: event for which the host has to wait before sending.
-        on_stream: whether it is sent in the order of the device's stream.
-        buffer: its pinned buffer, to be released afterwards.
+        on_stream: whether the send is ordered by the device's stream.
+        buffer: the tensor's pinned buffer, to be released afterwards.
     """
 
     lane: Lane
@@ -75,7 +75,7 @@ class Payload:
         return _Direct(tensor, lane.receive(tensor))
 
     def receive(self, metas: Sequence[TensorMeta], ways: Ways) -> list[Receiving]:
-        """Post receives of the tensors of a boundary; empty tensors are not sent."""
+        """Post receives of the tensors described by `metas`; empty tensors are not sent."""
         return [self._receive(meta, ways) for meta in metas]
 
     def _receive(self, meta: TensorMeta, ways: Ways) -> Receiving:
@@ -116,7 +116,7 @@ class Payload:
         return Part(lane, buffer.flat(meta.num_bytes, _BYTE), ready=copied, buffer=buffer)
 
     def fill(self, metas: Sequence[TensorMeta], ways: Ways) -> list[Part]:
-        """Return zeros for posted buffers whose content is not used."""
+        """Return parts of zeros, for a receiver that has posted buffers it does not need."""
         return [self._filler(meta, ways) for meta in metas if meta.num_elements]
 
     def _filler(self, meta: TensorMeta, ways: Ways) -> Part:
@@ -126,15 +126,15 @@ class Payload:
         return Part(ways.host, _HOST.empty((meta.num_bytes,), _BYTE).zero_())
 
     def _is_apart(self, meta: TensorMeta) -> bool:
-        """Return whether a tensor is in memory that host lanes cannot access."""
+        """Return whether a tensor is in device memory, which host lanes cannot access."""
         return self.device.is_accelerator and meta.on_device
 
     def gone(self, part: Part) -> None:
-        """Release the buffer of a sent part."""
+        """Release the pinned buffer of a part that has been sent."""
         if part.buffer is not None:
             self.pool.release(part.buffer)
 
-    # Made when first needed: torch has few streams for each device.
+    # Created on first use, because torch has few streams per device.
 
     @cached_property
     def _leaving(self) -> Stream:
@@ -154,7 +154,7 @@ class Payload:
         self.pool.release(buffer, until=copied)
         current = device.current_stream()
         current.wait_event(copied)
-        device.lend(own, current)  # made on the other stream
+        device.lend(own, current)  # allocated on the other stream
         return own
 
 

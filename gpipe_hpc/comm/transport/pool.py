@@ -12,7 +12,7 @@ _GRAIN_BYTES: Final = 4096
 
 
 class Buffer:
-    """Pinned memory for one message, until it is released."""
+    """Pinned memory for one message, in use until it is released."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -47,7 +47,7 @@ class PinnedPool:
         with self._lock:
             idle = [buffer for buffer in self._released if _is_idle(buffer)]
             fitting = _smallest([buffer for buffer in idle if buffer.size_bytes >= size_bytes])
-            # Where none is large enough, the smallest makes room for a larger one.
+            # If none is large enough, the smallest is replaced by a larger one.
             given_up = fitting or _smallest(idle)
             if given_up is not None:
                 self._released.remove(given_up)

@@ -1,15 +1,16 @@
 """Channels between processes over torch.distributed.
 
-A posted receive cannot change its size (with Gloo a larger message aborts the process, a smaller
-one leaves a stale tail). So each message begins with an announcement of fixed size (`Word`). The
-announcement and the tensors of the expected structure are posted ahead and use the `prompt` lane.
-If the structure is a different one, the sender still fills the posted buffers. Header and tensors
-then follow on the `late` lane, on which the receiver posts them after reading the announcement.
+The size of a posted receive must be known in advance: with Gloo a larger message aborts the
+process, a smaller one leaves old data at the end. So each message begins with an announcement of
+fixed size (`Word`). Receives for the announcement and for the tensors of the expected structure are
+posted ahead, on the `prompt` lane. If a message has another structure, the sender still fills the
+posted buffers. Header and tensors then follow on the `late` lane, on which the receiver posts them
+after reading the announcement.
 
 Accelerator tensors that were posted ahead use a single lane of the device's backend per pair and
 direction. All channels share it, because receives are posted in the order of the sends.
-Announcements, headers, host tensors and late messages are sent between hosts: a late receive on the
-device lane would have to wait for those posted before it.
+Announcements, headers, host tensors and late messages use host lanes: a late receive on the device
+lane would have to wait for those posted before it.
 """
 
 from collections.abc import Sequence
@@ -37,8 +38,7 @@ from gpipe_hpc.pytree import Nest
 class Link:
     """One end of a channel: its lanes, and the structures of messages known to both ends.
 
-    `prompt` and `late` are lanes between hosts; `direct` is one of the device's backend, if it has
-    one.
+    `prompt` and `late` are host lanes; `direct` is a lane of the device's backend, if there is one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Link:
         self._places: dict[tuple[str, int], Expectation] = {}
 
     def place(self, lane: str, microbatch: int) -> Expectation:
-        """Return the expected structure for a micro-batch of a schedule."""
+        """Return the structure to expect for a micro-batch of the schedule that uses `lane`."""
         key = (lane, microbatch)
         place = self._places.get(key)
         if place is None:
@@ -79,7 +79,7 @@ class _Posted(NamedTuple):
 
 
 class ProcessTransport:
-    """Transport between processes; `payload` converts tensors between device and lanes."""
+    """Transport between processes over torch; `payload` moves tensors to and from the device."""
 
     def __init__(self, links: Sequence[Link], payload: Payload, outbox: Outbox) -> None:
         self._links = {link.channel: link for link in links}
@@ -89,7 +89,11 @@ class ProcessTransport:
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Start sending the announcement, the tensors that are posted, and then all others."""
+        """Start sending the announcement and the tensors.
+
+        Tensors use the buffers that the receiver has posted if they have the expected structure,
+        else the `late` lane.
+        """
         link, payload = self._links[channel], self._payload
         structure, tensors = disassemble(nest, payload.device) if num_samples else (EMPTY, [])
         number, header = link.catalogue.identify(structure)

@@ -8,7 +8,7 @@ from gpipe_hpc.pytree import Nest
 
 
 class RoutedTransport:
-    """Forwards each call to the transport of its channel; reports the awaited rank to `pulse`."""
+    """Forwards each call to the channel's transport; records in `pulse` the rank waited for."""
 
     def __init__(self, routes: Mapping[PlacedChannel, Transport], pulse: Pulse) -> None:
         self._pulse = pulse
@@ -23,11 +23,11 @@ class RoutedTransport:
         self._routes[channel].send(channel, lane, microbatch, nest, num_samples)
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
-        """Post the next receive at the channel's transport."""
+        """Post the next receive on the channel's transport."""
         self._routes[channel].post(channel, lane, microbatch)
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
-        """Return the next message of the channel's transport."""
+        """Block until the next message of the channel has arrived and return it."""
         self._pulse.waits_for = (channel.source_rank,)
         message = self._routes[channel].wait(channel, lane, microbatch)
         self._pulse.waits_for = None

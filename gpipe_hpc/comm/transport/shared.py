@@ -1,9 +1,9 @@
 """Channels in shared memory between processes of one host, for tensors in host memory.
 
-The sender copies a boundary once into a slot of shared memory, where the receiver's stage uses it.
-An announcement of fixed size is sent over a Unix socket: it wakes the receiver and keeps the order
-of the channel, and its end of file shows at once that the other process has died. The receiver
-releases slots through shared memory.
+The sender copies a boundary's tensors once into a slot of shared memory, where the receiver's stage
+uses them. An announcement of fixed size is sent over a Unix socket: it wakes the receiver and keeps
+the order of the channel, and the socket's end of file shows at once that the other process has
+died. The receiver releases slots through shared memory.
 
 A socket buffers some hundred announcements. Further messages wait in the sender: a send never
 blocks, and a rank that waits for a message sends its own waiting messages meanwhile.
@@ -27,7 +27,7 @@ from gpipe_hpc.pytree import Nest
 
 _HELLO: Final = struct.Struct("=3q")
 _LOOK_AGAIN_S: Final = 0.001
-_MAX_FOLDER_LENGTH: Final = 80  # of 108 that the address of a Unix socket may have
+_MAX_FOLDER_LENGTH: Final = 80  # the address of a Unix socket may have 108 bytes
 
 
 class SharedTransport:
@@ -38,12 +38,12 @@ class SharedTransport:
     ) -> None:
         self._senders = {sender.channel: sender for sender in senders}
         self._receivers = {receiver.channel: receiver for receiver in receivers}
-        self._behind: list[SharedSender] = []  # with messages that have not left
+        self._behind: list[SharedSender] = []  # senders with messages that are not announced yet
 
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
-        """Copy into shared memory and announce the message; queue it while the socket is full."""
+        """Copy tensors into shared memory and announce the message, or queue it if that blocks."""
         sender = self._senders[channel]
         sender.send(microbatch, nest, num_samples)
         if sender.num_waiting and sender not in self._behind:
@@ -64,14 +64,14 @@ class SharedTransport:
         self._send_until(None)
 
     def close(self) -> None:
-        """Close every connection; a wait on one, in either process, fails at once."""
+        """Close every connection, so that waits on them fail at once in both processes."""
         for sender in self._senders.values():
             sender.close()
         for receiver in self._receivers.values():
             receiver.close()
 
     def drop(self) -> None:
-        """Close only this process's descriptors, for those copied by a fork."""
+        """In a forked child process, close the copied descriptors; the connections stay open."""
         for sender in self._senders.values():
             sender.drop()
         for receiver in self._receivers.values():
@@ -97,7 +97,7 @@ class SharedTransport:
             happened = ready.poll(1e3 * limit_s)
             if arriving is not None and arriving.fileno() in dict(happened):
                 return
-            time.sleep(_LOOK_AGAIN_S)  # room in the socket is no room for a descriptor
+            time.sleep(_LOOK_AGAIN_S)  # a writable socket may still refuse a descriptor
         self._behind = []
 
 
@@ -127,7 +127,7 @@ def why_not_shared() -> str:
 
 
 def _pass_on(descriptor: int) -> None:
-    """Send a slot's descriptor to this process and map it, as a test."""
+    """Test whether this process can send itself a slot's descriptor and map the slot."""
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
         socket.send_fds(one, [b"x"], [descriptor])
@@ -155,8 +155,8 @@ def open_shared_transport(
             listener.settimeout(timeout_s)
             peers = {c.destination_rank for c in outgoing} | {c.source_rank for c in incoming}
             addresses = exchange(str(folder / "s"), peers)
-            # A listener takes calls before it looks at them, so all may call first. Who calls this
-            # one has done so when all are accepted: nobody needs the folder then.
+            # The kernel accepts connections before `accept` is called, so all ranks may connect
+            # first. Once this rank has accepted all, no rank needs the folder any more.
             senders = [_connect(c, addresses[c.destination_rank], timeout_s) for c in outgoing]
             receivers = _accept(incoming, listener, timeout_s)
     finally:
@@ -165,7 +165,7 @@ def open_shared_transport(
 
 
 def meeting_place() -> Path:
-    """Return the folder for the sockets of a host's ranks; short enough for a socket's address."""
+    """Return the folder for the sockets of a host's ranks, of a path short enough for a socket."""
     usual = tempfile.gettempdir()
     return Path(usual if len(usual) <= _MAX_FOLDER_LENGTH else "/tmp")
 

@@ -21,24 +21,24 @@ _WORD: Final = struct.Struct("=7q")
 _DESCRIPTOR: Final = struct.Struct("=i")
 _ROOM_FOR_DESCRIPTOR: Final = socket.CMSG_SPACE(_DESCRIPTOR.size)
 _NONE: Final = -1
-# The last: the user's processes have as many descriptors under way as they may have open.
+# ETOOMANYREFS: the user's processes have too many descriptors in flight.
 _FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS})
 
 
 class _Word(NamedTuple):
-    """Announcement of a message, sent over the socket."""
+    """Announcement of a message over the socket: its fields as 8-byte integers, in this order."""
 
     serial: int
     microbatch: int
     structure: int
     header_bytes: int  # 0: the receiver knows the structure
     num_samples: int
-    slot: int  # _NONE: nothing in memory
-    retired: int  # a slot that will not be used again; _NONE: none
+    slot: int  # _NONE: the message needs no slot
+    retired: int  # a slot that is not used any more; _NONE: none
 
 
 class _Outgoing(NamedTuple):
-    """A message that is not announced yet."""
+    """A message that the sender has not announced yet."""
 
     microbatch: int
     structure: Structure
@@ -56,10 +56,10 @@ class SharedSender:
         self._impatient = _impatient(connection)
         self._catalogue = Catalogue()
         self._pool = SlotPool()
-        # The structure of the last message, and what it needs in memory without a header.
+        # The structure of the last message, and the bytes it needs in a slot without a header.
         self._sized: tuple[Structure, int] = (EMPTY, 0)
         self._waiting: deque[_Outgoing] = deque()
-        # The first of those, if it lies in its slot already: its word, and a descriptor to pass.
+        # If the first of these is in its slot already: its announcement, and a descriptor to send.
         self._ready: tuple[bytes, int | None] | None = None
 
     @property
@@ -68,7 +68,7 @@ class SharedSender:
         return len(self._waiting)
 
     def send(self, microbatch: int, nest: Nest, num_samples: int) -> None:
-        """Send as much as the socket accepts now; the rest waits for `flush`."""
+        """Announce a message if the socket accepts it now; otherwise it waits for `flush`."""
         structure, tensors = disassemble(nest) if num_samples else (EMPTY, [])
         self._waiting.append(_Outgoing(microbatch, structure, tensors, num_samples))
         self.flush()
@@ -111,7 +111,7 @@ class SharedSender:
     def _write(self, message: _Outgoing) -> tuple[bytes, int | None]:
         """Copy a message into a slot; return its announcement, and the descriptor of a new slot."""
         number, header = self._catalogue.identify(message.structure)
-        structure = self._catalogue[number]  # the one object that all equal ones share
+        structure = self._catalogue[number]  # one object for all equal structures
         index, retired, descriptor = _NONE, None, None
         if size := self._size_of(header, structure):
             slot, descriptor, retired = self._pool.take(size)
@@ -206,9 +206,9 @@ class SharedReceiver:
 
 
 def _impatient(connection: socket.socket) -> socket.socket:
-    """Return a duplicate of the connection whose calls never block.
+    """Return a duplicate of a socket whose calls never block.
 
-    If a socket has a time-out, Python waits even with MSG_DONTWAIT.
+    Python would wait for a socket with a time-out even if MSG_DONTWAIT is given.
     """
     handle = connection.dup()
     handle.settimeout(0)

@@ -3,9 +3,9 @@
 A slot is an anonymous file in memory (`memfd`): it has no name, nothing is left when processes are
 killed, and the size limit of /dev/shm in a container does not apply.
 
-The last byte stores whether the reader has released the slot. It is written when the last tensor in
-the slot is deleted, and read when the writer needs a slot. This takes no system call, never blocks,
-and is harmless if the writer has ended.
+The last byte stores whether the reader has released the slot. The reader sets it when the last
+tensor in the slot is deleted, and the writer reads it when it needs a slot. This takes no system
+call, never blocks, and is harmless if the writer has ended.
 """
 
 import ctypes
@@ -22,9 +22,9 @@ import torch
 
 from gpipe_hpc.comm.transport.wire import TensorMeta
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+ALIGNMENT = 64  # bytes: a cache line, and the best alignment for vector loads
 
-_STATE_BYTES = ALIGNMENT  # at the end, of which the last is used: apart from the message
+_STATE_BYTES = ALIGNMENT  # at the end of a slot; only the last is used
 _USED, _RELEASED = b"\0", b"\1"
 
 _Memory = ctypes.Array[ctypes.c_char]
@@ -40,12 +40,12 @@ class _Place(NamedTuple):
     strides: tuple[int, ...] | None
 
     def over(self, memory: _Memory) -> torch.Tensor:
-        """Return the tensor over the slot's memory."""
+        """Return the tensor at this place in the slot's memory, without a copy."""
         if not self.num_elements:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         shape, dtype, count, offset, strides = self
         row = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-        # Its one shape from the start, so no view of another tensor; costs less than one, too.
+        # Created in its final shape, so that it is not a view; this is also faster.
         return row.resize_(shape) if strides is None else row.as_strided_(shape, strides)
 
 
@@ -54,13 +54,13 @@ class Slot:
     """A block of memory shared by two processes."""
 
     index: int
-    size_bytes: int  # that a message may have
+    size_bytes: int  # largest size of a message
     memory: _Memory
-    # The last message's metas and header length, and where they put its tensors; the same
-    # structure comes again and again.
+    # Metadata, header length and layout of the last message, cached because most messages have
+    # the same structure.
     _laid_out: tuple[Sequence[TensorMeta], int] = field(default=((), 0), init=False)
     _places: list[_Place] = field(default_factory=list, init=False)
-    _tensors: list[torch.Tensor] = field(default_factory=list, init=False)  # the writer's
+    _tensors: list[torch.Tensor] = field(default_factory=list, init=False)  # used by the writer
 
     def __post_init__(self) -> None:
         self._address = ctypes.addressof(self.memory)
@@ -105,7 +105,7 @@ class Slot:
         if header:
             memoryview(self.memory).cast("B")[: len(header)] = header
         if self._lay_out(len(header), metas):
-            # They outlast the inference mode that an evaluation may stand in.
+            # These tensors are used later outside of the inference mode of an evaluation.
             with torch.inference_mode(False):
                 self._tensors = [place.over(self.memory) for place in self._places]
         for destination, tensor in zip(self._tensors, tensors, strict=True):
@@ -116,8 +116,8 @@ class Slot:
         return bytes(memoryview(self.memory)[:num_bytes])
 
     def tensors(self, header_bytes: int, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-        """Return the tensors in place; the slot is released when the last of them is deleted."""
-        # Each tensor holds the lease through its storage; it dies with the last of them.
+        """Return the tensors without copying; the slot is released when all of them are deleted."""
+        # Each tensor references the lease through its storage, so the last one ends the lease.
         lease = self._lease.from_address(self._address)
         lease.memory = self.memory
         self._lay_out(header_bytes, metas)
@@ -143,10 +143,10 @@ class _Lease(ctypes.Array[ctypes.c_char]):
     _type_ = ctypes.c_char
     _length_ = 0
     owner_pid = 0
-    memory: _Memory  # keeps it mapped
+    memory: _Memory  # keeps the memory mapped
 
-    # On any thread, also while the process ends. A forked child drops its copy of what the
-    # parent goes on using.
+    # Runs on any thread, also during interpreter shutdown. A forked child deletes its copy while
+    # the parent still uses the slot.
     def __del__(self, getpid: Callable[[], int] = os.getpid, state: bytes = _RELEASED) -> None:
         if getpid() == self.owner_pid:
             self[-1] = state
@@ -167,7 +167,7 @@ def _map(descriptor: int, size_bytes: int) -> _Memory:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    # A null pointer, the length, protection, flags, the descriptor, an offset.
+    # Arguments: null pointer, length, protection, flags, descriptor, offset.
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -189,13 +189,13 @@ class SlotPool:
         self._num_made = 0
 
     def take(self, size_bytes: int) -> tuple[Slot, int | None, int | None]:
-        """Return a slot of at least `size_bytes`, a descriptor and an index.
+        """Return a slot of at least `size_bytes`, with its descriptor if it is new.
 
-        The descriptor is that of a new slot, the index that of a slot discarded for it; None if
-        there is none.
+        The third value is the index of a slot that was discarded for the new one; None if there is
+        none.
         """
-        # Mostly they are released in order. All are looked at, which is longer if hundreds are
-        # in use, only before making one, which takes longer still and never gives memory back.
+        # Slots are mostly released in order. All slots are checked, which is slow if hundreds are
+        # in use, only before a new one is created, which is slower and never frees memory.
         while self._used and self._used[0].is_released:
             self._keep(self._used.popleft())
         slot, descriptor, retired = self._fitting(size_bytes), None, None
@@ -210,7 +210,7 @@ class SlotPool:
         return slot, descriptor, retired
 
     def _collect(self) -> None:
-        """Collect every slot that has been released."""
+        """Make every slot that the reader has released available again."""
         used, self._used = self._used, deque()
         for slot in used:
             if slot.is_released:
@@ -235,7 +235,7 @@ class SlotPool:
 
 
 def aligned(offset: int) -> int:
-    """Return the next aligned offset."""
+    """Return the lowest aligned offset that is not below `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 

@@ -30,19 +30,19 @@ class MailKey(NamedTuple):
     traffic: object
     source: int
     destination: int
-    number: int  # of the messages of this kind between the two
+    number: int  # counts the messages of this kind between the two ranks
 
 
 @dataclass
 class _Exchange:
-    """Contributions of ranks to an exchange, and the number of ranks that have read them."""
+    """Values contributed to an exchange by ranks, and the number of ranks that have read them."""
 
     parts: dict[int, Any] = field(default_factory=dict)
     num_taken: int = 0
 
 
 class ThreadHub:
-    """State shared by the threads of one world. `timeout_s` limits every wait."""
+    """State shared by the threads of one world; every wait ends after `timeout_s` seconds."""
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size = size
@@ -55,15 +55,15 @@ class ThreadHub:
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
 
     def refuse_failed(self, what: str) -> None:
-        """Raise ConnectionError if a rank has failed; the rest of its step must not be used."""
+        """Raise ConnectionError, which mentions `what`, if any rank has failed."""
         if self.report is not None:
             raise ConnectionError(f"another rank has failed, ahead of {what}")
 
     def wait_for(self, ready: Callable[[], T | None], what: str) -> T:
-        """Block until `ready` returns a value other than None and return it.
+        """Block until `ready` returns a value other than None and return that value.
 
-        The caller must hold `changed`. Raises ConnectionError if a rank fails meanwhile,
-        TimeoutError after `timeout_s`.
+        The caller must hold the lock of `changed`. Raises ConnectionError if a rank fails
+        meanwhile, TimeoutError after `timeout_s`.
         """
         deadline = time.monotonic() + self.timeout_s
         while (value := ready()) is None:

@@ -21,12 +21,12 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.pytree import LEAF, Nest, Tree, flatten, unflatten
 
 WORD_LENGTH = 5
-MAX_STRUCTURES = 256  # that a channel remembers
-MAX_LAYOUTS = 1024  # of single tensors, made once
-MAX_STRUCTURE_BYTES = 4 * 2**20  # of memory for them; the newest may be larger by itself
+MAX_STRUCTURES = 256  # largest number of structures that a channel stores
+MAX_LAYOUTS = 1024  # largest number of cached structures of single tensors
+MAX_STRUCTURE_BYTES = 4 * 2**20  # limit of their total size; the newest alone may exceed it
 _HOST: Final = HostDevice()
-_LEAF_BYTES = 300  # about what a leaf takes besides its value
-# Values that are made without any class, and how long they may be to be kept.
+_LEAF_BYTES = 300  # approximate memory of a leaf besides its value
+# Types of values that are cached by value, and the largest pickled size of such a value.
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _SHORT_BYTES = 64
 
@@ -37,21 +37,20 @@ class Word(NamedTuple):
     serial: int  # position in the channel since its start: catches lost or doubled messages
     microbatch: int
     structure: int  # identity of the structure within the channel
-    header_bytes: int  # 0: the receiver has this structure already
-    num_samples: int  # 0: an empty micro-batch, nothing follows but what was posted
+    header_bytes: int  # 0: the receiver knows this structure
+    num_samples: int  # 0: an empty micro-batch; only posted buffers are filled
 
 
 class TensorMeta(NamedTuple):
     """Metadata that a receiver needs before a tensor arrives.
 
     Args:
-        shape: its shape.
-        dtype: its dtype.
-        requires_grad: whether it requires a gradient.
-        strides: dense strides with which it is sent; None if it is contiguous.
-        on_device: whether it is on its rank's device, or else on the host.
-        is_buffer: whether it is part of a layer's buffer, so that other layers must not write to
-            it.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        requires_grad: whether the tensor requires a gradient.
+        strides: dense strides with which the tensor is sent; None if it is contiguous.
+        on_device: whether the tensor is on its rank's device, or else on the host.
+        is_buffer: whether it is part of a layer's buffer, which other layers must not modify.
     """
 
     shape: tuple[int, ...]
@@ -76,7 +75,7 @@ class TensorMeta(NamedTuple):
         home = device if self.on_device else _HOST
         if self.strides is None:
             return home.empty(self.shape, self.dtype)
-        # In its place: no view of another tensor.
+        # In place, so that the result is not a view of another tensor.
         return home.empty((self.num_elements,), self.dtype).as_strided_(self.shape, self.strides)
 
 
@@ -87,7 +86,7 @@ class Again(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A leaf that shares memory with others; the memory is sent once for all of them."""
+    """A leaf that shares memory with other leaves; the memory is sent once for all of them."""
 
     block: int
     view: View
@@ -98,8 +97,9 @@ class Part(NamedTuple):
 class Structure:
     """The description of a nest without the values of its tensors.
 
-    Each entry of `leaves` is a TensorMeta, an earlier leaf (Again), a Part of a block, or the
-    pickled bytes of a value. `blocks` describes memory that several leaves share; it is sent last.
+    Each entry of `leaves` is a TensorMeta, a reference to an earlier leaf (Again), a Part of a
+    block, or the pickled bytes of a value. `blocks` describes memory that several leaves share; it
+    is sent last.
     """
 
     tree: Tree
@@ -112,12 +112,12 @@ class Structure:
         object.__setattr__(self, "metas", (*tensors, *self.blocks))
 
     def to_bytes(self) -> bytes:
-        """Serialize the structure for a header."""
+        """Serialize the structure, for the header of a message."""
         return dumps((self.tree, self.leaves, self.blocks), "boundary")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Structure":
-        """Parse a header."""
+        """Parse the header of a message."""
         return cls(*loads(data, "boundary"))
 
 
@@ -127,9 +127,8 @@ EMPTY = Structure(flatten(())[1], ())
 def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, list[torch.Tensor]]:
     """Split a nest into its structure and its detached tensors, in leaf order.
 
-    The memory of the tensors contains their actual elements, without lazy conjugation. `device` is
-    the device of this rank; None if it does not matter which tensors are on it. Raises ModelError
-    for sparse, nested and quantized tensors.
+    Lazy conjugation and negation are resolved. `device` is the device of this rank; None if it does
+    not matter which tensors are on it. Raises ModelError for sparse, nested and quantized tensors.
     """
     told = device if device is not None and device.is_accelerator else None
     if isinstance(nest, torch.Tensor):
@@ -162,7 +161,7 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
 def _with_blocks(
     tree: Tree, leaves: list[TensorMeta | Again | Part | bytes], tensors: list[torch.Tensor]
 ) -> tuple[Structure, list[torch.Tensor]]:
-    """Return structure and tensors to send; memory shared by several tensors is sent once."""
+    """Return the structure and the tensors to send; memory that tensors share occurs once."""
     blocks = shared_blocks(tensors)
     if not blocks:
         return Structure(tree, tuple(leaves)), tensors
@@ -181,7 +180,7 @@ def _with_blocks(
 
 
 def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return the tensor in the memory layout of its meta, copying it only if necessary."""
+    """Return the tensor in the memory layout of its metadata, copied only if necessary."""
     if meta.strides is None:
         return tensor.contiguous()
     if tensor.stride() == meta.strides:
@@ -202,13 +201,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def travelling_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides with which a tensor is sent; None if contiguous.
 
-    They are its own strides if it is dense; otherwise its dimensions keep their order in memory.
+    A dense tensor keeps its strides; otherwise its dimensions keep their order in memory.
     """
     if strides == _strides_in_order(shape, range(len(shape))):
         return None
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     together = _strides_in_order(shape, order)
-    # The stride of a dimension of one element means nothing, and is kept as it is.
+    # The stride of a dimension of size 1 has no effect and is kept.
     if all(shape[dim] < 2 or strides[dim] == together[dim] for dim in order):
         together = strides
     return None if together == _strides_in_order(shape, range(len(shape))) else together
@@ -225,7 +224,7 @@ def _strides_in_order(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int
 
 def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
     """Rebuild a nest; each tensor is a leaf and requires grad if the sender's did."""
-    if structure.tree.kind is None and structure.metas:  # one tensor alone
+    if structure.tree.kind is None and structure.metas:  # a single tensor
         return tensors[0].detach().requires_grad_(structure.metas[0].requires_grad)
     arrived, leaves = iter(tensors), list[Any]()
     for leaf in structure.leaves:
@@ -244,14 +243,14 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
 
 
 def handed_over(nest: Nest) -> Nest:
-    """Return a nest as it would arrive from another rank, without copying its memory."""
-    if isinstance(nest, torch.Tensor):  # most are, and what tells of one would be for nothing
+    """Return a nest as another rank would receive it, without copying its memory."""
+    if isinstance(nest, torch.Tensor):  # the most common case, for which no structure is built
         return _elements(nest).requires_grad_(nest.requires_grad)
     return assemble(*disassemble(nest))
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor whose memory contains its actual elements."""
+    """Return a detached tensor without lazy conjugation or negation."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else None
         raise ModelError(
@@ -262,7 +261,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg()
-    # Zeros that autograd makes of nothing have no memory at all.
+    # Zero tensors that autograd creates lazily have no memory.
     return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
@@ -288,7 +287,7 @@ def _value_of(leaf: bytes) -> Any:
 
 @lru_cache(maxsize=MAX_STRUCTURES)
 def _atom(leaf: bytes) -> tuple[Any] | None:
-    """Return the value of a leaf in a tuple if it is immutable and simple; else None."""
+    """Return a pickled leaf's value, in a tuple, if its type is immutable; else None. Cached."""
     value = loads(leaf, "boundary")
     return (value,) if type(value) in _ATOMS else None
 
@@ -301,7 +300,7 @@ def _single(
     requires_grad: bool,
     on_device: bool,
 ) -> Structure:
-    """Return the structure of a single tensor; cached, because most messages are one."""
+    """Return the structure of a single tensor; cached, because most messages are one tensor."""
     return Structure(LEAF, (_meta(shape, strides, dtype, requires_grad, on_device),))
 
 
@@ -321,9 +320,9 @@ def _meta(
 class Catalogue:
     """The structures known at one end of a channel, by number.
 
-    Both ends number new structures in the order of their messages and delete the oldest in the same
-    order, so that values that change with every message do not fill the memory. The newest is kept,
-    whatever its size.
+    Both ends number new structures in the order of the messages and delete the oldest ones in the
+    same order, so that structures that change with every message do not fill the memory. The newest
+    structure is kept, whatever its size.
     """
 
     def __init__(
@@ -333,12 +332,12 @@ class Catalogue:
         self._capacity_bytes = capacity_bytes
         self._numbers: dict[Structure, int] = {}
         self._structures: dict[int, Structure] = {0: EMPTY}
-        self._sizes: dict[int, int] = {}  # bytes of each, the oldest first
+        self._sizes: dict[int, int] = {}  # bytes of each structure, the oldest first
         self._size_bytes = 0
         self._next = 1
 
     def identify(self, structure: Structure) -> tuple[int, bytes]:
-        """Return a structure's number, and its header if the other end does not know it."""
+        """Return a structure's number, and its header if it is new to the other end, else b""."""
         if structure is EMPTY:
             return 0, b""
         known = self._numbers.get(structure)
@@ -357,7 +356,7 @@ class Catalogue:
         self._next += 1
         self._numbers[structure] = number
         self._structures[number] = structure
-        # Of what both ends know, so that they forget alike.
+        # Computed from values that both ends know, so that they delete the same structures.
         self._sizes[number] = header_bytes + _LEAF_BYTES * len(structure.leaves)
         self._size_bytes += self._sizes[number]
         while len(self._sizes) > 1 and (
@@ -369,15 +368,15 @@ class Catalogue:
         return number
 
     def __getitem__(self, number: int) -> Structure:
-        """Return the structure with a number."""
+        """Return the structure with this number."""
         return self._structures[number]
 
 
 class Expectation:
-    """The tensor structure last seen at one position of a channel, kept by sender and receiver.
+    """The structure to expect at one position of a channel, tracked by sender and receiver alike.
 
-    Receives are posted for the expected structure. A structure is expected if it was the first one
-    or came twice in a row, so that buffers are not posted for shapes that change at every step.
+    Receives are posted for the expected structure: the first one, or one that occurred twice in a
+    row, so that no buffers are posted for shapes that change at every step.
     """
 
     __slots__ = ("expected", "last", "metas")
@@ -385,10 +384,11 @@ class Expectation:
     def __init__(self) -> None:
         self.expected: int | None = None
         self.last: int | None = None
-        self.metas: tuple[TensorMeta, ...] = ()  # of the expected one, also once it is forgotten
+        # Metadata of the expected structure, which a catalogue may delete before it is used.
+        self.metas: tuple[TensorMeta, ...] = ()
 
     def saw(self, number: int, structure: Structure) -> None:
-        """Record the structure of a message."""
+        """Record the structure of a message, and update the expected one."""
         self.expected = number if self.last in (None, number) else None
         self.metas = () if self.expected is None else structure.metas
         self.last = number

@@ -59,10 +59,11 @@ class Watched:
         self._alive_s, self._seen = time.monotonic(), self._effort()
 
     def idle_s(self) -> float:
-        """Return the seconds without progress of the thread, as seen by calls of this method.
+        """Return the seconds without progress of the thread, measured between calls of this method.
 
         Progress means that the thread or a child process reads, writes or computes. A thread that
-        waits for an unresponsive file server does not. 0 if the system does not report it.
+        waits for an unresponsive file server does not. 0 if the system does not provide the
+        numbers.
         """
         now_s, effort = time.monotonic(), self._effort()
         if (
@@ -106,7 +107,7 @@ class _Effort(NamedTuple):
         return cls(ticks / os.sysconf("SC_CLK_TCK"), int(counts["rchar"]) + int(counts["wchar"]))
 
     def exceeds(self, before: "_Effort", passed_s: float) -> bool:
-        """Return whether more work was done since `before` than a waiting thread does.
+        """Return whether more was done since `before`, `passed_s` ago, than a waiting thread does.
 
         True also if the sum decreased, because a process has ended.
         """

@@ -1,7 +1,7 @@
 """Shared memory in which a rank publishes its current activity for its watcher process.
 
-Messages sent once a second would be outdated when the rank dies, and would stop while a call holds
-the GIL. The shared memory always contains the last action.
+Messages sent once a second would be out of date when the rank dies, and would stop during a call
+that does not release the GIL. The shared memory always contains the last action.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Shown(NamedTuple):
 
 
 class Display:
-    """The rank's side. Publishing an action takes about half a microsecond."""
+    """Writer of the shared memory, used by the rank; publishing takes about half a microsecond."""
 
     def __init__(self) -> None:
         self.descriptor, path = tempfile.mkstemp(prefix="gpipe_hpc_")
@@ -42,7 +42,7 @@ class Display:
         self._texts: dict[int, tuple[object, bytes]] = {}
 
     def show_phase(self, count: int, phase: object, *, is_together: bool) -> None:
-        """Publish the start of a phase; `is_together` if all ranks do it together."""
+        """Publish the start of a phase; `is_together` tells whether all ranks are in it."""
         text = _encoded(phase)
         self._memory[_PHASE : _PHASE + len(text)] = text
         self._phase_bytes, self._is_together = len(text), is_together
@@ -68,7 +68,7 @@ class Display:
 
 
 class View:
-    """The watcher's side, which can also read the last action of a dead rank."""
+    """Reader of the shared memory, in the watcher; works even after the rank has died."""
 
     def __init__(self, path: str) -> None:
         self._descriptor: int | None = None

@@ -45,7 +45,7 @@ class Doing:
             self.text, self.waits = shown.text[:MAX_DOING], False
 
     def forgive(self, pause_s: float) -> None:
-        """Exclude a time in which the watcher itself did not run from all durations."""
+        """Exclude a period in which the watcher was not running from all measured durations."""
         self.changed_s += pause_s
         if self.stopped_s is not None:
             self.stopped_s += pause_s

@@ -1,6 +1,6 @@
 """Failure board: propagates the failure or silence of one rank to all others and ends them.
 
-News travel between watcher processes (`gpipe_hpc.comm.watchdog`), even if ranks hang. The
+Reports travel between watcher processes (`gpipe_hpc.comm.watchdog`), even if ranks hang. The
 rendezvous store decides which of several failures was the first.
 """
 
@@ -60,13 +60,13 @@ class Board(Protocol):
 
     @property
     def has_news(self) -> bool:
-        """Return whether another rank has failed and the main thread here has not been informed."""
+        """Return whether another rank has failed and this rank's main thread does not know yet."""
 
     def publish(self, report: Report) -> Report:
-        """Make `report` the run's failure unless there is one; return the one that applies."""
+        """Make `report` the run's failure if there is none yet; return the run's failure."""
 
     def await_spreading(self) -> None:
-        """Wait briefly so that the other ranks can pass the report on before this process exits."""
+        """Wait briefly, before this process exits, so that other ranks can pass the report on."""
 
     def explain(self, symptom: str) -> Report:
         """Return the run's failure; if none is reported, find out which rank blocks the others."""
@@ -78,7 +78,7 @@ class Board(Protocol):
         """Wait, for a limited time, until monitoring has ended after `stop`."""
 
     def forget(self) -> None:
-        """In a forked child process, close what belongs to the parent."""
+        """In a forked child process, close the parent's resources without affecting the parent."""
 
 
 class SoloBoard:
@@ -91,7 +91,7 @@ class SoloBoard:
         self._report: Report | None = None
 
     def publish(self, report: Report) -> Report:
-        """Store the first report."""
+        """Store the report if it is the first one; return the first one."""
         self._report = self._report or report
         return self._report
 
@@ -99,7 +99,7 @@ class SoloBoard:
         """Do nothing: there are no other ranks."""
 
     def explain(self, symptom: str) -> Report:
-        """Return the first report, else a report of `symptom`."""
+        """Return the first report, or a report of `symptom` if there is none."""
         return self.publish(Report(f"rank {self._rank}: {symptom}"))
 
     def stop(self) -> None:
@@ -167,11 +167,11 @@ class FailureBoard:
 
     @property
     def has_news(self) -> bool:
-        """Return whether the run has failed and the main thread has not been informed."""
+        """Return whether the run has failed and this rank's main thread does not know yet."""
         return self._report is not None and not self._is_told
 
     def publish(self, report: Report) -> Report:
-        """Make `report` the run's failure unless there is one; return the one that applies."""
+        """Make `report` the run's failure if there is none yet; return the run's failure."""
         with self._changed:
             standing = self._report
         if standing is None:
@@ -183,7 +183,7 @@ class FailureBoard:
         return standing
 
     def await_spreading(self) -> None:
-        """Wait briefly so that the other ranks can pass the report on before this process exits."""
+        """Wait briefly, before this process exits, so that other ranks can pass the report on."""
         time.sleep(SPREAD_S)
 
     def explain(self, symptom: str) -> Report:
@@ -209,13 +209,13 @@ class FailureBoard:
     def await_end(self) -> None:
         """Wait, for a limited time, until the background thread has ended.
 
-        A thread that is in torch's store during interpreter shutdown aborts the process.
+        A thread that still calls torch's store during interpreter shutdown aborts the process.
         """
         if self._stop.is_set() and threading.current_thread() is not self._thread:
             self._thread.join(_THREAD_END_S)
 
     def forget(self) -> None:
-        """In a forked child process, close what belongs to the parent."""
+        """In a forked child process, close the parent's resources without affecting the parent."""
         self._helper.forget()
         self._display.close()
 
@@ -224,7 +224,7 @@ class FailureBoard:
         return Report.read(self._store.get("failure").decode())
 
     def _report_in_store(self) -> Report | None:
-        """Return the failure report in the store, for ranks that no watcher reaches."""
+        """Return the run's failure report in the store, or None; works without a watcher."""
         try:
             found = _with_time_limit(ANSWER_S, lambda: _read(self._store, "failure"))
         except (RuntimeError, TimeoutError):
@@ -249,7 +249,7 @@ class FailureBoard:
             return self._report
 
     def _finding(self) -> str:
-        """Return what other ranks have answered about the rank that blocks this one."""
+        """Return a text with what other ranks have answered about the rank that blocks this one."""
         with self._changed:
             recent_s = time.monotonic() - FACTS_S - REPORT_GRACE_S
             facts = [text for heard_s, text in self._facts.values() if heard_s > recent_s]
@@ -383,7 +383,7 @@ class FailureBoard:
             self._facts[rank] = (time.monotonic(), text)
 
     def _next_s(self) -> float:
-        """Return the time at which `_act` has something to do next."""
+        """Return the time at which `_act` next has something to do."""
         return min(
             self._lost_s + SETTLE_S if self._report is None else float("inf"),
             float("inf") if self._is_broken else self._failed_s + BREAK_S,
@@ -391,7 +391,7 @@ class FailureBoard:
         )
 
     def _act(self) -> None:
-        """Turn lost ranks into a report, and a report into the end of this rank's waits."""
+        """Report lost ranks; after a failure, end this rank's waits and finally its process."""
         now_s = time.monotonic()
         if self._report is None and now_s >= self._lost_s + SETTLE_S:
             report = Report(_describe_lost(list(self._lost.values())[:MAX_LISTED]))
@@ -423,7 +423,7 @@ class FailureBoard:
 
 
 def _describe_lost(lost: Sequence[Message]) -> str:
-    """Format lost ranks as a message, with each remedy after the last rank it applies to."""
+    """Return a message about lost ranks; each remedy follows the last rank to which it applies."""
     last = {news["what"]: news for news in lost}
     return "; ".join(_describe_one(news, tells_remedy=last[news["what"]] is news) for news in lost)
 
@@ -438,7 +438,7 @@ def _describe_one(news: Message, *, tells_remedy: bool) -> str:
 
 
 def with_host(report: str, rank: int) -> str:
-    """Insert the host name after the rank at the start of a report: ``rank 3 on node7: ...``.
+    """Insert this host's name after the rank at the start of a report: ``rank 3 on node7: ...``.
 
     A report that does not begin with this rank is returned unchanged.
     """
@@ -450,7 +450,7 @@ def _read(store: Store, key: str) -> str | None:
 
 
 def _with_time_limit(limit_s: float, question: Callable[[], T]) -> T:
-    """Return the result of `question`; TimeoutError if it takes too long (stopped store)."""
+    """Return the result of `question`, a query of the store; TimeoutError if it takes too long."""
     answer: Future[T] = Future()
 
     def ask() -> None:
@@ -464,9 +464,9 @@ def _with_time_limit(limit_s: float, question: Callable[[], T]) -> T:
 
 
 def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:
-    """Convert torch's error about a failed wait to ConnectionError or TimeoutError.
+    """Convert torch's error about a failed wait for `what` to ConnectionError or TimeoutError.
 
-    The message is shortened by torch's source lines.
+    The lines about torch's source code are removed from the message.
     """
     text = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
     if re.search("timed? ?out", text, re.IGNORECASE):

@@ -25,7 +25,7 @@ _START: Final = (
 _END_S: Final = 5.0
 _STOPPED_S: Final = 1.5  # time without an answer after which to check for a stopped process
 _FIRST_ANSWER_S: Final = 30.0  # includes the start of Python
-_ANSWER_SHARE: Final = 0.3  # of the silence after which neighbours consider this rank lost
+_ANSWER_SHARE: Final = 0.3  # share of the time after which neighbours consider this rank lost
 _LEAST_ANSWER_S: Final = 2.0
 _PAUSE_S: Final = 2.0  # a longer time between two checks means that this thread did not run
 _MOST_ENDS: Final = 3  # number of lost processes after which a thread is used
@@ -35,9 +35,9 @@ _AGAIN: Final = ("orders", "listen", "peer")  # kinds of messages repeated to a 
 class Helper:
     """A running watcher: a separate process, or a thread if no process can be started.
 
-    The process inherits no file of this process but one socket, imports only the standard library
-    and runs in its own session, so that signals from the terminal or to the process group do not
-    reach it. If it is killed, `replace` starts another.
+    The process inherits no open file but one socket, imports only the standard library and runs in
+    its own session, so that signals from the terminal or to the process group do not reach it. If
+    it is killed, `replace` starts another one.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Helper:
 
     @property
     def process_number(self) -> int:
-        """Return the process id of the watcher; this process's if it is a thread."""
+        """Return the process id of the watcher; that of the rank if the watcher is a thread."""
         return self._pid if self._process is None else self._process.pid
 
     def send(self, **message: Any) -> None:
@@ -100,14 +100,14 @@ class Helper:
 
     @property
     def has_ended_well(self) -> bool:
-        """Return whether the watcher, which has ended, ended without failure."""
+        """Return whether a watcher that has ended did so without failure."""
         return self._process is None or self._process.returncode == 0
 
     def why_gone(self) -> str | None:
-        """Return how the watcher process has ended, or why it was killed here; None if it works.
+        """Return how the watcher has ended, or why it was killed by this method; None if it runs.
 
-        A watcher that is stopped by a signal or does not answer the message of each second is
-        killed; otherwise the neighbours would soon consider this rank lost.
+        A watcher that a signal has stopped, or that does not answer the message sent each second,
+        is killed; otherwise the neighbours would soon consider this rank lost.
         """
         now_s = time.monotonic()
         if now_s > self._looked_s + _PAUSE_S:
@@ -134,7 +134,7 @@ class Helper:
         return f"{why}, so it was killed"
 
     def replace(self) -> bool:
-        """Start a new watcher with the same messages after one is lost; return whether it started.
+        """Replace a lost watcher by a new one and repeat its messages; return whether it started.
 
         It listens on the same ports, so that the neighbours find it.
         """
@@ -150,7 +150,7 @@ class Helper:
         return True
 
     def leave(self) -> None:
-        """Tell the watcher that this rank ends without failure; `receive` then ends."""
+        """Notify the watcher that this rank ends without failure; `receive` then ends."""
         self.send(kind="left")
 
     def end(self) -> None:
@@ -164,12 +164,12 @@ class Helper:
                 log.warning("the watcher process of process %d has not ended", self._pid)
 
     def forget(self) -> None:
-        """In a forked child process, close the socket, which belongs to the parent."""
+        """In a forked child process, close the parent's socket without affecting the parent."""
         self._line.drop()
 
     @staticmethod
     def _end_of(process: "subprocess.Popen[bytes]") -> str:
-        """Wait for a process that has closed its connection, or kill it; return how it ended."""
+        """Wait for a watcher that has closed its connection, or kill it; return how it ended."""
         try:
             return how_ended(process.wait(_STOPPED_S))
         except subprocess.TimeoutExpired:

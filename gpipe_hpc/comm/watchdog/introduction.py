@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S: Final = 1.0
 
 
 class Introduction:
-    """Passes the addresses of neighbouring watchers to this rank's watcher as they are published.
+    """Passes the addresses of neighbouring watchers to this rank's watcher once they are published.
 
     A rank queries the store only for its neighbours. The watcher listens on loopback and, if a
     neighbour is on another host, also on an address reachable from there.
@@ -52,7 +52,7 @@ class Introduction:
             self._store.set(f"watch/outside/{self._rank}", json.dumps({"host": host, "port": port}))
 
     def advance(self) -> None:
-        """Query the store for missing neighbours, at increasing intervals."""
+        """Query the store for the neighbours not found yet, at increasing intervals."""
         for other in sorted(self._missing):
             if self._find(other):
                 self._missing.discard(other)

@@ -17,9 +17,9 @@ _MAX_AT_ONCE: Final = 1 << 20
 
 
 class Line:
-    """A non-blocking connection; `is_open` becomes False when it has ended for any reason.
+    """A non-blocking connection that sends and receives messages; `num_read` counts received bytes.
 
-    `num_read` counts received bytes.
+    `is_open` becomes False when the connection has ended for any reason.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -36,7 +36,7 @@ class Line:
 
     @property
     def far_address(self) -> str:
-        """Return the IP address of the other end; empty if it has none."""
+        """Return the IP address of the other end; empty for a Unix socket."""
         try:
             name = self._connection.getpeername()
         except OSError:
@@ -45,7 +45,7 @@ class Line:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether data waits until the socket accepts more."""
+        """Return whether buffered data waits until the socket accepts more."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -75,8 +75,8 @@ class Line:
     def receive(self, most: int = _MAX_AT_ONCE) -> list[Message]:
         """Return the messages received so far; close the connection on its end or invalid data.
 
-        Reads at most `most` bytes, so that a busy sender does not block other work; the rest is
-        read by the next call.
+        Reads at most `most` bytes, so that a peer that sends much does not block other work; the
+        next call reads the rest.
         """
         left = most
         try:
@@ -104,7 +104,7 @@ class Line:
         self._end()
 
     def drop(self) -> None:
-        """Close only this process's descriptor, for one copied by a fork."""
+        """Close only this process's copy of the descriptor, made by a fork."""
         self._end()
 
     def _parsed(self, lines: list[bytes]) -> list[Message]:

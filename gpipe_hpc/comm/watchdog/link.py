@@ -1,4 +1,4 @@
-"""State of the connection to one neighbour."""
+"""State of a watcher's connection to one neighbouring rank."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Link:
     ended_s: float | None = None  # time when a working connection was lost
     dialled_s: float = float("-inf")
     host: str = ""
-    heard_at: str = ""  # the address of its end of the connection
+    heard_at: str = ""  # address of the neighbour's end of the connection
     doing: str = "not known"
     helper: str = ""  # process id of its watcher
     has_left: bool = False  # has ended without failure
@@ -30,7 +30,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """Return rank and host for a message."""
+        """Return the neighbour's rank and host, for messages."""
         return f"rank {self.rank}" + (f" on {self.where}" if self.host else "")
 
     @property
@@ -40,11 +40,11 @@ class Link:
         return f"{self.host} ({self.heard_at})" if far else self.host
 
     def silent_s(self, now_s: float) -> float:
-        """Return the seconds since the last message; 0 before the first one."""
+        """Return the seconds since the neighbour's last message; 0 before the first one."""
         return 0.0 if self.heard_s is None else now_s - self.heard_s
 
     def forgive(self, pause_s: float) -> None:
-        """Exclude a time in which this watcher itself did not run from all durations."""
+        """Exclude a period in which this watcher was not running from all measured durations."""
         if self.heard_s is not None:
             self.heard_s += pause_s
         if self.ended_s is not None:

@@ -1,4 +1,4 @@
-"""The connections of a watcher to those of neighbouring ranks."""
+"""The connections of a rank's watcher to the watchers of neighbouring ranks."""
 
 import socket
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Neighbourhood:
         self._strangers.append(self._talk(connection, None, now_s))
 
     def dial(self, now_s: float) -> None:
-        """Connect to the unconnected neighbours to which this rank has to connect."""
+        """Connect to the neighbours to which this rank has to connect and is not connected."""
         for link in self.links.values():
             pending = link.talk is not None and link.talk.line.is_open
             due = now_s > link.dialled_s + _REDIAL_S
@@ -78,7 +78,10 @@ class Neighbourhood:
     def hear(
         self, talk: Talk, greeting: Sequence[Message], now_s: float
     ) -> list[tuple[Link, Message]]:
-        """Return the messages of an authenticated neighbour; send `greeting` to a new one."""
+        """Return the messages received from a neighbour, if it is authenticated.
+
+        Sends `greeting` to a neighbour that has just been authenticated.
+        """
         was_proven = talk.is_proven
         talk.line.flush()
         messages = talk.receive()
@@ -98,7 +101,7 @@ class Neighbourhood:
                 link.talk.line.send(message)
 
     def part(self, link: Link) -> None:
-        """Record that a neighbour has ended without failure."""
+        """Record that a neighbour has ended without failure; close its connection."""
         link.has_left = True
         if link.talk is not None:
             link.talk.line.close()
@@ -124,7 +127,10 @@ class Neighbourhood:
                 self._has_changed = True
 
     def take_change(self) -> bool | None:
-        """Return whether all neighbours are connected if that may have changed; else None."""
+        """Return whether all neighbours are connected, or None if that has not changed.
+
+        A change is returned once.
+        """
         if not self._has_changed:
             return None
         self._has_changed = False
@@ -132,11 +138,11 @@ class Neighbourhood:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all neighbours that have not left are connected."""
+        """Return whether all neighbours that have not ended are connected."""
         return all(link.is_up or link.has_left for link in self.links.values())
 
     def forgive(self, pause_s: float) -> None:
-        """Exclude a time in which this process did not run from all durations."""
+        """Exclude a period in which this process was not running from all measured durations."""
         for link in self.links.values():
             link.forgive(pause_s)
 
@@ -152,7 +158,7 @@ class Neighbourhood:
         return Talk(Line(connection), self._rank, self._host, self._secret, expected, now_s)
 
     def _welcome(self, talk: Talk, greeting: Sequence[Message]) -> None:
-        """Register a newly authenticated connection, which replaces an older one."""
+        """Register a newly authenticated connection, replacing an older one to the same rank."""
         if talk in self._strangers:
             self._strangers.remove(talk)
         link = self.links.get(-1 if talk.peer is None else talk.peer)

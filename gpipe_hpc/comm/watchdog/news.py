@@ -1,4 +1,4 @@
-"""Record of the news that a watcher has received, so that each is forwarded only once."""
+"""Record of the messages that a watcher has received, so that each is forwarded only once."""
 
 import os
 from typing import Final
@@ -10,7 +10,7 @@ _LASTING: Final = frozenset({"failure", "lost"})
 
 
 class News:
-    """News received so far; `failed_s` is the time when the first failure was received."""
+    """The messages received so far; `failed_s` is the time when the first failure was received."""
 
     def __init__(self) -> None:
         # Time of receipt by name and by id.
@@ -22,16 +22,17 @@ class News:
         self.failed_s: float | None = None
 
     def number(self, news: Message, rank: int) -> Message:
-        """Return the news with a unique id; ids created here start with `rank`."""
+        """Return the message with a unique id; ids created here start with `rank`."""
         if "id" in news:
             return news
         self._num_own += 1
         return news | {"id": f"{rank}.{self._mark}.{self._num_own}"}
 
     def is_new(self, news: Message, again_s: float, now_s: float) -> bool:
-        """Return whether to forward the news, and record them.
+        """Return whether to forward a message, and record it.
 
-        An id is never new twice; another message with the same name is new after `again_s` seconds.
+        A message is forwarded only once, which its id decides. A message with another id and the
+        same name is forwarded if the last one was at least `again_s` seconds ago.
         """
         name, number = str(news.get("name"))[:64], str(news["id"])[:64]
         last_s = self._heard.get(name, float("-inf"))

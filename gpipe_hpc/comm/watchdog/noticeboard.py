@@ -17,8 +17,8 @@ class Noticeboard:
     """Texts that ranks publish in the store under their own names.
 
     A rank writes one text and reads those of its peers, whatever the size of the world. It polls
-    the store instead of blocking in it, so that a failure can end the wait. `note` is called with
-    the ranks waited for.
+    the store instead of blocking, so that a failure can end the wait. `note` is called with the
+    ranks for which this rank waits.
     """
 
     def __init__(self, store: Store, rank: int, timeout_s: float, note: Note = unheard) -> None:
@@ -26,7 +26,7 @@ class Noticeboard:
         self._is_closed = False
 
     def tell(self, what: str, text: str = "") -> None:
-        """Publish this rank's text; `what` must be unused so far and equal on all ranks."""
+        """Publish this rank's text as `what`, a name not used before and equal on all ranks."""
         self._store.set(_key(what, self._rank), text)
 
     def ask(self, what: str, ranks: Collection[int]) -> Mapping[int, str]:

@@ -1,4 +1,4 @@
-"""Callback type by which a wait reports the ranks it waits for, for error messages."""
+"""Type of a callback that receives the ranks for which a wait is waiting, for error messages."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,4 +7,4 @@ Note = Callable[[Sequence[int] | None], None]
 
 
 def unheard(ranks: Sequence[int] | None) -> None:
-    """A `Note` callback that ignores the ranks that are waited for."""
+    """Do nothing: a `Note` callback for waits that need not be reported."""

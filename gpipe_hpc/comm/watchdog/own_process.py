@@ -13,7 +13,7 @@ _EXIT_CODE_FIELD: Final = 49  # index among the fields after the name in /proc/P
 
 
 class OwnProcess:
-    """The rank's process; `pid` is None if the watcher is a thread of it."""
+    """The process of the watcher's own rank; `pid` is None if the watcher is a thread of it."""
 
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
@@ -27,7 +27,7 @@ class OwnProcess:
     def handle(self) -> int | None:
         """Return a descriptor that becomes readable when the process ends; None if unavailable.
 
-        Unlike a connection, it is not kept open by processes that the rank has forked.
+        Processes that the rank has forked do not keep it open, unlike a connection.
         """
         return self._handle
 
@@ -42,11 +42,11 @@ class OwnProcess:
         return self._pid is not None and is_stopped(self._pid)
 
     def has_ended_well(self) -> bool:
-        """Return whether the process ended with exit code 0, if the kernel still knows."""
+        """Return whether the process ended with exit code 0; False if the code is unknown."""
         return self._status() == 0
 
     def fate(self) -> str:
-        """Return a text about how the process ended, if the kernel still knows."""
+        """Return a text about how the process ended, with the exit code if it is known."""
         status = self._status()
         if status is None:
             return "ended without a report"
@@ -71,9 +71,12 @@ class OwnProcess:
                 os.kill(self._pid, number)
 
     def stacks(self, number: int | None, file: str, max_bytes: int) -> str:
-        """Return the stacks that the rank's signal handler writes, which works without the GIL.
+        """Return the stack traces written by the rank's signal handler, which needs no GIL.
 
-        `number` is the signal, None without a handler; `file` is the file that the handler writes.
+        Args:
+            number: the signal; None if the rank has no handler.
+            file: the file that the handler writes.
+            max_bytes: largest number of bytes to return.
         """
         if number is None:
             return "(its interpreter does not answer)"

@@ -1,4 +1,4 @@
-"""Work of some ranks that may take longer than the time-out of collectives."""
+"""Execution of work that may take longer than the time-out of collectives, on some of the ranks."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ _NUM_LOOKS: Final = 20  # checks within idle_s; on a large host each one takes a
 def patiently(
     world: World, where: str, work: Callable[[], T] | None, *, idle_s: float = math.inf
 ) -> T | None:
-    """Run `work` on the ranks that have some, while all ranks stay in contact; return its result.
+    """Run `work`, or nothing if None, while all ranks stay in contact; return its result.
 
     A collective call. The work runs on a background thread, and the ranks synchronize once a second
     until all are done. So no rank waits in a collective until it times out, and all ranks notice
@@ -54,13 +54,13 @@ def patiently(
 
 
 def _on_device(device: Device, work: Callable[[], T]) -> T:
-    """Run `work` on a new thread, after setting its current device."""
+    """Run `work` on a new thread whose current device is `device`."""
     device.use()
     return work()
 
 
 class _ProgressMonitor:
-    """Monitor of a working thread: logs the stack of long work and raises if it is idle."""
+    """Monitor of a working thread: logs its stack if the work is long, raises if it is idle."""
 
     def __init__(self, world: World, where: str, thread: threading.Thread, idle_s: float) -> None:
         self._world, self._where, self._idle_s = world, where, idle_s
@@ -91,9 +91,9 @@ def patiently_here(
 ) -> T | None:
     """Run `work` on the calling thread, while a background thread keeps contact with other ranks.
 
-    Otherwise like `patiently`. For work that must be measured on the thread that will run it. The
-    calling thread notices another rank's failure after its work. If the work is idle for `idle_s`
-    seconds, the other ranks end.
+    Otherwise like `patiently`. For work that must be measured on the thread on which it will run
+    later. The calling thread notices another rank's failure after its work. If the work is idle for
+    `idle_s` seconds, the other ranks end.
     """
     if work is None:
         return patiently(world, where, None)
@@ -109,7 +109,7 @@ def patiently_here(
 
 
 class _KeepAlive:
-    """A thread that synchronizes with the other ranks once a second while the calling one works."""
+    """A thread that synchronizes with the other ranks once a second while the caller works."""
 
     def __init__(self, world: World, where: str, idle_s: float) -> None:
         self._world, self._where = world, where

@@ -19,7 +19,7 @@ _STANDARD_WAITS: Final = ("threading.py", "queue.py", "selectors.py", "contextli
 
 @dataclass(frozen=True)
 class Phase:
-    """Something that all ranks do together, such as a step or a checkpoint."""
+    """An activity that all ranks perform together, such as a step or a checkpoint."""
 
     name: str
 
@@ -41,8 +41,9 @@ class Pulse:
     """Activity tracker of a rank's thread, read by the failure board and the watcher process.
 
     `limit_s` is the time that an action may take: `stall_s` if given, else ten times the longest
-    action so far in phases of the same name, between 30 s and half of `timeout_s`. The first phase
-    of a name may take half of `timeout_s`, because it may include compilation or indexing of data.
+    action so far in phases of the same name, but at least 30 s and at most half of `timeout_s`. The
+    first phase of a name may take half of `timeout_s`, because it may include compilation or
+    indexing of data.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Pulse:
             self._display.show_action(self.count, activity)
 
     def wait_for(self, ranks: Sequence[int] | None) -> None:
-        """Record the ranks that this one waits for; None if it no longer waits."""
+        """Record the ranks for which this rank waits; None if it no longer waits."""
         self.waits_for = ranks
 
     def _turn(self, activity: Phase | Idle) -> None:
@@ -99,7 +100,7 @@ class Pulse:
 
     @property
     def waits(self) -> bool:
-        """Return whether the rank waits for other ranks."""
+        """Return whether this rank waits for other ranks."""
         return self.waits_for is not None or _waits_in_torch(self._thread)
 
     @property

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Report(NamedTuple):
-    """Message of the rank that failed first, and the kind of failure.
+    """The message of the rank that failed first, and the kind of failure.
 
     Args:
         words: the error message.

@@ -1,7 +1,7 @@
 """Output of a command's messages to standard streams that all ranks of a run share.
 
-A stream may be lost: its reader has ended (``... | head``), its disk is full, or the shell has
-closed it (``>&-``). With `keep_streams` a command continues without it.
+A stream can be lost: its reader has ended (``... | head``), its disk is full, or the shell has
+closed it (``>&-``). With `keep_streams` a command continues without the stream.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class _Streams:
 
     @contextlib.contextmanager
     def told(self, tell: Callable[[str], object]) -> Iterator[None]:
-        """Call `tell` with a line about each stream that is lost now or within the context."""
+        """Call `tell` with a line about each stream that is lost already or during this context."""
         for descriptor, error in self.lost.items():
             tell(_told(descriptor, error))
         self._tellers.append(tell)
@@ -114,7 +114,7 @@ def keep_streams() -> None:
 def telling_lost_streams(
     tell: Callable[[str], object],
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that calls `tell` with a line about each stream lost so far or within it."""
+    """Return a context that calls `tell` with a line about each stream lost before or within it."""
     return _STREAMS.told(tell)
 
 

@@ -8,11 +8,11 @@ DEFAULT_SILENCE_S: Final = 15.0
 
 @dataclass(frozen=True)
 class Watchfulness:
-    """When the watchdog warns of a rank and when it considers it lost.
+    """Time limits after which the watchdog warns of a rank or considers it lost.
 
     Args:
-        silence_s: seconds without a sign of life after which a rank is lost; all ranks are warned
-            after 0.4 of it.
+        silence_s: seconds without any message of a rank after which the rank is lost; all ranks are
+            warned after 40 % of this time.
         stall_s: seconds without progress after which a live rank is reported; None for a limit that
             `Pulse` derives from previous steps.
         ends_process: whether to end this process once the run has failed, whatever its threads do;

@@ -56,7 +56,7 @@ def judge(link: Link, rank: int, silence_s: float, now_s: float) -> Finding | No
 
 
 def silence_told(link: Link, rank: int, now_s: float) -> str:
-    """Return the description of a neighbour of `rank` that is lost because of its silence."""
+    """Return a description of a neighbour that `rank` considers lost because it is silent."""
     silent_s = link.silent_s(now_s)
     return f"gave no sign of life to rank {rank} for {silent_s:.0f} s ({_helper_of(link)})"
 

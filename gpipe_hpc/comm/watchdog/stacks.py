@@ -15,7 +15,7 @@ _NUM_TRIED: Final = 8
 
 
 def all_stacks(first: int) -> str:
-    """Return the stacks of all threads except the caller's, that of thread `first` first."""
+    """Return the stacks of all threads except the calling one; thread `first` comes first."""
     own = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda entry: entry[0] != first)
@@ -28,7 +28,7 @@ def all_stacks(first: int) -> str:
 
 
 class StackSignal:
-    """A signal at which this process writes its stacks, even while a call holds the GIL.
+    """A signal at which this process writes its stacks, even if a call never releases the GIL.
 
     `number` is None if no signal is free. The handler stays installed when the object is deleted,
     because a later signal would otherwise end the process.

@@ -10,12 +10,12 @@ _MAX_GREETING: Final = 4096  # limit in bytes of a hello and a proof, which need
 
 
 class Talk:
-    """A connection between watchers; `is_proven` once the peer has proved the job's secret.
+    """A connection between watchers; `is_proven` is True once the peer has proved the job's secret.
 
-    Both sides send a fresh random number and prove the secret over both numbers and both ranks, so
-    an old proof cannot be replayed. The side that accepted the connection proves last, so an
-    unknown caller obtains no proof. Messages received before authentication are never passed on,
-    and the connection is closed if they exceed the size of a handshake. Nothing here blocks.
+    Both sides send a new random number and prove the secret over both numbers and both ranks, so an
+    old proof cannot be replayed. The side that accepted the connection proves last, so an unknown
+    peer obtains no proof. Messages received before authentication are never passed on, and the
+    connection is closed if they exceed the size of a handshake. No method blocks.
 
     `expected` is the rank to which this side connects; None if it accepted the connection.
     """
@@ -34,7 +34,7 @@ class Talk:
         line.send({"kind": "hello", "rank": rank, "host": host, "number": self._own})
 
     def receive(self) -> list[Message]:
-        """Return the messages of an authenticated peer; advance the handshake otherwise."""
+        """Return the messages of an authenticated peer; before that, process its handshake."""
         room = _MAX_GREETING - self.line.num_read
         messages: list[Message] = []
         for message in self.line.receive() if self.is_proven else self.line.receive(room):

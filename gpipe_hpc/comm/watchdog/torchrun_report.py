@@ -23,10 +23,11 @@ def tell_torchrun(message: str, *, is_cause: bool, whole: str = "") -> None:
     `whole` is the message with its traceback. It is written instead if torchrun's output and this
     process's go to different places, so that torchrun's report is all that a user sees.
 
-    torchrun compares times in whole seconds and calls the earliest file the root cause; in one
-    second, that of the lowest rank. So the time of the rank that failed is rounded down, and that
-    of ranks that stop because of it (`is_cause` is False) is rounded up. A failed rank writes its
-    file before the others learn of it, and later messages keep the time of the first.
+    torchrun compares times in whole seconds and calls the earliest file the root cause, or that of
+    the lowest rank if several have the same second. So the time of the rank that failed is rounded
+    down, and that of ranks that stop because of it (`is_cause` is False) is rounded up. A failed
+    rank writes its file before it informs the others, and its later messages keep the time of the
+    first.
     """
     path = os.environ.get(FILE_VARIABLE)
     if not path:

@@ -1,7 +1,7 @@
 """Removal of this package's frames from tracebacks, which then start at the user's code.
 
-Our frames add nothing to the error message. `GPIPE_HPC_TRACEBACK=full` in the environment keeps
-them, as well as the connection errors that led to another rank's report.
+These frames add nothing to the error message. With `GPIPE_HPC_TRACEBACK=full` in the environment
+they stay, as well as the connection errors that led to another rank's report.
 """
 
 import os
@@ -57,9 +57,9 @@ def leave_out_own_frames(error: BaseException) -> None:
     """Shorten the tracebacks of an error and its causes to the user's frames.
 
     The traceback of an error raised in this package starts at the user's first frame and omits
-    torch's frames below it. If it has no frame of the user, all frames are removed from our own
-    messages and from their causes. Other errors, such as a violated invariant of this package, keep
-    their complete traceback.
+    torch's frames below it. If no frame is the user's, all frames are removed from this package's
+    errors and their causes. Other errors, such as a violated invariant of this package, keep their
+    complete traceback.
     """
     if shows_all_frames():
         return
@@ -92,7 +92,8 @@ def leave_out_own_frames(error: BaseException) -> None:
 def users_line(error: BaseException) -> str:
     """Return file name and line of the user's innermost frame, as in ``script.py:12``.
 
-    Frames in installed packages count only if there is no other; "" if there is none.
+    A frame in an installed package is used only if there is no other; "" if there is no frame of
+    the user.
     """
     frames = [each for each in _frames(error.__traceback__) if not _is_generated(each)]
     for counts_installed in (False, True):
@@ -121,7 +122,7 @@ def join_cause(error: BaseException) -> None:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the formatted user frames of an error that a command prints.
+    """Return the formatted user frames of an error, for commands that print the error.
 
     For an error of this package these are the frames of its cause. Empty if there are none;
     complete for a bug in this package.
@@ -170,10 +171,12 @@ def _passes_through_package(trace: TracebackType | None) -> bool:
 def _user_frames(
     trace: TracebackType | None, counts_installed: bool, *, keeps_torchs: bool
 ) -> Iterator[TracebackType]:
-    """Yield the frames from the user's first one on, without this package's.
+    """Yield the frames from the user's first one on, without this package's frames.
 
-    `counts_installed`: whether the first one may be in an installed package. `keeps_torchs`:
-    whether to keep torch's frames.
+    Args:
+        trace: the traceback.
+        counts_installed: whether the first frame may be in an installed package.
+        keeps_torchs: whether to yield torch's frames, too.
     """
     is_below = False
     left_out = (_OWN,) if keeps_torchs else (_OWN, _TORCH)

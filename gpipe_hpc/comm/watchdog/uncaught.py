@@ -30,7 +30,7 @@ from gpipe_hpc.comm.watchdog.tracebacks import (
 )
 from gpipe_hpc.errors import GpipeError, PeerError, words_of
 
-_MOST: Final = 160  # characters of a message that another rank prints in full
+_MOST: Final = 160  # largest number of characters of another rank's message
 _ONE_PRESS_S: Final = 0.5
 _MOMENT_S: Final = 0.001
 _TABLE: Final = re.compile(r" \(table: [^)]*\)")
@@ -39,22 +39,22 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 class Telling(Protocol):
-    """A rank that can report its failure to the others, such as `ProcessWorld`."""
+    """Interface of a world that can report this rank's failure to the others, as `ProcessWorld`."""
 
     rank: int
 
     @property
     def speaks(self) -> bool | None:
-        """Return whether this rank's failure is the run's; None if it has reported none."""
+        """Whether this rank's failure is the one that ended the run; None if it has not failed."""
 
     def fail(self, report: str) -> None:
         """Report to every rank that this one failed."""
 
 
 def watch_start(rank: int, size: int) -> None:
-    """Install a `sys.excepthook` that prints errors of this package once.
+    """Install a `sys.excepthook` that prints each error of this package once for all ranks.
 
-    Until the ranks are connected, only rank 0 prints an error that all ranks make in full.
+    Until the ranks are connected, only rank 0 prints in full an error that occurs on all ranks.
     """
     hook = _hook()
     hook.start(rank, size)
@@ -63,12 +63,12 @@ def watch_start(rank: int, size: int) -> None:
 
 
 def watch_uncaught(world: Telling) -> None:
-    """Make `sys.excepthook` also report to the other ranks what ends this process."""
+    """Make `sys.excepthook` also report the exception that ends this process to the other ranks."""
     _hook().watch(world)
 
 
 def unwatch() -> None:
-    """Restore the previous `sys.excepthook`, as torch wraps the current hook in new groups."""
+    """Restore the previous `sys.excepthook`, because new torch groups wrap the current hook."""
     if isinstance(sys.excepthook, _Uncaught):
         sys.excepthook = sys.excepthook.before
 
@@ -82,7 +82,7 @@ def _hook() -> "_Uncaught":
 
 
 class _Uncaught:
-    """The exception hook; the previous hook prints errors that do not concern this package."""
+    """The exception hook; exceptions that do not concern this package go to the previous hook."""
 
     def __init__(self, before: Hook) -> None:
         self.before = before
@@ -123,9 +123,9 @@ class _Uncaught:
             _print_and_report(line, f"rank {self._rank} stops, as another failed")
 
     def _line(self, error: Exception) -> str | None:
-        """Return the line of a rank that stops because of another rank's failure.
+        """Return the line to print on a rank that stops because of another rank's failure.
 
-        None if the error is its own and is printed in full.
+        None if the error is this rank's own and is printed in full.
         """
         if isinstance(error, PeerError) and not _is_own_report(error, self._rank):
             return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_brief(error)}"
@@ -148,7 +148,7 @@ class _Uncaught:
         self._tell(f"{_place(error)}interrupted")
 
     def _tell(self, what: str) -> list[bool | None]:
-        """Report the failure in each world; return whether it is the run's failure."""
+        """Report the failure in each world; return for each whether it ended the run."""
         worlds = [world for each in self._worlds if (world := each()) is not None]
         for world in worlds:
             if world.speaks is None:
@@ -157,11 +157,11 @@ class _Uncaught:
 
 
 class _Interrupts:
-    """Make each Ctrl-C raise exactly one `KeyboardInterrupt`.
+    """Hook that makes each Ctrl-C raise exactly one `KeyboardInterrupt`.
 
     A launcher forwards a signal that the terminal already sent to its processes; both count as one.
-    A KeyboardInterrupt raised in a destructor is only printed by Python and would be lost: it is
-    raised again a moment later. The previous hook handles all other unraisable exceptions.
+    Python only prints a KeyboardInterrupt raised in a destructor, which would be lost: it is raised
+    again a moment later. The previous hook handles all other unraisable exceptions.
     """
 
     def __init__(self, before: Callable[["sys.UnraisableHookArgs"], object]) -> None:
@@ -177,7 +177,7 @@ class _Interrupts:
             signal.signal(signal.SIGINT, self._interrupt)
 
     def stop(self) -> None:
-        """Stop raising interrupts again, because the process is ending."""
+        """Stop raising lost interrupts again, because the process is ending."""
         self._is_over = True
 
     def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
@@ -205,18 +205,18 @@ class _Interrupts:
 
 
 def _print_and_report(line: str, reported: str) -> None:
-    """Print a line; torchrun, which gets the cause from another rank, receives `reported`."""
+    """Print `line`; give torchrun `reported`, because another rank reports the cause."""
     say(line)
     tell_torchrun(reported, is_cause=False, whole=line)
 
 
 def _is_own_report(error: PeerError, rank: int) -> bool:
-    """Return whether this rank itself reported the failure, because its wait timed out."""
+    """Return whether a PeerError is about this rank itself, because its own wait timed out."""
     return re.match(rf"rank {rank}\b", str(error)) is not None
 
 
 def _brief(error: BaseException) -> str:
-    """Return the first line of a message, without tables; the failed rank prints all of it."""
+    """Return the first line of an error message, without tables, as the failed rank prints all."""
     first = _TABLE.sub("", (str(error).splitlines() or [""])[0])
     return textwrap.shorten(first, _MOST, placeholder=" ...")
 

@@ -1,4 +1,4 @@
-"""Watcher process of a rank: monitors the rank, exchanges heartbeats and forwards news."""
+"""Watcher process of a rank: monitors the rank, exchanges heartbeats, forwards failure reports."""
 
 import contextlib
 import os
@@ -61,7 +61,7 @@ class Watcher:
         self._is_second = self._leaves = False
 
     def run(self) -> None:
-        """Monitor until the rank has left or is lost and the other ranks know."""
+        """Monitor until the rank has ended or is lost and the other ranks have been informed."""
         try:
             while not self._is_done():
                 self._turn()
@@ -109,7 +109,7 @@ class Watcher:
             yield talk.line.fileno(), _poll_mask(talk.line), partial(self._hear, talk)
 
     def _forgive(self, pause_s: float) -> None:
-        """Exclude a pause of this process, as when a host is suspended, from all durations."""
+        """Exclude a pause of this process, such as a suspension of the host, from all durations."""
         if pause_s >= _PAUSE_S:
             self._near.forgive(pause_s)
             self._told.forgive(pause_s)
@@ -166,7 +166,7 @@ class Watcher:
         self._line.send({"kind": "listening", "host": host, "port": port})
 
     def _leave_if_asked(self) -> None:
-        """Leave if requested, once the neighbours of a newly started watcher can be informed."""
+        """Leave if the rank has ended; a replacement watcher first connects to the neighbours."""
         if not self._leaves or self._told.has_left:
             return
         is_late = self._now_s > self._began_s + _REJOIN_S
@@ -174,7 +174,7 @@ class Watcher:
             self._leave()
 
     def _leave(self) -> None:
-        """Tell the neighbours that the rank has ended, without failure or after a known one."""
+        """Notify the neighbours that the rank has ended, without failure or after a known one."""
         self._told.has_left = True
         # With its last action, which may be newer than the latest heartbeat.
         self._near.tell(self._beat_message() | {"kind": "left"})
@@ -270,13 +270,13 @@ class Watcher:
             self._ask_for_stack()
 
     def _call(self) -> None:
-        """Ask all ranks which one blocks this rank."""
+        """Query all ranks which one blocks this rank."""
         news = {"kind": "call", "name": "call", "unchanged_s": self._now_s - self._told.changed_s}
         if self._spread(news, again_s=3.0):
             self._answer(news)
 
     def _answer(self, call: Message) -> None:
-        """Report what may block other ranks: this rank without progress, or a silent neighbour."""
+        """Answer what may block other ranks: this rank without progress, or a silent neighbour."""
         told = self._told
         unchanged_s = self._now_s - told.changed_s
         if told.stopped_s is not None:
@@ -328,7 +328,7 @@ class Watcher:
             self._listen_to(link, message)
 
     def _say_links(self) -> None:
-        """Tell the rank whether all neighbours are connected, if that may have changed."""
+        """Notify the rank whether all neighbours are connected, if that may have changed."""
         are_all = self._near.take_change()
         if are_all is not None:
             self._line.send({"kind": "links", "all": are_all})
@@ -356,7 +356,7 @@ class Watcher:
                 self._spread(message, again_s=1.0, source=link)
 
     def _judge(self) -> None:
-        """Find neighbours that are silent."""
+        """Warn of silent neighbours, and report those silent for too long as lost."""
         if self._news.failed_s is not None or self._told.has_left or self._ends_s is not None:
             return
         for link in self._near.links.values():
@@ -413,7 +413,7 @@ class Watcher:
         self._spread({"kind": "warning", "name": name, "text": text}, again_s=self._silence_s / 2)
 
     def _waiting(self, silent: int) -> str:
-        """Return a text about this rank and neighbours that wait for others."""
+        """Return a text naming this rank and its neighbours if they wait for other ranks."""
         doings = {self._rank: self._told.text}
         doings |= {link.rank: link.doing for link in self._near.links.values() if not link.has_left}
         doings.pop(silent, None)
@@ -430,9 +430,10 @@ class Watcher:
     def _spread(
         self, news: Message, again_s: float = float("inf"), source: Link | None = None
     ) -> bool:
-        """Send news to the rank and the neighbours unless known; return whether they are new.
+        """Send a message to the rank and its neighbours if it is new; return whether it is.
 
-        Equal news are new again after `again_s` seconds.
+        A message with the same name is new again after `again_s` seconds. `source` is the neighbour
+        that sent it.
         """
         news = self._news.number(news, self._rank)
         if not self._news.is_new(news, again_s, self._now_s):
@@ -452,7 +453,7 @@ def _poll_mask(line: Line) -> int:
 
 
 def main() -> None:
-    """Run as the watcher of the process whose socket and process id are in the command line."""
+    """Run the watcher; the command line ends with its socket's descriptor and the rank's pid."""
     descriptor, pid = (int(word) for word in sys.argv[-2:])
     # Signals sent to all processes of a job are meant for the ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

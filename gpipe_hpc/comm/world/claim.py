@@ -22,7 +22,7 @@ def claim_device(store: Store, device: Device, rank: int, name: str, backend: st
         store: store shared by all ranks.
         device: device of this rank.
         rank: this rank.
-        name: device in the settings; one with an index may be shared if `backend` is gloo.
+        name: device in the settings; if it has an index and `backend` is gloo, ranks may share it.
         backend: communication backend.
     """
     if not device.is_accelerator or (":" in name and backend == "gloo"):

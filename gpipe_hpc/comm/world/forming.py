@@ -1,8 +1,9 @@
 """Creation of torch process groups by their members alone.
 
-In `dist.new_group` every rank of the world takes part, or the name of a group depends on the number
-of groups of a process, on which ranks need not agree. Here the name consists of the world, the
-ranks and the number of groups formed by these ranks before, which is equal on all members.
+`dist.new_group` is either a call of every rank of the world, or names the group by the number of
+groups that the process has created, which may differ between ranks. Here the name consists of the
+world, the ranks and the number of groups formed by these ranks before, which is equal on all
+members.
 """
 
 import hashlib
@@ -49,8 +50,9 @@ class Former:
         name: name of the world, unique among worlds of the same ranks.
         timeout: time-out of the groups.
         backend: default backend.
-        exchange: waits until all members of a group have called it. torch itself would wait for
-            them on the store, where the failure of a member does not end the wait.
+        exchange: publishes a text and waits until all members of a group have published theirs.
+            torch itself would wait for them on the store, where a member's failure would not end
+            the wait.
         address: address of this host on which Gloo listens; None for Gloo's own choice.
         reach_s: time within which ranks of other hosts must answer.
         absent: returns the ranks that have not called `exchange`.
@@ -76,8 +78,8 @@ class Former:
 
         If the backend includes Gloo, all members connect with one another, so the group should be
         small. With other backends the number of store requests of a rank grows with the logarithm
-        of the group size. Raises LaunchError on all members if one cannot be reached by another.
-        `backend` is None for the default.
+        of the group size. `backend` is None for the default. Raises LaunchError on all members if
+        one member cannot reach another.
         """
         members = tuple(ranks)
         name, chosen = self._group_name(members), backend or self._backend
@@ -88,7 +90,7 @@ class Former:
         return self._create_group(name, members, chosen)
 
     def show(self, ranks: Sequence[int], start_broadcast: StartBroadcast) -> dist.ProcessGroup:
-        """Register already connected ranks with torch as a group; does not wait for other ranks."""
+        """Register a group with torch whose ranks are already connected; does not communicate."""
         register()
         members = tuple(ranks)
         return self._create_group(self._group_name(members), members, FACE_NAME, start_broadcast)
@@ -138,9 +140,9 @@ class Former:
     def connect(self, pair: tuple[int, int], device: Any) -> dist.ProcessGroupGloo:
         """Connect two world ranks over Gloo; called by both and by no other rank.
 
-        The result can send and receive. It is not registered with torch and needs no thread besides
-        the device's, so nothing grows with the number of connections. Raises LaunchError on both if
-        one cannot be reached by the other.
+        The result can send and receive. It is not registered with torch and uses only the device's
+        thread, so the number of threads does not grow with the number of connections. Raises
+        LaunchError on both ranks if one cannot reach the other.
         """
         self._num_formed[pair] += 1
         name = f"{self._name}_{pair[0]}_{pair[1]}_pair{self._num_formed[pair]}"
@@ -150,7 +152,7 @@ class Former:
     def _connect_ready(
         self, name: str, pair: tuple[int, int], device: Any
     ) -> dist.ProcessGroupGloo:
-        """Connect two ranks that are both ready."""
+        """Connect the two ranks of `pair`, both of which are ready."""
         keys = PrefixStore(f"{name}/", default_store())
         position = pair.index(dist.get_rank())
         return gloo.connect(keys, position, 2, device, self._timeout, num_threads=1)
@@ -158,8 +160,8 @@ class Former:
     def _meet_in_rounds(self, name: str, members: Sequence[int], rank: int) -> None:
         """Wait for all members in log2(n) rounds, each for the member 1, 2, 4, ... places before.
 
-        After a round of distance d, a rank knows indirectly of the 2 d members before it. Raises
-        TimeoutError naming the members that never arrived, not those that wait for them.
+        After the round of distance d, a rank knows that the 2 d members before it have arrived.
+        Raises TimeoutError naming the members that never arrived, not those that wait for them.
         """
         n, i = len(members), members.index(rank)
         rounds = {d: f"forming group {name}, {d} places on" for d in distances(n)}

@@ -15,7 +15,7 @@ from gpipe_hpc.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankContext:
-    """The position of a rank in the mesh and its groups.
+    """The position of a rank in the mesh and the groups that it is in.
 
     Args:
         world: all ranks.
@@ -33,10 +33,10 @@ class RankContext:
 
     @classmethod
     def of(cls, world: World, mesh: Mesh) -> "RankContext":
-        """Form the groups; a collective call.
+        """Form the groups of this rank; a collective call.
 
-        If there is a single pipeline, it shares the group of all ranks, because each group costs a
-        thread that wakes up 100 times a second (Gloo) or buffers (NCCL).
+        If there is a single pipeline, its group is the group of all ranks, because each group costs
+        a thread that wakes up 100 times a second (Gloo) or buffers (NCCL).
         """
         everybody = world.gathering([range(world.size)])
         if mesh.replicas == 1:
@@ -57,11 +57,11 @@ class RankContext:
 
 
 def warm_up_groups(groups: Sequence[Gathering | Group], device: Device) -> None:
-    """Run one all-reduce in each group of an accelerator; a collective call.
+    """Run an all-reduce in each group if the ranks use an accelerator; a collective call.
 
     The first all-reduce creates the communicator, which takes seconds and memory and should not
-    happen in a forward. It also checks that the backend sums the dtypes of steps: losses and norms
-    in float64, most gradients in float32.
+    happen in a forward. It also checks that the backend sums the dtypes of a training step: losses
+    and norms in float64, most gradients in float32.
     """
     if not device.is_accelerator:
         return
@@ -72,9 +72,10 @@ def warm_up_groups(groups: Sequence[Gathering | Group], device: Device) -> None:
 
 
 def check_agreement(world: Gathering, facts: dict[str, object]) -> None:
-    """Raise ConfigError, on every rank, if ranks were started with different facts.
+    """Raise ConfigError, on every rank, if a fact has different values on different ranks.
 
-    A rank that does not know a fact leaves it out.
+    `facts` maps names, such as a setting's, to values. Facts that only some ranks know are compared
+    among these.
     """
     rank, host = world.ranks[world.position], socket.gethostname()
     own = {name: (rank, host, value) for name, value in facts.items()}

@@ -120,7 +120,7 @@ def _is_loopback(addr: str) -> bool:
 
 
 def _refuse_other_rank(env: Environment, rank: int) -> None:
-    """Refuse a RANK that was exported once for all processes of an MPI or srun launch."""
+    """Raise LaunchError if RANK was exported once for all processes of an MPI or srun launch."""
     for name in ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         if name in env and (name != "SLURM_PROCID" or _in_slurm_step(env)):
             other = _number(env, name)
@@ -265,9 +265,9 @@ def _resolves(host: str) -> bool:
 def _master_port(env: Environment) -> int:
     """Return MASTER_PORT, or a port derived from the job, step and attempt.
 
-    It differs between attempts, because orphans of the previous one may still use its port. MPICH
-    gives no job identifier without a scheduler; then the port of the mpiexec that started the ranks
-    is used.
+    Each attempt gets another port, because orphans of the previous attempt may still use its port.
+    MPICH gives no job identifier without a scheduler; then the port of the mpiexec that started the
+    ranks is used.
     """
     if "MASTER_PORT" in env:
         return _number(env, "MASTER_PORT")
@@ -281,7 +281,7 @@ def _master_port(env: Environment) -> int:
 
 
 def hydra_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Return the host and port of the mpiexec that started a process; empty if it is not MPICH's.
+    """Return the control port, HOST:PORT, of the MPICH mpiexec that started a process, or "".
 
     Its proxy on each machine, an ancestor of the ranks there, was started with ``--control-port
     HOST:PORT``, which is the same on all machines and unique to each mpiexec.

@@ -1,10 +1,10 @@
-"""Numbering of rendezvous attempts in a store that outlives them, such as torchrun's agent's.
+"""Numbering of rendezvous attempts in a store that outlives them, such as that of torchrun's agent.
 
-No number that torchrun provides identifies an attempt: each agent counts its own restarts, an agent
-that joined later counts fewer, and one whose workers are stopped because others have joined counts
-none. So rank 0 opens an attempt by incrementing a counter, and the other ranks take the newest.
-Before any process of a new round starts, all processes of the previous one have ended. Therefore an
-attempt in which this rank has already entered is over, and so is one that is followed by another.
+No number that torchrun provides identifies an attempt. Each agent counts its own restarts: an agent
+that joined later counts fewer, and an agent that stops its workers because others have joined
+counts none. So rank 0 opens an attempt by incrementing a counter, and the other ranks take the
+newest attempt. Before any process of a new attempt starts, all processes of the previous one have
+ended. Therefore an attempt is over if this rank has already entered it or if a newer one exists.
 """
 
 import time
@@ -33,17 +33,20 @@ class Meetings:
         return int(self._store.add(_COUNT, 0))
 
     def open(self) -> int:
-        """Open an attempt, as rank 0; LaunchError, on both, if another process is rank 0, too."""
+        """Open an attempt as rank 0 and return its number.
+
+        Raises LaunchError, on both processes, if another living process is rank 0, too.
+        """
         newest = self.newest()
         if newest:
             self.roll_call(newest).refuse_living_double()
         return int(self._store.add(_COUNT, 1))
 
     def find(self, deadline: float) -> int | None:
-        """Return the attempt that rank 0 has opened for this rank; None if there is none in time.
+        """Return the number of the attempt that rank 0 has opened; None if the deadline passes.
 
-        After the deadline it may also be one that was ended because this rank was missing. Raises
-        LaunchError on both processes if another process has the same rank.
+        After the deadline this may also be an attempt that has failed because this rank was
+        missing. Raises LaunchError on both processes if another process has the same rank.
         """
         while True:
             newest = self.newest()
@@ -62,5 +65,5 @@ class Meetings:
         return PrefixStore(f"meeting{number}", self._store)
 
     def roll_call(self, number: int) -> RollCall:
-        """Return the roll call of an attempt; waiting ranks leave it when a newer one is opened."""
+        """Return the roll call of an attempt; ranks stop waiting in it once a newer one is open."""
         return self._call(self.keys(number), number)

@@ -68,7 +68,7 @@ _Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
 
 
 class ProcessWorld:
-    """This process as a rank of the default process group.
+    """A world whose ranks are processes; this process is a rank of torch's default process group.
 
     Its groups, connections and threads are closed by `close` or when it is garbage-collected.
 
@@ -200,7 +200,7 @@ class ProcessWorld:
     def _introduce(self) -> None:
         """Check that all ranks share the secret and run the same source code.
 
-        Raises LaunchError on all ranks if not.
+        Raises LaunchError on all ranks if they do not.
         """
         everybody = self.everybody
         groups, below = (
@@ -214,7 +214,7 @@ class ProcessWorld:
             raise LaunchError(refusal)
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
-        """Form the group of `members` that contains this rank; all other ranks form theirs."""
+        """Form the group of `members` that contains this rank; other ranks form the others."""
         return self._group_of(self._own(members))
 
     def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
@@ -290,11 +290,11 @@ class ProcessWorld:
         return RoutedTransport(routes, self._pulse)
 
     def _exchange_texts(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
-        """Publish a text for the peers; return theirs and this rank's own."""
+        """Publish a text; return the texts that the peers publish and this rank's own, by rank."""
         return _exchange_texts_among(self._board_of_notices, self.rank, what, text, peers)
 
     def _host(self, device: Device) -> str:
-        """Return an identity of the ranks that can share memory with this one; empty for none."""
+        """Return a text equal on all ranks that can share memory; empty if this rank cannot."""
         if not self._shares_memory or device.is_accelerator:
             return ""
         refusal = why_not_shared()
@@ -310,7 +310,7 @@ class ProcessWorld:
         return "" if refusal else folder_identity(meeting_place())
 
     def _warn_divided(self, hosts: Mapping[int, str], channels: Sequence[PlacedChannel]) -> None:
-        """Warn once that ranks of this machine cannot share memory, for lack of a common folder."""
+        """Warn once if ranks of this machine cannot share memory, for lack of a common folder."""
         kernel = kernel_identity()
         near = [r for r in _peers(channels, self.rank) if hosts[r].startswith(kernel)]
         if self._is_divided or not near or not hosts[self.rank]:
@@ -355,7 +355,10 @@ class ProcessWorld:
         return Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
 
     def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
-        """Form the group of one direction and create its communicator before the first step."""
+        """Form the group for one direction between two ranks and create its communicator.
+
+        So the communicator exists before the first step.
+        """
         group = self._form(ends, self._own_backend)
         sends = self.rank == ends[0]
         lane = TorchLane(group, peer=int(sends))
@@ -370,7 +373,7 @@ class ProcessWorld:
         return self._board.has_news
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
-        """Publish the report with this host's name and unblock ranks that wait for this one."""
+        """Publish a failure report with this host's name; unblock ranks that wait for this one."""
         own = Report(with_host(report, self.rank), is_mistake, is_stop)
         tell_torchrun(own.words, is_cause=True)
         self._speaks = self._board.publish(own) == own
@@ -381,11 +384,11 @@ class ProcessWorld:
 
     @property
     def speaks(self) -> bool | None:
-        """Return whether this rank's failure is the run's; None if it has reported none."""
+        """Whether this rank's failure is the one that ended the run; None if it has not failed."""
         return self._speaks
 
     def explain(self, symptom: str) -> Report:
-        """Return the reason for a failed wait."""
+        """Return the failure report that explains a failed wait, or `symptom` if there is none."""
         return self._board.explain(symptom)
 
     def close(self) -> None:
@@ -396,7 +399,7 @@ class ProcessWorld:
             shared.close()
 
     def forget(self) -> None:
-        """In a forked child process, close what belongs to the parent, without affecting it."""
+        """In a forked child process, drop the parent's resources without affecting the parent."""
         self._release.detach()
         atexit.unregister(self._release)
         self._board.forget()
@@ -441,14 +444,14 @@ class ProcessWorld:
 def _register_shown(
     former: Former, groups: _Groups, ranks: tuple[int, ...], start_broadcast: StartBroadcast
 ) -> dist.ProcessGroup:
-    """Register a sparse group with torch and add it to the groups to be destroyed."""
+    """Register a sparse group with torch, and record it in `groups` to be destroyed later."""
     shown = former.show(ranks, start_broadcast)
     groups.append((shown, ranks))
     return shown
 
 
 def _private_keys(rank: int) -> tuple[Store, int]:
-    """Return the part of the default store for this world, and the world's number.
+    """Return the part of torch's default store reserved for this world, and the world's number.
 
     Each rank counts its own worlds; all create them together, so the numbers agree.
     """
@@ -458,7 +461,7 @@ def _private_keys(rank: int) -> tuple[Store, int]:
 
 
 def _number_of_world(keys: Store, rank: int) -> bytes:
-    """Return the random number that rank 0 draws for this world."""
+    """Return the random number of this world, which rank 0 draws."""
     if rank == 0:
         keys.set("number", secrets.token_hex(32))
     return keys.get("number")
@@ -473,7 +476,7 @@ def _exchange_texts_among(
 
 
 def _await_end(board: weakref.ref[Board]) -> None:
-    """Wait for the thread of the failure board at exit, after the board was stopped."""
+    """Wait, at interpreter exit, until the thread of a stopped failure board has ended."""
     stopped = board()
     if stopped is not None:
         stopped.await_end()

@@ -62,7 +62,7 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 
 class Met(NamedTuple):
-    """Result of a rendezvous: the store, and the address on which this rank listens for others.
+    """Result of a rendezvous: the shared store, and the address on which this rank must listen.
 
     `address` is None if all ranks are on this machine.
     """
@@ -72,7 +72,7 @@ class Met(NamedTuple):
 
 
 def rendezvous(launch: Launch, timeout_s: float, secret: Secret | None = None) -> Store:
-    """Return the store of `meet`."""
+    """Return a store shared by all ranks of the launch, as `meet` does."""
     return meet(launch, timeout_s, secret).store
 
 
@@ -86,10 +86,10 @@ def meet(
 ) -> Met:
     """Return a store shared by all ranks of the launch, once all of them have arrived.
 
-    Rank 0 serves it, unless torchrun's agent already does. Its keys are separate for every attempt
-    of a job, so no rank reads data of a killed attempt (stale addresses make Gloo hang). A world of
-    one rank opens no connection. If all ranks are on this machine, they listen on 127.0.0.1 only,
-    and Gloo, NCCL and other libraries use loopback, unless their variables are set.
+    Rank 0 serves the store, unless torchrun's agent already does. Its keys are separate for every
+    attempt of a job, so no rank reads data of a killed attempt (stale addresses make Gloo hang). A
+    world of one rank opens no connection. If all ranks are on this machine, they listen on
+    127.0.0.1 only, and Gloo, NCCL and other libraries use loopback, unless their variables are set.
 
     Args:
         launch: rank and rendezvous address of this process.
@@ -100,9 +100,9 @@ def meet(
         reach_s: time within which the host of MASTER_ADDR must respond, even if only to refuse the
             connection.
 
-    Raises `LaunchError` on every rank if some have not arrived in time, naming them, if two
-    processes have the same rank, or if secrets or versions of torch or of this package differ;
-    `ConfigError` for an interface that does not exist.
+    Raises `LaunchError` on every rank if some ranks have not arrived in time (the error names
+    them), if two processes have the same rank, or if secrets or versions of torch or of this
+    package differ; `ConfigError` for an interface that does not exist.
     """
     local = launch.one_machine
     if launch.world_size == 1:
@@ -132,7 +132,7 @@ def meet(
 
 
 def say_stopped(launch: Launch, told: str, secret: Secret | None = None) -> None:
-    """Publish a notice for ranks that wait in `meet`: a signal has ended this rank.
+    """Notify ranks that wait in `meet` that a signal has ended this rank; `told` is the message.
 
     They end within some seconds. Does nothing if no store is served yet, or under torchrun, whose
     agent ends the other ranks.
@@ -145,7 +145,7 @@ def say_stopped(launch: Launch, told: str, secret: Secret | None = None) -> None
 
 
 def _check_address(launch: Launch, local: bool) -> None:
-    """Refuse a MASTER_ADDR of another machine if rank 0 must be on this one."""
+    """Raise LaunchError if rank 0 must be on this machine, but MASTER_ADDR is another machine."""
     if is_own_address(launch.master_addr):
         return
     if local:
@@ -175,7 +175,7 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 
 
 class _Meeting:
-    """One rank's connection to the store and its roll call."""
+    """One rank's part in the rendezvous: its connection to the store and the roll call."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Meeting:
         timeout_s: float,
         reach_s: float,
     ) -> "_Meeting":
-        """Return the meeting of this process; its time-out starts now."""
+        """Create the meeting of this process; its time-out starts now."""
         key = Secret(b"", "nowhere", guards=False) if secret is None else secret
         return cls(
             launch,
@@ -213,7 +213,10 @@ class _Meeting:
         )
 
     def say_stopped(self, local: bool, told: str) -> None:
-        """Publish a notice in rank 0's store; LaunchError or DistError if there is none."""
+        """Publish in rank 0's store that a signal has ended this rank; `told` is the message.
+
+        Raises LaunchError or DistError if no store is served.
+        """
         launch = self._launch
         addr = "127.0.0.1" if local else launch.master_addr
         self._await_server(addr)
@@ -223,7 +226,10 @@ class _Meeting:
             time.sleep(_HEARD_S)
 
     def hold(self, local: bool) -> tuple[Store, bool]:
-        """Return the store, and whether all ranks are on one machine."""
+        """Connect to the store and hold the roll call of all ranks.
+
+        Returns the store, and whether all ranks are on one machine.
+        """
         launch = self._launch
         serves = launch.rank == 0 and not launch.agent_store
         addr = "127.0.0.1" if local and not launch.agent_store else launch.master_addr
@@ -238,7 +244,7 @@ class _Meeting:
         return keys, self._call(keys).hold()
 
     def _hold_at_agent(self, store: Store) -> tuple[Store, bool]:
-        """Hold the roll call in an agent's store, which may contain previous attempts."""
+        """Hold the roll call in the store of torchrun's agent, which may contain old attempts."""
         launch = self._launch
         meetings = Meetings(
             store,
@@ -263,16 +269,16 @@ class _Meeting:
                 return meetings.keys(number), meetings.roll_call(number).hold()
 
     def tell_where_seen(self, store: Store) -> None:
-        """Publish, for ranks on the store's host, the address at which another host reaches it."""
+        """Publish the address at which this rank reaches the store's host, for ranks there."""
         if self._own and not is_loopback(self._own):
             store.compare_set(_SEEN_AT, "", self._far)
 
     def interface_towards_others(self, store: Store) -> Interface | None:
         """Return the interface that leads to the other hosts; None if unknown.
 
-        It is the one by which this rank has reached MASTER_ADDR. If MASTER_ADDR is this host and
-        resolves to a loopback address, the ranks of other hosts publish the address at which they
-        reach it.
+        This is the interface by which this rank has reached MASTER_ADDR. If MASTER_ADDR is this
+        host and resolves to a loopback address, the ranks of other hosts publish the address at
+        which they reach this host.
         """
         if self._own and not is_loopback(self._own):
             return holder_of(self._own)
@@ -311,7 +317,10 @@ class _Meeting:
         return RollCall(self._launch, keys, self._secret, self._me, self._timeout_s, self._deadline)
 
     def _enter_once(self, keys: Store) -> None:
-        """Refuse a second process with this rank; rank 0's store serves one attempt only."""
+        """Raise LaunchError if a process has already entered as this rank.
+
+        For a store served by rank 0, which serves only one attempt.
+        """
         rank = self._launch.rank
         if keys.add(f"visits/{rank}", 1) > 1:
             self._call(keys).refuse_double()
@@ -349,7 +358,7 @@ class _Meeting:
         )
 
     def _publish_absence(self, told: str) -> None:
-        """Publish, in the store of another program at our port, why rank 0 is absent."""
+        """Publish why rank 0 is absent, in the store another program serves at this job's port."""
         with contextlib.suppress(dist.DistError):
             port = self._launch.master_port
             store = _connect_to_store("127.0.0.1", port, self._launch, _LOOK_S, _LOOK_S)
@@ -418,7 +427,7 @@ class _Meeting:
         return "torchrun's agent" if self._launch.agent_store else "rank 0"
 
     def _unreached(self, addr: str, error: OSError) -> LaunchError:
-        """Return the error for a host that does not respond or has no address."""
+        """Return the LaunchError for a host that does not respond or has no address."""
         launch, where = self._launch, f"{addr}:{self._launch.master_port}"
         if isinstance(error, socket.gaierror):
             expected = "MASTER_ADDR to be the name or address of a host"
@@ -436,7 +445,7 @@ class _Meeting:
         )
 
     def _unanswered(self, addr: str, error: OSError) -> LaunchError:
-        """Return the error for a host that responds while the server has not started."""
+        """Return the LaunchError for a host that responds although no store is served there."""
         launch = self._launch
         missing = "it" if launch.agent_store else "missing rank 0"
         return LaunchError(
@@ -464,7 +473,7 @@ def _connect_to_store(
                 port,
                 launch.world_size,
                 False,
-                # Time for retries, whatever the answer.
+                # Time for retries, whatever the response.
                 timeout=timedelta(seconds=max(limit_s, 1.0)),
                 wait_for_workers=False,
             )
@@ -486,8 +495,8 @@ def _connect_to_store(
 def _shut_down_connections(thread: threading.Thread, port: int, before: Container[int]) -> None:
     """Make a thread return from TCPStore by shutting down the connections it has opened to a port.
 
-    A thread that returns from it during interpreter shutdown aborts the process. `before` are the
-    sockets that were open before the thread started.
+    A thread that is still in TCPStore at interpreter shutdown aborts the process. `before` contains
+    the sockets that were open before the thread started.
     """
     deadline_s = time.monotonic() + _LEAVE_S
     while thread.is_alive() and time.monotonic() < deadline_s:
@@ -501,7 +510,7 @@ def _shut_down_connections(thread: threading.Thread, port: int, before: Containe
 
 
 def _sockets() -> dict[int, int]:
-    """Return the descriptors of this process's sockets by inode; empty if they cannot be listed."""
+    """Return the descriptors of this process's sockets by inode number; empty if unknown."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/fd"):

@@ -1,4 +1,4 @@
-"""Roll call: every rank registers in the store, and one verdict applies to all.
+"""Roll call: every rank registers in the store, and all ranks receive the same verdict.
 
 Ranks form a tree with rank 0 as root. Each rank receives from its children one line with the result
 for their subtrees: whether all ranks have arrived and agree. So no rank reads more than a few
@@ -51,12 +51,12 @@ class Member:
     """A process's description of itself in the roll call.
 
     Args:
-        rank: its rank.
+        rank: rank of the process.
         host: host name.
         machine: equal for processes that reach each other on 127.0.0.1.
         pid: process id.
         started: start time, which distinguishes processes with the same id.
-        secret_source: where its secret comes from.
+        secret_source: where the process has the secret from.
         versions: versions and world size, which must be equal on all ranks.
         number: a random number, so that no old answer is accepted.
     """
@@ -124,11 +124,11 @@ def _started(pid: int) -> str:
 
 
 class OverError(Exception):
-    """Raised if a roll call is over because rank 0 has opened a newer one."""
+    """Raised in ranks that wait in a roll call when rank 0 has opened a newer one."""
 
 
 class _Alike(NamedTuple):
-    """What the ranks of a subtree have in common: the digest of their facts and the machine.
+    """What all ranks of a subtree have in common: the digest of their facts, and the machine.
 
     `machine` is empty if they are on several machines.
     """
@@ -156,7 +156,15 @@ class RollCall:
 
     Rank 0 lets all ranks continue once all have arrived and agree; a rank that has waited too long
     reports which ones are missing. Only the first verdict counts, so all ranks act on the same one.
-    `is_over` returns whether rank 0 has opened a newer roll call.
+
+    Args:
+        launch: rank and world size of this process.
+        store: store shared by all ranks.
+        secret: secret that authenticates entries and verdicts.
+        me: description of this process.
+        timeout_s: time-out, for messages.
+        deadline: time (`time.monotonic`) at which the time-out expires.
+        is_over: returns whether rank 0 has opened a newer roll call.
     """
 
     launch: Launch
@@ -201,7 +209,7 @@ class RollCall:
     def refuse_double(self, limit_s: float = _GRACE_S) -> bool:
         """Raise LaunchError, on all waiting ranks, if another process has this rank.
 
-        Returns False if none has registered as this rank within ``limit_s`` seconds.
+        Returns False if no process has registered as this rank within ``limit_s`` seconds.
         """
         key = self.key(self.launch.rank)
         self._await(time.monotonic() + limit_s, [key])
@@ -238,7 +246,7 @@ class RollCall:
         return self._exist([_VERDICT])
 
     def say_absent(self, told: str) -> None:
-        """Publish an authenticated notice why rank 0 does not take part in this roll call."""
+        """Publish an authenticated notice of why rank 0 does not take part in this roll call."""
         self._set(self._key_of(_ABSENT), self.secret.seal(_ABSENT, told.encode()))
 
     def say_stopped(self, told: str) -> None:
@@ -278,7 +286,7 @@ class RollCall:
         write(key, value)
 
     def _member(self, rank: int) -> Member | None:
-        """Return the process registered as a rank; None if its entry is not authentic."""
+        """Return the process registered as `rank`; None if its entry is not authentic."""
         entry = self.store.get(self.key(rank))
         try:
             return Member(**json.loads(self.secret.unseal(f"rank {rank} comes", entry)))
@@ -286,7 +294,7 @@ class RollCall:
             return None
 
     def _claims_of(self, rank: int) -> str:
-        """Return the unverified claims of an entry that is not authentic, as a hint."""
+        """Describe a rank by its unauthenticated entry, as a hint for an error message."""
         try:
             claims = json.loads(self.store.get(self.key(rank))[PROOF_BYTES:])
             return (
@@ -297,7 +305,7 @@ class RollCall:
             return f"rank {rank}"
 
     def _verdict(self) -> str:
-        """Wait for the verdict, or give it if that is this rank's turn."""
+        """Wait for the verdict and return it; give the verdict if this rank has to."""
         rank = self.launch.rank
         below = [f"below/{child}" for child in self._children()]
         if rank == 0:
@@ -348,7 +356,7 @@ class RollCall:
         return range(first, max(first, min(first + _WIDTH, self.launch.world_size)))
 
     def _subtree_facts(self, children: Sequence[int]) -> "_Alike | None":
-        """Return what this rank and its subtree have in common; None if they differ."""
+        """Return what the ranks of this rank's subtree have in common; None if facts differ."""
         own = _Alike(self.me.facts(), self.me.machine)
         for child in children:
             sealed = self.store.get(f"below/{child}")
@@ -368,16 +376,16 @@ class RollCall:
         return self.secret.seal(f"below rank {self.launch.rank}", json.dumps(told).encode())
 
     def _decide(self, told: "_Alike") -> str:
-        """Let all ranks continue; called by rank 0 if all agree."""
+        """Let all ranks continue and return the verdict; called by rank 0 if all agree."""
         return self._propose("", local=told.machine != "")
 
     def _propose(self, refusal: str, *, local: bool) -> str:
-        """Give a verdict unless there is one; return the one that applies."""
+        """Give a verdict if there is none yet; return the verdict that applies."""
         text = json.dumps({"refusal": refusal, "local": local})
         return self.store.compare_set(_VERDICT, "", text).decode()
 
     def _judge(self) -> str:
-        """Read the entries of all ranks and give a verdict; rank 0 only."""
+        """Read the entries of all ranks, and give and return the verdict; rank 0 only."""
         ranks = range(self.launch.world_size)
         members = [self._member(rank) for rank in ranks]
         strangers = [rank for rank, member in enumerate(members) if member is None]
@@ -468,7 +476,7 @@ class RollCall:
         )
 
     def _unequal(self, members: Sequence[Member]) -> str:
-        """Return how versions differ from those of rank 0; empty if they do not."""
+        """Return a message about versions that differ from rank 0's; empty if none does."""
         for what in self.me.versions:
             refusal = self._differ(members, what, [m.versions.get(what) for m in members])
             if refusal:

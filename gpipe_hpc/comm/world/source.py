@@ -17,12 +17,12 @@ class Source(NamedTuple):
 
 @cache
 def own_source() -> Source:
-    """Return the source of this process; read once, some megabytes."""
+    """Return the source code version of this process; reads some megabytes once."""
     return source_in(Path(__file__).resolve().parents[2])
 
 
 def source_in(folder: Path) -> Source:
-    """Return the source in a folder."""
+    """Return the digest of the Python files in a folder."""
     text = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         lines = path.read_bytes()
@@ -35,12 +35,12 @@ Runs = dict[str, tuple[str, list[int]]]
 
 
 def run_by(rank: int, source: Source) -> Runs:
-    """Return the `Runs` of a single rank."""
+    """Return the `Runs` in which only this rank runs a source version."""
     return {source.digest: (source.folder, [rank])}
 
 
 def merged(ahead: Runs, behind: Runs) -> Runs:
-    """Merge the `Runs` of lower ranks and of higher ranks, keeping only the first ranks of each."""
+    """Merge the `Runs` of lower and of higher ranks, keeping only the first ranks of a version."""
     both = dict(ahead)
     for digest, (folder, ranks) in behind.items():
         known_folder, known = both.get(digest, (folder, []))

@@ -1,4 +1,4 @@
-"""Find the rank of this process: join an existing process group or start one."""
+"""Create the world of this process: join an existing process group or start one."""
 
 import atexit
 import logging
@@ -64,7 +64,7 @@ def start_world(
         backend: ``auto``, ``gloo``, ``mpi`` (by mpi4py, under an MPI launcher), or torch's backend
             for the device, such as ``nccl`` or ``xccl``.
         timeout_s: time after which a rank that waits for another gives up.
-        shares_memory: whether ranks of one host with CPU tensors pass boundaries in shared memory.
+        shares_memory: whether ranks of one host send each other CPU tensors by shared memory.
         secret_file: file with the job's secret; None for GPIPE_HPC_SECRET, else this user's own
             secret if all ranks are on one machine, else none.
         silence_s: see `Watchfulness`; not used in a world of one rank.
@@ -72,7 +72,7 @@ def start_world(
         ends_process: see `Watchfulness`.
         interface: name or subnet of the network interface for other machines; None for the route to
             MASTER_ADDR.
-        reach_s: time within which another host must answer at all.
+        reach_s: time within which the host of MASTER_ADDR must respond, if only by a refusal.
     """
     with OwnFramesLeftOut():
         _watch_place()
@@ -94,10 +94,10 @@ def start_world(
 
 
 def say_stopped(told: str, *, backend: str, secret_file: str | None) -> None:
-    """Make ranks that wait for this one in `start_world` stop: a signal has ended this rank.
+    """Notify ranks that wait for this one in `start_world` that a signal has ended this rank.
 
-    Takes the arguments of `start_world` and some seconds. Under torchrun or MPI the launcher ends
-    the other ranks.
+    Takes some seconds. `told` is the message; the other arguments are those of `start_world`. Under
+    torchrun or MPI the launcher ends the other ranks.
     """
     if backend == MPI:
         return
@@ -117,11 +117,10 @@ _PROGRAMS: Final = {
 
 
 def _sees_users_files(launch: Launch) -> bool:
-    """Return whether the ranks of this machine share a file of this user.
+    """Return whether all ranks of this machine see the same file of this user.
 
-    If the launcher is outside of the container, each rank may be in a container of its own and
-    would create its own secret. This is the case if the launcher started the containers and not the
-    ranks within one.
+    This is not certain if the launcher is outside of a container: each rank may then run in a
+    container of its own and would create its own secret.
     """
     if launch.launcher == "torchrun":
         return True
@@ -129,9 +128,9 @@ def _sees_users_files(launch: Launch) -> bool:
 
 
 def _watch_place() -> None:
-    """Make errors in the settings of all ranks appear only once, even at an early stage.
+    """Set the rank for reports of uncaught errors, so that an error of all ranks appears only once.
 
-    The rank is taken from the environment; errors in it are reported later.
+    The rank is taken from the environment; errors in the environment are reported later.
     """
     if dist.is_initialized():
         watch_start(dist.get_rank(), dist.get_world_size())
@@ -219,7 +218,7 @@ def _start(
 
 
 def _address_of_choice(interface: str | None) -> str | None:
-    """Return the address of the interface in the settings; None if there is none."""
+    """Return the address of the interface named in the settings; None if none is named."""
     found = asked_for(interface) if interface is not None else None
     return None if found is None else found.address
 

@@ -68,7 +68,7 @@ class _SideStream:
         self.device.current_stream().wait_stream(self._stream)
 
     def leave(self, tensor: torch.Tensor) -> Left:
-        """Copy a tensor on the side stream; return a handle for other ranks to read the copy."""
+        """Copy a tensor on the side stream; return a handle by which other ranks read the copy."""
         self.follow()
         with self.device.on(self._stream):
             left = leave(self.device, [tensor.clone()])
@@ -89,7 +89,7 @@ class _SideStream:
 
 
 class _ThreadCollective:
-    """A collective in progress: the contribution is published, `wait` computes the result."""
+    """A collective in progress: this rank's input is published, and `wait` computes the result."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ def _in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _ThreadExchange:
-    """An exchange in progress: sent tensors are published, `wait` copies the received ones."""
+    """An exchange in progress: sent tensors are published, and `wait` copies the received ones."""
 
     def __init__(
         self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]], aside: _SideStream
@@ -173,7 +173,7 @@ class ThreadGroup:
         )
 
     def _contribute(self, left: Left) -> Callable[[], list[Left]]:
-        """Publish a contribution; return a function that collects the ones of all ranks."""
+        """Publish this rank's input; return a function that collects the inputs of all ranks."""
         self._serial += 1
         key = (self.ranks, self._serial)
         self._hub.contribute(key, self._rank, left)
@@ -186,7 +186,7 @@ class ThreadGroup:
         return _ThreadCollective(self._aside, collect, tensor, result)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Publish a copy of `tensor`; `wait` replaces it by the sum."""
+        """Publish a copy of `tensor`; `wait` overwrites `tensor` with the sum over all ranks."""
         return self._collective(tensor, _in_rank_order)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -202,7 +202,7 @@ class ThreadGroup:
         self._collective(tensor, lambda parts: torch.stack(parts).amax(0)).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Publish a copy of `tensor`; `wait` replaces it by the root's."""
+        """Publish a copy of `tensor`; `wait` overwrites `tensor` with the root's copy."""
         return self._collective(tensor, itemgetter(self.ranks.index(root)))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
@@ -210,7 +210,7 @@ class ThreadGroup:
         self.start_broadcast(tensor, root).wait()
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
-        """Publish copies of the sent tensors; `wait` fills the received ones."""
+        """Publish copies of the tensors to send; `wait` fills the tensors to receive."""
         return self._start(Traffic.CALLER, sends, receives)
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
@@ -297,7 +297,10 @@ class ThreadGroup:
 
 
 class ThreadWorld:
-    """A rank's view of a ThreadHub; `device` is None for the CPU."""
+    """A world of ranks that are threads, as seen from one rank; they share a ThreadHub.
+
+    `device` is None for the CPU.
+    """
 
     def __init__(self, hub: ThreadHub, rank: int, device: Device | None = None) -> None:
         self.hub = hub
@@ -355,14 +358,17 @@ class ThreadWorld:
 
 
 class RankThread(threading.Thread):
-    """A thread that runs a rank; `num_edges` is incremented at the start and end of each step."""
+    """A thread that runs a rank; `num_edges` counts the starts and ends of its training steps."""
 
     num_edges = 0
 
 
 @contextmanager
 def within_step() -> Iterator[None]:
-    """Mark a training step of this rank, in which the user's loop draws no random numbers."""
+    """Mark a training step of this rank by incrementing its thread's `num_edges` before and after.
+
+    A draw of the user's loop from the global random generator happens outside of this context.
+    """
     thread = threading.current_thread()
     if not isinstance(thread, RankThread):
         yield

@@ -59,7 +59,7 @@ class World(Protocol):
     def transport(
         self, channels: Sequence[PlacedChannel], device: Device | None = None
     ) -> Transport:
-        """Open point-to-point channels; both ends call it, in the same order if they share several.
+        """Open point-to-point channels; both ends call this, in the same order for shared channels.
 
         `device` is the device whose tensors are sent by its own backend if possible; by default
         that of this world. Other tensors can be sent as well.
@@ -73,7 +73,7 @@ class World(Protocol):
         """
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
-        """Report to every rank that this one failed, and unblock those that wait for it.
+        """Report to every rank that this one failed, and unblock the ranks that wait for this one.
 
         `is_mistake` marks an error in the user's settings, `is_stop` a requested stop by a signal.
         """
@@ -85,9 +85,9 @@ class World(Protocol):
 def together(world: World, where: str) -> AbstractContextManager[None]:
     """Return a context in which a failure of one rank stops all ranks with that failure's report.
 
-    For work that all ranks do together. A lost connection becomes a PeerError with the report of
-    the failed rank. An error raised here is reported to the other ranks and re-raised without this
-    package's frames. With an accelerator a failure reported by another rank meanwhile raises
+    For work in which all ranks communicate. A lost connection becomes a PeerError with the report
+    of the failed rank. An error raised here is reported to the other ranks and re-raised without
+    this package's frames. With an accelerator, a failure that another rank reports meanwhile raises
     PeerError, too: aborted collectives may end without an error and leave undefined values, which
     must be neither used for a step nor saved.
     """
@@ -97,9 +97,9 @@ def together(world: World, where: str) -> AbstractContextManager[None]:
 def telling(world: World, where: str = "") -> AbstractContextManager[None]:
     """Return a context in which a failure of this rank stops all ranks with its own error message.
 
-    For work that a rank does by itself, ahead of the others: user code, files, figures. The others
-    are informed at once, not when the error has propagated: closing files may take time, in which
-    they would wait and report another cause. A lost connection becomes a PeerError, as in
+    For work that a rank does alone while others wait for it: user code, files, figures. The other
+    ranks are informed at once, before the error propagates, because cleaning up may take long and
+    they would time out with a less helpful error. A lost connection becomes a PeerError, as in
     `together`.
     """
     return _Telling(world, where)

@@ -64,14 +64,14 @@ class Library:
         return " ".join(self._mpi.Get_library_version().split())[:80]
 
     def neighbours(self) -> Neighbours:
-        """Return this rank's index on its machine; a collective call."""
+        """Return this rank's index on its machine and the number of ranks there (collective)."""
         here = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         found = Neighbours(here.rank, here.size)
         here.Free()
         return found
 
     def told_by_first(self, value: Any) -> Any:
-        """Broadcast a Python object from rank 0; blocks, only before other messages are sent."""
+        """Broadcast a Python object from rank 0; blocks, so call it before any other message."""
         return self._comm.bcast(value, root=0)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
@@ -105,7 +105,7 @@ class Library:
         ]
 
     def _has_left(self, rank: int) -> bool:
-        """Return whether a rank has announced its end; the caller must hold the lock."""
+        """Return whether a rank has announced that it ends; the caller must hold the lock."""
         status = self._mpi.Status()
         while self._comm.Iprobe(source=self._mpi.ANY_SOURCE, tag=LEFT, status=status):
             self._comm.Recv([None, 0, self._mpi.BYTE], source=status.source, tag=LEFT)
@@ -115,10 +115,9 @@ class Library:
     def finish(self, timeout_s: float) -> None:
         """Finalize MPI once all ranks have called this; registered at exit.
 
-        Ranks that still wait for this one are informed that it has left. After a failure, of this
-        or another rank, all ranks wait briefly for each other. If all have arrived, MPI is
-        finalized, because otherwise mpiexec would kill the other ranks; if not, it is not
-        finalized.
+        Ranks that still wait for this one are informed that it has ended. After a failure of any
+        rank, all ranks wait briefly for each other. If all have arrived, MPI is finalized, because
+        otherwise mpiexec would kill the other ranks; if not, MPI is not finalized.
         """
         if self._mpi.Is_finalized():
             return
@@ -139,7 +138,7 @@ class Library:
             _leave_at_once()
 
     def _meet(self, has_failed: bool, limit_s: float) -> bool | None:
-        """Return whether no rank has failed; None if some do not arrive within the time limit."""
+        """Wait for all ranks; return whether none has failed, or None if some arrive too late."""
         end_s = time.monotonic() + limit_s
         own, worst = (torch.tensor([fails], dtype=torch.int32) for fails in (has_failed, True))
         try:
@@ -170,7 +169,7 @@ def _leave_at_once() -> None:
 
 
 def open_mpi() -> Library:
-    """Initialize MPI or use the initialized one; LaunchError if neither is possible."""
+    """Initialize MPI, or use it if already initialized; LaunchError if neither is possible."""
     try:
         import mpi4py
     except ImportError as error:

@@ -1,10 +1,10 @@
 """A torch process group whose messages are sent by MPI.
 
-It is registered as a backend, so code that uses torch groups works unchanged: boundaries,
+It is registered as a backend, so code that uses torch groups works unchanged: stage boundaries,
 all-reduces, objects of a checkpoint, fairscale's OSS. Only point-to-point messages use MPI.
-Collectives are built from them with our plans, because MPI's own collectives would block inside
-MPI, where the failure of another rank does not end the wait, and because their order of summation
-depends on the library. Ours sums each element in the same order for any tensor size and position:
+Collectives are built from them with the plans of `comm.collectives`: MPI's own collectives would
+block inside MPI, where the failure of another rank does not end the wait, and their order of
+summation depends on the library. The order used here is the same for any tensor size and position:
 by halves, on four ranks (0 + 2) + (1 + 3).
 """
 
@@ -122,7 +122,7 @@ class MpiGroup(dist.ProcessGroup):
         reads: bool,
         writes: bool,
     ) -> Callable[[Note], None]:
-        """Return a job for a device tensor, in device memory if MPI supports it, else in blocks."""
+        """Return a job for a device tensor: direct if MPI supports it, else by blocks on a host."""
         if self._library.takes_device_pointers:
             return lambda note: stager.directly(tensor, stage, job)
         return lambda note: stager.through(tensor, stage, job, reads=reads, writes=writes)
@@ -252,7 +252,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host([own], outputs, run)
 
     def _give_all(self, tensors: Tensors) -> None:
-        """Send this rank's tensor to all other ranks and receive theirs."""
+        """Send this rank's tensor to all other ranks and receive the tensors of those."""
         mine = tensors[self.rank()]
         others = [position for position in range(self.size()) if position != self.rank()]
         self._exchange([(p, mine) for p in others], [(p, tensors[p]) for p in others])
@@ -386,7 +386,7 @@ class MpiGroup(dist.ProcessGroup):
         return TurnWork(self._turns.start(job), writes, device, stage)
 
     def _is_apart(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is in memory that MPI's own copies cannot access."""
+        """Return whether a tensor is in device memory, which MPI cannot access directly."""
         device = self._stager.device
         return not on_host(tensor) or (device.is_accelerator and device.holds(tensor))
 
@@ -426,7 +426,7 @@ def _broadcast_plan(place: Place, root: int, num_bytes: int) -> Plan:
 
 
 def _leave(tensor: torch.Tensor) -> None:
-    """Leave the values unchanged."""
+    """Do nothing: the final result needs no further operation."""
 
 
 def _reduction_functions(

@@ -34,7 +34,7 @@ _LOOK_FOR_S: Final = 0.5
 
 
 class Asked(Protocol):
-    """Tests which of several requests are complete."""
+    """Interface of the function that tests which of several requests are complete."""
 
     def __call__(self, requests: "list[MPI.Request]") -> Sequence[tuple[int, int]]:
         """Return the positions of completed requests, each with the number of bytes received.
@@ -77,7 +77,7 @@ class Message:
         call()
 
     def part_is_done(self) -> bool:
-        """Record that a part is complete; return whether it was the last."""
+        """Record that one more part is complete; return whether it was the last."""
         self._num_left -= 1
         return self._num_left == 0
 
@@ -90,7 +90,7 @@ class Message:
 
 
 class _Piece(NamedTuple):
-    """Data of a request; `tensor` stays alive until MPI no longer uses its memory."""
+    """A request in progress and its tensor, kept alive until MPI no longer uses the memory."""
 
     message: Message
     tensor: torch.Tensor
@@ -117,7 +117,9 @@ class _State:
 class Progress:
     """The MPI messages of one process.
 
-    `ask` tests several requests. `has_left(rank)` returns whether a rank has announced its end.
+    Args:
+        ask: tests which of several requests are complete.
+        has_left: returns whether a rank has announced that it ends.
     """
 
     def __init__(self, ask: Asked, has_left: Callable[[int], bool]) -> None:
@@ -127,7 +129,7 @@ class Progress:
 
     @property
     def broken(self) -> str:
-        """Return why nothing can be sent any more; empty if all is well."""
+        """Return why no message can be sent or received any more; empty if they can."""
         return self._state.broken
 
     def start(
@@ -198,7 +200,7 @@ class Progress:
     def _is_late(self, message: Message, is_late: bool) -> bool:
         """Return whether the peer has announced its end; RuntimeError if it had at the last check.
 
-        Data that it sent earlier may arrive after the announcement, hence the second check.
+        Data that the peer sent earlier may arrive after the announcement, hence the second check.
         """
         with self.lock:
             has_left = self._state.has_left(message.rank)
@@ -207,7 +209,7 @@ class Progress:
         return has_left
 
     def break_off(self, why: str) -> None:
-        """End all waits with an error; from now on nothing is sent or received."""
+        """End all waits with an error; no message is sent or received from now on."""
         state = self._state
         with state.changed:
             state.broken = state.broken or why
@@ -241,7 +243,7 @@ def _test(state: _State) -> bool:
 
 
 def _finish(state: _State, done: Sequence[tuple[int, int]]) -> list[Callable[[], None]]:
-    """Remove completed requests; return the callbacks to run."""
+    """Remove completed requests from the state; return the callbacks to run."""
     calls: list[Callable[[], None]] = []
     for position, came_bytes in done:
         message, _, expected_bytes = state.pieces[position]
@@ -267,7 +269,7 @@ def _fail(state: _State, why: str) -> list[Callable[[], None]]:
 
 
 def _look(state: _State) -> None:
-    """Test messages on the background thread while no other thread waits for them."""
+    """Test messages from the background thread whenever no other thread waits for one."""
     pause_s = _FIRST_LOOK_S
     while True:
         with state.changed:

@@ -24,8 +24,9 @@ Job = Callable[[torch.Tensor], None]
 class Stage:
     """State of a tensor's transfer through the host.
 
-    `behind` marks the end of earlier device work on the tensor. `done` marks the last copy to the
-    device; None until that is enqueued or if there is none.
+    `behind` is the event at the end of the device work that precedes the transfer. `done` is the
+    event at the end of the last copy to the device; None until that is enqueued or if there is
+    none.
     """
 
     def __init__(self, behind: Event) -> None:
@@ -41,7 +42,7 @@ class Stager:
         self._pool = PinnedPool(device)
 
     def begin(self) -> Stage:
-        """Return a stage that waits for the work now queued on the current stream."""
+        """Return the state of a transfer that waits for work now queued on the current stream."""
         return Stage(self.device.current_stream().record_event())
 
     def through(
@@ -102,7 +103,7 @@ class Stager:
 
 
 class _Transfer:
-    """Blocks of a tensor in transfer, each in one of the alternating buffers."""
+    """A tensor in transfer, block by block; each block uses one of two alternating buffers."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class _Transfer:
             self._fetched[at] = self._leaving.record_event()
 
     def host(self, number: int, *, reads: bool) -> torch.Tensor:
-        """Return a block's host memory once it may be read or overwritten."""
+        """Return a block's host memory, once the preceding copies allow its use."""
         at = number % len(self._buffers)
         awaited = self._fetched[at] if reads else self._brought[at]
         if awaited is not None:

@@ -31,7 +31,7 @@ class Tags:
         self._num_groups = 1 << (bits - _KIND_BITS - self._queue_bits)
 
     def of(self, group: int, tag: int) -> int:
-        """Return the MPI tag of a caller's tag in a group; LaunchError if out of range."""
+        """Return the MPI tag of a tag within a group; LaunchError if it is out of range."""
         return self._made(group, tag >> _KIND_SHIFT, tag & ((1 << _KIND_SHIFT) - 1))
 
     def own(self, group: int) -> int:
