@@ -1,4 +1,4 @@
-"""Device times and values that are read later, so that a step does not wait for them."""
+"""Times and values of a device that are read later, so that a step does not wait for them."""
 
 import time
 from typing import NamedTuple
@@ -31,7 +31,7 @@ def await_mark(mark: Event) -> None:
 
 
 def wait_for(mark: Mark) -> None:
-    """Block the host until a point in time is reached, if it is an event."""
+    """Block the host until a mark of `take_mark` is reached; returns at once for a CPU time."""
     if not isinstance(mark, float):
         await_mark(mark)
 
@@ -48,9 +48,10 @@ def seconds_between(first: Mark, second: Mark) -> float:
 
 
 class AsyncHostTensor(NamedTuple):
-    """A copy of values in host memory, valid once `event` is complete, or at once if it is None.
+    """A copy of a tensor in host memory, valid once `event` is complete, or at once if it is None.
 
-    The copy is started at once, so reading it later does not wait for work queued afterwards.
+    The copy starts when the object is created, so reading it later does not wait for work queued
+    afterwards.
     """
 
     values: torch.Tensor
@@ -68,7 +69,7 @@ class AsyncHostTensor(NamedTuple):
         return cls(values, event)
 
     def part(self, where: slice) -> "AsyncHostTensor":
-        """Return the copy of some of the values."""
+        """Return the copy of the values in a slice."""
         return self._replace(values=self.values[where])
 
     def poll(self) -> torch.Tensor | None:

@@ -89,7 +89,7 @@ class Device(Protocol):
 
     @property
     def backend(self) -> str:
-        """Return torch.distributed's default backend for it, such as ``gloo`` or ``nccl``."""
+        """Return torch.distributed's default backend for this device, such as ``nccl``."""
 
     @property
     def identity(self) -> str:
@@ -193,7 +193,7 @@ class Device(Protocol):
         """Return the capacity of the device in bytes; None on a CPU, whose memory ranks share."""
 
     def memory_free(self) -> int | None:
-        """Return the bytes that can still be allocated; None if the system does not report them."""
+        """Return the bytes that can still be allocated; None if the system does not report it."""
 
     def reset_peak(self) -> None:
         """Reset the peak that `memory_peak` returns."""
@@ -504,7 +504,7 @@ class Accelerator:
                 f"default_generators, which are needed to seed dropout; use another version of "
                 f"its package, or {setting('train.device', 'cpu')}"
             )
-        if not module.default_generators:  # before anything was done there
+        if not module.default_generators:  # CUDA is not initialized yet
             module.init()
         return [torch.default_generator, module.default_generators[self.torch.index]]
 
@@ -555,7 +555,7 @@ class Accelerator:
     def _memory_info(self) -> tuple[int, int] | None:
         try:
             told: tuple[int, int] = self._of_memory("get_memory_info")(self.torch)
-        except RuntimeError:  # not every kind has it
+        except RuntimeError:  # not every device type supports it
             return None
         return told
 
@@ -656,7 +656,7 @@ def _has(value: object, names: Sequence[str]) -> bool:
 
 
 def device_to_come(name: str) -> Device:
-    """Return the device that `name` will select at training time; none need be installed here.
+    """Return the device that `name` will select in a planned run, even if it is not installed here.
 
     Its type may be queried, but not its memory.
     """
@@ -746,7 +746,7 @@ def maker_name(device: Device) -> str:
 
 
 def name_here(device: Device) -> str | None:
-    """Return the product name of this machine's device of the same type; None if it has none."""
+    """Return the product name of this machine's device of the same type as `device`, or None."""
     if device.is_accelerator and automatic_kind().type != device.type:
         return None
     return maker_name(device)

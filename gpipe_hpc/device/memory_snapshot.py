@@ -1,4 +1,4 @@
-"""The memory of a rank at the moment when an action ran out of it."""
+"""The memory of a rank at the moment when an action fails because memory is exhausted."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,9 +12,14 @@ from gpipe_hpc.errors import DeviceMemoryError
 class MemorySnapshot(NamedTuple):
     """Memory use of a rank in bytes; None if the system does not report a number.
 
-    `allocated`, `peak`: see `Device.memory_allocated` and `memory_peak`. `reserved`: memory that
-    torch's allocator has reserved. `total`, `free`: memory of the device. `weights`: parameters and
-    buffers. `num_kept`: micro-batches whose activations are stored.
+    Args:
+        allocated: see `Device.memory_allocated`.
+        peak: see `Device.memory_peak`.
+        reserved: memory reserved by torch's allocator.
+        total: capacity of the device.
+        free: memory of the device that can still be allocated.
+        weights: parameters and buffers.
+        num_kept: number of micro-batches whose activations are stored.
     """
 
     device: str
@@ -49,7 +54,7 @@ class MemorySnapshot(NamedTuple):
 
 
 class OutOfMemoryError(DeviceMemoryError):
-    """An action ran out of memory; `snapshot` is the memory use at that moment."""
+    """Raised if an action runs out of memory; `snapshot` is the memory use at that moment."""
 
     def __init__(self, text: str, snapshot: MemorySnapshot) -> None:
         super().__init__(text)

@@ -23,7 +23,7 @@ _MOST_LINES: Final = 8
 
 
 class Bound(NamedTuple):
-    """Result of `bind`: log lines, one for each kind of machine, and a function that undoes it."""
+    """Result of `bind`: log lines, one per distinct assignment, and a function that undoes it."""
 
     lines: list[str]
     undo: Callable[[], None]
@@ -76,17 +76,17 @@ def _check(how: str, num_threads: str | int | None) -> None:
 
 
 class _Machine(NamedTuple):
-    """The requests of all ranks of a machine and the index of the receiving rank among them."""
+    """The requests of all ranks of a machine, and the index of this rank among them."""
 
     ranks: list[Asked]
     number: int
 
 
 class _Report(NamedTuple):
-    """Combined result of several ranks: the smallest number of threads and the assignments.
+    """Combined result of several ranks: the smallest number of threads, and the assignments.
 
-    `hosts` maps the text of an assignment to one example host and the number of hosts with it;
-    `more` counts hosts with further assignments.
+    `hosts` maps the text of an assignment to an example host and the number of hosts with that
+    assignment; `more` counts hosts with further assignments.
     """
 
     num_threads: int

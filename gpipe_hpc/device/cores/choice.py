@@ -9,12 +9,12 @@ from gpipe_hpc.device.cores.machine import Core, Quota, cpus_text
 
 
 class Asked(NamedTuple):
-    """The CPUs available to a rank, and its requests.
+    """The CPUs that a rank may use, and its requests.
 
     Args:
         allowed: CPUs that the launcher allows the rank to use.
-        node: NUMA node of its device; None for a CPU rank or if unknown.
-        quota: CPU time limit of its control group.
+        node: NUMA node of the rank's device; None for a CPU rank or if unknown.
+        quota: CPU time limit of the rank's control group.
         num_threads: number of threads set by the user; None for one per core.
     """
 
@@ -131,7 +131,7 @@ def _overlapping_groups(ranks: Sequence[Asked]) -> list[tuple[int, ...]]:
 
 
 def _parts(cores: Sequence[Core], ranks: Sequence[Asked]) -> list[list[Core]] | str:
-    """Return the cores for each rank of a group, or the reason why the group is not bound."""
+    """Return the cores of each rank in a group, or the reason why the group is not bound."""
     allowed = ranks[0].allowed
     if len({rank.allowed for rank in ranks}) > 1:
         return "they were given different CPUs that overlap"
@@ -176,7 +176,7 @@ def _threads(rank: Asked, num_cores: int, using: Mapping[str, int]) -> int:
 def _distribute(cores: Sequence[Core], nodes: Sequence[int | None]) -> list[list[Core]]:
     """Distribute cores over ranks by the NUMA node of each rank's device.
 
-    There must be one core per rank at least.
+    There must be at least as many cores as ranks.
     """
     in_order = sorted(cores, key=lambda core: (core.node, min(core.cpus)))
     on_node = {node: list(own) for node, own in groupby(in_order, key=lambda core: core.node)}

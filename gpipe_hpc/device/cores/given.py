@@ -1,4 +1,4 @@
-"""The CPUs that a process was given by its launcher, before it bound itself to some of them."""
+"""The CPUs that the launcher gave to this process, before it bound itself to some of them."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ def go_everywhere() -> None:
 
 
 def keep_on(cpus: frozenset[int]) -> Callable[[], None]:
-    """Bind all threads of this process to `cpus`; return a function that undoes it.
+    """Bind all threads of this process to `cpus`; return a function that restores their affinity.
 
     Threads with another affinity than the process are left alone. Raises OSError if the system
     refuses.

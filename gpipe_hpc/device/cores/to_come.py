@@ -1,4 +1,4 @@
-"""Threads and concurrent ranks that a rank of a planned run will have on a host like this one."""
+"""Prediction of the threads and of the concurrently computing ranks of a planned run's hosts."""
 
 import os
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from gpipe_hpc.device.cores.machine import allowed_cpus, cores_with, tightest_qu
 
 
 class Share(NamedTuple):
-    """A rank's number of intra-op threads and the number of other ranks that compute meanwhile."""
+    """A rank's number of intra-op threads, and the number of other ranks that compute meanwhile."""
 
     num_threads: int
     num_others: int
@@ -27,9 +27,10 @@ class Share(NamedTuple):
 
 
 def share_to_come(num_ranks: int, num_threads: str | int | None, *, binds: bool = True) -> Share:
-    """Return the share of each of `num_ranks` planned ranks of this host, as `bind` assigns it.
+    """Return the share of the host that each of `num_ranks` planned ranks will get from `bind`.
 
-    The number of concurrently computing ranks is limited by the available cores.
+    The host is assumed to be like this one. The number of concurrently computing ranks is limited
+    by the available cores.
 
     Args:
         num_ranks: number of ranks on the host.
@@ -51,10 +52,10 @@ def share_to_come(num_ranks: int, num_threads: str | int | None, *, binds: bool 
 
 
 def share_of_bound(num_ranks: int) -> Share:
-    """Return the share of this rank, bound by `bind`, on a host with `num_ranks` ranks.
+    """Return the share of the host that this rank, already bound by `bind`, has among `num_ranks`.
 
     Other ranks count only if they use cores that this process left free. If a launcher has given
-    each rank its own cores, there are none.
+    each rank its own cores, no other rank counts.
     """
     given, own = given_cpus(), allowed_cpus()
     left = frozenset[int]() if given is None or own is None else given - own
