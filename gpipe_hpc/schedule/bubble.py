@@ -45,15 +45,16 @@ def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
 
 
 def explain_measured(timeline: Timeline) -> tuple[BubbleCauses, ...]:
-    """Split the idle time of each rank in a measured step; the parts sum to makespan minus busy.
+    """Split the idle time of each rank in a measured step by cause.
 
-    The part due to transfers is found by replaying the measured order and durations without them.
+    The parts of a rank sum to the makespan minus its busy time. The part due to transfers is found
+    by replaying the measured order and durations without transfers.
     """
     return _split_by_cause(timeline, _end_without_transfers(timeline))
 
 
 def _split_by_cause(timeline: Timeline, undelayed: float) -> tuple[BubbleCauses, ...]:
-    """Split the idle time of each rank, given the end of all compute without transfers."""
+    """Split the idle time of each rank; `undelayed` is the end of all compute without transfers."""
     busy = timeline.busy
     end = _end_of_compute(timeline)
     return tuple(
@@ -68,7 +69,7 @@ def _split_by_cause(timeline: Timeline, undelayed: float) -> tuple[BubbleCauses,
 
 
 def _end_of_compute(timeline: Timeline) -> float:
-    """Return the time from the start to the end of the last compute action."""
+    """Return the time from the start of the step to the end of its last compute action."""
     return timeline.end_of_compute - timeline.start_s
 
 

@@ -31,8 +31,9 @@ def check(schedule: Schedule, *, is_apart: bool = False) -> None:
     actions that it needs. A rank posts its receives from another rank in the order of the sends.
     Each bucket of a stage is reduced once on each rank that holds the stage, in the same order on
     ranks that share stages. Sharded parameters are gathered once on each such rank, before the
-    forwards of the stage. Live activations and posted receives stay within the declared bounds.
-    There is no deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
+    forwards of the stage. The numbers of live activations and of posted receives stay within the
+    declared bounds. There is no deadlock, whether a ``SEND`` is buffered or blocks until its
+    ``RECV`` is posted.
 
     Args:
         schedule: the table.
@@ -68,7 +69,7 @@ def _check_deadlock(graph: Precedence) -> None:
 
 
 def _check_complete(graph: Precedence) -> None:
-    """Check that every stage runs every micro-batch forward and, in a training table, backward."""
+    """Check that every stage has a forward, and in training a backward, of every micro-batch."""
     schedule = graph.schedule
     nothing: Column = [NOWHERE] * schedule.num_microbatches
     ops = (Op.F, Op.I, Op.W) if _has_backward(graph) else (Op.F,)
@@ -149,7 +150,7 @@ def _check_transfers(graph: Precedence) -> None:
 
 
 def _have_partners(graph: Precedence, halves: Column, partners: Column) -> bool:
-    """Return whether every transfer in `halves` has a partner on another rank."""
+    """Return whether each send or receive in `halves` has its counterpart on another rank."""
     own, others, ranks = map(numbers_of, (halves, partners, graph.ranks))
     own, others = own[own != NOWHERE], others[own != NOWHERE]
     return bool(((others != NOWHERE) & (ranks[others] != ranks[own])).all())
@@ -183,7 +184,7 @@ def _check_order(graph: Precedence) -> None:
 
 
 def _refuse_order(graph: Precedence, sender: int, post: int, awaited: int) -> NoReturn:
-    """Raise for a ``RECV`` posted before the ``RECV`` of an earlier ``SEND``."""
+    """Raise because the ``RECV`` at `post` comes before the ``RECV`` of an earlier ``SEND``."""
     expected = graph.action(awaited)
     before = graph.provide(awaited, counterpart(expected))
     graph.refuse(

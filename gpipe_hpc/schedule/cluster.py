@@ -15,7 +15,7 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 class ReductionTime(NamedTuple):
-    """Time to reduce a buffer, in seconds: a fixed `latency_s` plus `bytes_s` for the transfer."""
+    """Time to reduce a buffer, in seconds: `latency_s`, independent of its size, plus `bytes_s`."""
 
     latency_s: float
     bytes_s: float
@@ -28,14 +28,14 @@ class ReductionTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on hosts, numbered host by host; latencies in seconds, bandwidths in bytes per second.
+    """Hosts and their ranks, numbered host by host; seconds and bytes per second.
 
     Args:
         hosts: number of ranks of each host.
         within: link between two ranks of one host.
         between: link between two ranks of different hosts.
-        host_links: links of single hosts that replace `between`; between two hosts the slower
-            counts.
+        host_links: links of single hosts that replace `between`; between two such hosts the slower
+            link is used.
         rank_links: links of single rank pairs, by (source rank, destination rank).
         paces: relative compute time of slow ranks, by rank; 1 if absent.
 
@@ -123,10 +123,10 @@ class Cluster:
     ) -> list[Costs]:
         """Return the costs of each replica of a table on this cluster, for `simulate_job`.
 
-        The world rank is replica x ranks of the table + rank. Each replica has the links and paces
-        of its own ranks; all share the reduction times of `gradient_bytes` (bytes per stage) over
-        all ranks that hold the stage. Times of `costs` are in seconds. Replicas with equal links
-        share one object.
+        The world rank is replica * schedule.num_ranks + rank. Each replica has the links and
+        relative compute times of its own ranks; all share the reduction times of `gradient_bytes`
+        (bytes per stage) over all ranks that hold the stage. Times of `costs` are in seconds.
+        Replicas with equal links share one object.
 
         Raises:
             ScheduleError: the cluster has too few ranks.
@@ -172,7 +172,7 @@ class Cluster:
 
 
 def _ways(schedule: Schedule) -> set[tuple[int, int]]:
-    """Return the pairs of ranks between which a table sends messages, in both directions."""
+    """Return the pairs of ranks that exchange messages in a table, in both orders."""
     found: set[tuple[int, int]] = set()
     for route in schedule.placement.routes:
         neighbours = [(stage, stage + 1) for stage in range(len(route) - 1)]
@@ -184,7 +184,7 @@ def _ways(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 def _num_buckets(schedule: Schedule) -> list[int]:
-    """Return the number of reductions of each stage; 0 if it has none."""
+    """Return the number of gradient reductions (buckets) of each stage."""
     members: list[set[Action]] = [set() for _ in range(schedule.num_stages)]
     for row in schedule.ranks:
         for action in row:

@@ -39,12 +39,13 @@ VARIANTS: Final[tuple[Variant, ...]] = (
 
 
 class Standing(NamedTuple):
-    """Results of one schedule in a comparison.
+    """Results of one schedule in a comparison of schedules.
 
     Attributes:
         makespan: simulated step time.
         bubble: idle share of the total time of all ranks.
-        activations: largest number of micro-batches kept by a rank, in units of 1/K of the model.
+        activations: largest number of micro-batches whose activations a rank keeps, in units of 1/K
+            of the model on K ranks.
         weights: weights on the fullest rank, in units of 1/K of the model.
         transfers: number of sends per step.
         refusal: reason why the table could not be built, else None.
@@ -76,10 +77,11 @@ def compare(
     send: float = 0.0,
     variants: Iterable[Variant] = VARIANTS,
 ) -> list[Standing]:
-    """Simulate schedules on one model, given the cost of each of K equal parts of the model.
+    """Simulate several schedules of the same model and return the result of each.
 
-    A schedule with v stages per rank divides the model into v K stages, each with 1/v of the time
-    and activations. `send` is the time of one transfer, independent of the number of stages.
+    The arguments are the costs of each of `ranks` equal parts of the model. A schedule with v
+    stages per rank divides the model into v * ranks stages, each with 1/v of the time and
+    activations of a part. `send` is the time of one transfer, independent of the number of stages.
     """
     costs = Costs(
         forward=forward,
@@ -138,7 +140,10 @@ def comparison_table(standings: Sequence[Standing]) -> str:
 
 
 class Gain(NamedTuple):
-    """Result of a search, compared with the best named schedule on the same placement."""
+    """Result of a search for an action order, compared with the best named schedule.
+
+    Both have the same placement.
+    """
 
     placement: str
     limit: int | None
@@ -146,7 +151,7 @@ class Gain(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """Return the share of the best named schedule's time that is saved, or None without one."""
+        """Return the share of the best named schedule's time that is saved; None if none fits."""
         best = self.found.best_named_makespan
         return 1.0 - self.found.makespan / best if best else None
 

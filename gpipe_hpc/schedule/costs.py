@@ -1,4 +1,4 @@
-"""Costs of actions: durations, links and bytes, the input of the simulator."""
+"""Costs of actions, the input of the simulator: durations, links and bytes."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,11 +40,11 @@ class Costs:
         recompute: cost of ``R``.
         bare_forward: cost of an ``F`` whose micro-batch is recomputed later; None means `forward`.
         send: fixed time of a transfer over the boundary after each stage, in either direction.
-        boundary_bytes: bytes of this transfer, divided by the bandwidth of its link. The latency
-            of the link is added.
+        boundary_bytes: bytes of this transfer. Its time is `send`, plus the bytes divided by the
+            bandwidth of the link, plus the latency of the link.
         link: the default link between two ranks.
         links: links that differ, by (source rank, destination rank).
-        skip_bytes: bytes of skips, by (source stage, destination stage); others are free.
+        skip_bytes: bytes of skips, by (source stage, destination stage); other skips take no time.
         reduction: time to reduce the gradients of a stage.
         reduction_latency: additional time per bucket.
         bucket_shares: share of each bucket in the reduction of a stage; default: equal shares.
@@ -140,11 +140,7 @@ class Costs:
         return [each / sum(given) for each in given]
 
     def transfer_times(self, num_stages: int) -> "TransferTime":
-        """Return a function that computes the time of a transfer.
-
-        Its arguments are the boundary (the stage before it) or the skip, the (source, destination)
-        ranks, and the size of the micro-batch relative to a full one.
-        """
+        """Return a function that computes the time of a transfer; see `TransferTime`."""
         fixed = per_stage("send", self.send, num_stages)
         sizes = per_stage("boundary_bytes", self.boundary_bytes, num_stages)
         skips = list(self.skip_bytes)
@@ -165,9 +161,9 @@ class Costs:
         """Return the costs of the same model on the same ranks with a different number of stages.
 
         A single number is the cost of a rank's share of the model: with v stages per rank, each
-        costs 1/v of it. A list has one entry per equal part of the model, in order of layers; a
-        stage costs the sum over the parts that it covers. Transfers cost the same at any boundary.
-        `copies` is the number of ranks that share each stage.
+        stage costs 1/v of that number. A list has one entry per equal part of the model, in order
+        of layers; a stage costs the sum over the parts that it covers. Transfers cost the same at
+        any boundary. `copies` is the number of ranks that share each stage.
         """
 
         def of_stages(field: str, cost: Cost) -> Cost:
@@ -202,10 +198,16 @@ class Costs:
 
 
 class TransferTime(Protocol):
-    """A function that returns the time of a transfer."""
+    """Interface of a function that returns the time of a transfer."""
 
     def __call__(self, way: int | Skip, ranks: tuple[int, int], share: float = 1.0) -> float:
-        """Return the time of a transfer over boundary or skip `way`, for a micro-batch share."""
+        """Return the time of a transfer between two ranks.
+
+        Args:
+            way: the boundary, as the number of the stage before it, or the skip.
+            ranks: source and destination rank.
+            share: size of the micro-batch relative to a full one.
+        """
         ...
 
 
@@ -251,8 +253,8 @@ def _recut(field: str, cost: Cost, num_ranks: int, num_stages: int) -> Cost:
 def _last_of(field: str, cost: Cost, num_stages: int) -> Cost:
     """Convert a cost per boundary to another number of stages.
 
-    A new boundary gets the cost of the last given part before it; boundaries inside a part get that
-    of the part.
+    A boundary at the end of model parts costs what is given for the last of these parts; a boundary
+    inside a part costs what is given for that part.
     """
     if not isinstance(cost, Iterable):
         return cost
@@ -262,7 +264,7 @@ def _last_of(field: str, cost: Cost, num_stages: int) -> Cost:
 
 
 def _stages_and_parts(field: str, num_parts: int, num_stages: int) -> tuple[int, int]:
-    """Return stages per model part and model parts per stage; one of them is 1."""
+    """Return stages per model part and model parts per stage; one of the two is 1."""
     if num_parts and num_stages % num_parts == 0:
         return num_stages // num_parts, 1
     if num_parts and num_parts % num_stages == 0:
@@ -274,7 +276,7 @@ def _stages_and_parts(field: str, num_parts: int, num_stages: int) -> tuple[int,
 
 
 def per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:
-    """Return a cost as one number for each stage.
+    """Return a cost as one number for each stage; `field` names it in errors.
 
     Raises ScheduleError for a wrong number of values or one that is not finite and at least 0.
     """

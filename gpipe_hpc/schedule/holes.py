@@ -14,9 +14,10 @@ WITH_HOLES: Final = (*ORDERS, "rerouted", "auto")
 
 
 class Rows(NamedTuple):
-    """One table for all ranks, in replicas of `stages` of which the last lacks ranks.
+    """How to build the one table for all ranks if some replicas of `stages` ranks lack ranks.
 
-    `microbatches` counts those of all replicas; `schedule` and `options` build the table.
+    `microbatches` counts the micro-batches of all replicas; `schedule` and `options` are arguments
+    of `build`.
     """
 
     ranks: int
@@ -26,9 +27,10 @@ class Rows(NamedTuple):
 
 
 def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
-    """Return the number of replicas of a run; by default as many as use all ranks.
+    """Return the number of replicas of a run; by default the number that uses all ranks.
 
-    The last replica may lack ranks. Returns 1 if the number of stages is unknown too.
+    The last replica may lack ranks. Returns 1 if neither `replicas` nor the number of stages is
+    known.
     """
     if replicas is not None:
         return replicas
@@ -38,8 +40,8 @@ def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
 def num_rows(ranks: int, stages: int | None, replicas: int) -> int | None:
     """Return the number of partial replicas of a run, or None if all replicas are complete.
 
-    `replicas` is the number of replicas that was requested. If it is 1, as many replicas are
-    returned as use all ranks. Also None if the ranks are too few or too many for `replicas`.
+    `replicas` is the number of replicas that was requested; 1 stands for the number that uses all
+    ranks. Also None if the ranks are too few or too many for `replicas`.
     """
     if stages is None or stages < 1 or ranks in (stages * replicas, 0):
         return None
@@ -56,9 +58,10 @@ def in_rows(
     schedule: object,
     options: Mapping[str, Any],
 ) -> Rows | None:
-    """Return the single table that partial replicas run on `ranks` ranks, or None without any.
+    """Return the single table with which `ranks` ranks run as partial replicas.
 
-    Arguments are those of `Pipeline`; `microbatches` is per replica.
+    None if all replicas are complete. Arguments are those of `Pipeline`; `microbatches` is per
+    replica.
 
     Raises:
         ConfigError: the schedule does not support partial replicas.
@@ -107,7 +110,7 @@ def one_table(
 
 
 def refuse_whole_replicas(ranks: int, stages: int, asked: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for each enabled setting that needs complete replicas.
+    """Raise `ConfigError` if a setting that needs complete replicas is enabled.
 
     `asked` maps names of settings to their values.
     """

@@ -21,8 +21,10 @@ from gpipe_hpc.schedule.timeline import Timeline, idle_share
 class ReplicaTimes(NamedTuple):
     """Simulated times of one replica, in the unit of its costs.
 
-    `end_of_compute` is the end of its last compute action, `end` the end of everything but
-    reductions, and `busy` the compute time of each of its ranks.
+    Attributes:
+        end_of_compute: end of the last compute action.
+        end: end of the last action that is not a reduction.
+        busy: compute time of each rank.
     """
 
     end_of_compute: float
@@ -33,7 +35,7 @@ class ReplicaTimes(NamedTuple):
 class Meeting(NamedTuple):
     """One simulated gradient reduction, which starts once every rank that takes part is ready.
 
-    `ready` is the time when the last rank is ready and `last` the replica of that rank.
+    `ready` is the time when the last rank is ready; `last` is the replica of that rank.
     """
 
     action: Action
@@ -45,7 +47,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One simulated step of all replicas.
+    """Result of simulating one step of all replicas.
 
     `costs` and `replicas` have one entry per replica; `meetings` lists the reductions in order.
     Replicas with the same costs object share their times.
@@ -89,7 +91,7 @@ class Job:
 
     @property
     def slowest(self) -> int:
-        """Return the index of the replica that finishes computing last, the first of several."""
+        """Return the index of the replica that finishes computing last; the first one on a tie."""
         ends = [each.end_of_compute for each in self.replicas]
         return ends.index(max(ends))
 
@@ -154,11 +156,11 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
 
 
 def side_by_side(schedule: Schedule, num_replicas: int) -> Schedule:
-    """Return one lowered table that contains all replicas of a job, with routes for each.
+    """Return one lowered table that contains all replicas of a job, each on its own ranks.
 
-    Ranks are numbered replica x ranks of the table + rank, and micro-batches likewise. Each stage
-    is reduced over its ranks in all replicas. `simulate` returns the same times for it as
-    `simulate_job`.
+    Ranks are numbered replica * schedule.num_ranks + rank, and micro-batches likewise. Each stage
+    is reduced over its ranks in all replicas. `simulate` returns the same times for this table as
+    `simulate_job` for the job.
     """
     placement, ranks, count = schedule.placement, schedule.num_ranks, schedule.num_microbatches
 
@@ -189,7 +191,7 @@ def side_by_side(schedule: Schedule, num_replicas: int) -> Schedule:
 
 
 class _Times:
-    """A resolved table, and a factory of the simulated clock of each replica."""
+    """A table with resolved dependencies, which creates the simulated clock of each replica."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.graph: Precedence = build_precedence(schedule)

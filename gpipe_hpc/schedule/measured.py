@@ -1,4 +1,4 @@
-"""Reconstruct the table of a measured timeline, and the costs of other tables on the same model."""
+"""Reconstruction of the table of a measured timeline, and of the costs of its model's stages."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -12,7 +12,7 @@ from gpipe_hpc.schedule.timeline import Timeline
 
 
 def schedule_of(timeline: Timeline) -> Schedule:
-    """Return the compute-only table that a timeline ran.
+    """Return the compute-only table of which a timeline shows the execution.
 
     Empty micro-batches, and stages that did not run a micro-batch, are assigned to the first route.
     """
@@ -62,7 +62,7 @@ def mean_forwards(timeline: Timeline) -> tuple[list[float | None], list[float | 
 def mean_costs(timeline: Timeline) -> Costs:
     """Return the mean time of each op on each stage over micro-batches; transfers are free.
 
-    If a stage ran only forwards with a graph, or only without, both get the same cost.
+    If a stage ran only forwards with a graph, or only without, both kinds get the same cost.
     """
     durations: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for row in timeline.events:

@@ -1,4 +1,4 @@
-"""Memory use of a rank over its action list, given what each stage keeps per micro-batch."""
+"""Memory use of a rank over its action list, given what a stage stores for each micro-batch."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -25,8 +25,8 @@ class Memory:
 
     Args:
         forward: allocated by ``F`` and freed by ``B`` or ``W``.
-        boundary: allocated by ``F`` instead if an ``R`` follows: the input of the stage and the
-            activations of layers that are not recomputed.
+        boundary: allocated by ``F`` instead of `forward` if an ``R`` follows: the input of the
+            stage and the activations of layers that are not recomputed.
         recompute: allocated by ``R``; None means `forward` minus `boundary`.
         offload: freed by the compute action after an ``OFFLOAD`` and allocated again by ``FETCH``;
             None means everything.
@@ -58,14 +58,14 @@ STAGE_MICROBATCHES: Final = Memory(forward=1.0, boundary=1.0)
 
 
 class Held(NamedTuple):
-    """The amount of memory that a rank uses from `time_s` on."""
+    """A point of a memory curve: the memory that a rank uses from `time_s` on."""
 
     time_s: float
     amount: float
 
 
 class Step(NamedTuple):
-    """The number of live (stage, micro-batch) pairs from `time_s` on."""
+    """A point of a curve: the number of live (stage, micro-batch) pairs from `time_s` on."""
 
     time_s: float
     live: int
@@ -122,9 +122,9 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
 def live_activations(timeline: Timeline, rank: int) -> list[Step]:
     """Return the number of live (stage, micro-batch) pairs of a rank over time.
 
-    A pair is live from the start of its ``F`` to the end of its ``B`` or ``W``, or of the ``F`` if
-    there is no backward. It is not live while offloaded, from the end of the compute action after
-    its ``OFFLOAD`` to the start of its ``FETCH``. Without offloading, the largest number equals
+    A pair is live from the start of its ``F`` to the end of its ``B`` or ``W`` (of ``F`` if there
+    is no backward), except while it is offloaded: from the end of the compute action after its
+    ``OFFLOAD`` to the start of its ``FETCH``. Without offloading, the largest number equals
     `Timeline.peak_activations`.
     """
     steps: list[Step] = []
@@ -136,7 +136,7 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
 
 
 def _peak_of(added: Sequence[float], freed: Sequence[float]) -> float:
-    """Return the peak, if actions allocate at their start and free at their end."""
+    """Return the peak memory if each action allocates at its start and frees at its end."""
     total = most = 0.0
     for more, less in zip(added, freed, strict=True):
         total += more
@@ -146,7 +146,7 @@ def _peak_of(added: Sequence[float], freed: Sequence[float]) -> float:
 
 
 class _StageMemory:
-    """Memory amounts of each stage, expanded to one number per stage."""
+    """The amounts of a `Memory`, expanded to one number per stage."""
 
     def __init__(
         self, memory: Memory, num_stages: int, num_microbatches: int, skips: Sequence[Skip]
@@ -192,7 +192,7 @@ class _StageMemory:
         return added, freed
 
     def _keep(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
-        """Count the activations that stay with their stage and micro-batch."""
+        """Add the activations that a stage keeps between the actions of a micro-batch."""
         lives: dict[Thing, list[Lifetime]] = defaultdict(list)
         for life in kept(row):
             lives[life.thing].append(life)
@@ -236,7 +236,7 @@ class _StageMemory:
         return self.forward[stage]
 
     def _pass(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
-        """Count outputs and gradients in transit between stages, and receive buffers."""
+        """Add outputs and gradients on their way between stages, and receive buffers."""
         for life in in_flight(row, self.num_stages, self.skips):
             assert life.peer is not None, f"{life} has no consumer"
             amount = self._passed(life.stage, life.peer) * self._share(life)

@@ -57,6 +57,6 @@ def _depth(chain: _Chain, timeline: Timeline) -> float:
 
 
 def _place(kind: tuple[Op, int]) -> tuple[int, int]:
-    """Return a data-flow sort key: forwards by stage, then backwards by descending stage."""
+    """Return a key that sorts by data flow: forwards by stage, then backwards in reverse order."""
     op, stage = kind
     return _ORDER[op], stage if op in (Op.F, Op.R) else -stage

@@ -45,7 +45,7 @@ _ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def canonical_schedule(name: str) -> str:
-    """Return the name of a schedule here, given a common name; else `name` itself."""
+    """Return the schedule that a common name or alias refers to; `name` itself if unknown."""
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
     known = {each.replace("_", ""): each for each in SCHEDULES}
     return known.get(bare) or _ALIASES.get(bare, name)
@@ -60,7 +60,7 @@ def nearest_schedule(name: str) -> str | None:
 
 
 def _unknown_option(name: str, option: str, known: Sequence[str]) -> ScheduleError:
-    """Return an error that suggests the nearest option, or schedules that have the given one."""
+    """Return the error for an unknown option, with the nearest option or schedules that have it."""
     meant = get_close_matches(option.lower(), known, n=1)
     others = [
         each for each, build in SCHEDULES.items() if option in inspect.signature(build).parameters
@@ -97,11 +97,11 @@ def build(
     """Build the compute-only table of a named schedule.
 
     Args:
-        name: one of `schedule_names()`, or its name in a paper or another runtime.
+        name: one of `schedule_names()`, or the schedule's name in a paper or another runtime.
         ranks: number of ranks of one pipeline.
         microbatches: number of micro-batches per step of one pipeline.
         recompute: ``always``, ``except_last`` or ``never``.
-        within: memory limits of the ranks of a placement, for ``auto`` only.
+        within: function that returns the ranks' memory limits for a placement; for ``auto`` only.
         options: keywords of the schedule.
 
     Raises:

@@ -59,7 +59,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _compute_of(timeline: Timeline) -> Timeline:
-    """Return a timeline without its communication."""
+    """Return a timeline with only the compute actions and the copies to and from the host."""
     bare = COMPUTE | COPIES
     rows = (tuple(each for each in row if each.action.op in bare) for row in timeline.events)
     return replace(timeline, events=tuple(rows))
@@ -103,7 +103,7 @@ class Clock:
         }
 
     def run(self, order: Iterable[int]) -> None:
-        """Compute start and end of all actions, given in an order that respects their waits."""
+        """Compute start and end of all actions, given in an order in which they can be executed."""
         graph = self.graph
         which, numbers, ranks, waits = graph.which, graph.numbers, graph.ranks, graph.waits
         of_kind = [(kind[0], self.steps[kind]) for kind in graph.kinds]
@@ -148,7 +148,7 @@ class Clock:
                 self._transfer(node, destination, way)
 
     def _bare_forwards(self) -> dict[int, float]:
-        """Return the durations of forwards whose micro-batch is recomputed, if given separately."""
+        """Return the durations of forwards whose micro-batch is recomputed; empty if not given."""
         if self.costs.bare_forward is None:
             return {}
         makers = self.graph.makers
@@ -223,7 +223,7 @@ class Clock:
         return {kind: self.costs.of_buckets(kind[1], count) for kind, count in numbers.items()}
 
     def _complete(self, node: int, parts: dict[Kind, list[float]]) -> float:
-        """Return the time when a bucket is complete: at its share of the stage's last backward."""
+        """Return when a bucket's gradients are complete, within its stage's last backward."""
         last = max(self.graph.waits[node], default=None)
         if last is None:
             return self.starts[node]

@@ -21,7 +21,7 @@ def idle_share(busy: float, num_ranks: int, span: float) -> float:
 
 
 class Event(NamedTuple):
-    """One executed action; times in seconds, or in the unit of the simulated costs."""
+    """One executed action, with start and end in seconds or in the unit of the simulated costs."""
 
     rank: int
     action: Action

@@ -25,12 +25,12 @@ class Transfer(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A dependency of an event.
+    """A dependency of an event on a value.
 
     Attributes:
         maker: the event that made the value.
-        send: the recorded ``SEND`` or ``FETCH`` that delivered it, or None. For memory that an
-            offload must free first: its ``OFFLOAD``.
+        send: the recorded ``SEND`` or ``FETCH`` that delivered the value, or None. If the event
+            waited for memory to be freed by an offload: the ``OFFLOAD``.
         thing: the kind of value.
     """
 
@@ -40,7 +40,7 @@ class Wait(NamedTuple):
 
     @property
     def over_s(self) -> float:
-        """Return the time when the value was available."""
+        """Return the time from which the value was available."""
         return self.maker.end_s if self.send is None else self.send.end_s
 
 
@@ -88,7 +88,7 @@ class DataFlow:
                 yield Wait(forward, offload, Thing.COPY)
 
     def waited_for(self, event: Event) -> Wait | None:
-        """Return the dependency of an event that was available last, or None if it has none."""
+        """Return the dependency of an event that became available last; None if it has none."""
         last: Wait | None = None
         for wait in self.waits(event):
             if last is None or wait.over_s >= last.over_s:
@@ -96,7 +96,7 @@ class DataFlow:
         return last
 
     def transfers(self) -> Iterator[Transfer]:
-        """Yield the transfers whose ``SEND`` was recorded, ordered by their users."""
+        """Yield the transfers whose ``SEND`` was recorded, in the order of their users."""
         for row in self._timeline.events:
             for event in row:
                 if event.action.op in CONSUMERS:

@@ -23,14 +23,15 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
         rank 3 0F10F3...3F03B0===3F23B2===...0B1===......0B3===
         F- forward, B= backward, . idle; makespan 16, bubble 25.0% (idle over total)
 
+    K ranks run M micro-batches; F and B are the times of a forward and a backward of a stage.
     `microbatches` counts those of all directions, which alternate. Each stage is held by
     `pipelines` (2f) ranks. If M is greater than K, several units run: ``direct`` concatenates units
     of K; ``forward_doubling`` uses units of 2K whose forwards run in pairs, which keeps twice the
     activations and halves the idle time if B = 2F. Backward halving is the same table with
     micro-batches of half the size. At F = B the bubble is (K - 2f) / (2 f M + K - 2f) for M a
     multiple of K; at B = 2F one unit of two pipelines takes K F + (2 K - 2) B. Ranks keep
-    K - K / 2f + 1 to K micro-batches, or twice that with units of 2K.
-    Source: Li and Hoefler, Chimera, SC 2021, figures 3, 6 and 8.
+    K - K / 2f + 1 to K micro-batches, or twice that with units of 2K. Source: Li and Hoefler,
+    Chimera, SC 2021, figures 3, 6 and 8.
     """
     even_ranks("chimera", ranks)
     whole("chimera", "pipelines", pipelines, least=2)
@@ -52,7 +53,7 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
 
 
 def _in_equal_slots(placement: Placement) -> list[list[Action]]:
-    """Order actions by time slots, as if each F and B took one slot, with consecutive units."""
+    """Return the order of actions if each F and B took one time slot, with consecutive units."""
     num_ranks, num_pipelines = placement.num_ranks, len(placement.routes)
 
     def slots() -> Iterator[tuple[int, int, Action]]:

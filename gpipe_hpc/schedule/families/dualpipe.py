@@ -20,11 +20,13 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         F- forward, B= backward, I~ input gradient, W+ weight gradient, . idle;
         makespan 26, bubble 7.7% (idle over total)
 
-    `microbatches` counts both directions, which alternate; each stage is held by two ranks. Every
-    rank keeps at most K + 1 micro-batches. An F and the B that it overlaps form one block: they are
-    computed one after the other and their results are sent together. At F = I = W = t and even M of
-    at least 2K, a rank is idle for (K - 2) t of (3 M + K - 2) t, and for half of that if each
-    result were sent at once. Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, figure 5.
+    K ranks run M micro-batches; F, I and W are the times of a forward, an input gradient and a
+    weight gradient of a stage. `microbatches` counts both directions, which alternate; each stage
+    is held by two ranks. Every rank keeps at most K + 1 micro-batches. An F and the B that it
+    overlaps form one block: they are computed one after the other and their results are sent
+    together. At F = I = W = t and even M of at least 2K, a rank is idle for (K - 2) t of
+    (3 M + K - 2) t, and for half of that if each result were sent at once. Source: DeepSeek-AI,
+    DeepSeek-V3 Technical Report, 2024, figure 5.
     """
     even_ranks("dualpipe", ranks)
     half = ranks // 2
@@ -47,9 +49,10 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         F- forward, B= backward, I~ input gradient, W+ weight gradient, . idle;
         makespan 26, bubble 7.7% (idle over total)
 
-    Every rank keeps at most 2K + 1 micro-batches over its two stages. At F = I = W = t / 2 for
-    each stage and M of at least 2K, a rank is idle for (K - 1) t of (3 M + K - 1) t.
-    Source: DeepSeek-AI, DualPipe, dualpipev.py, 2025, after the V of Qi et al.
+    K ranks run M micro-batches; F, I and W are the times of a forward, an input gradient and a
+    weight gradient of a stage. Every rank keeps at most 2K + 1 micro-batches over its two stages.
+    At F = I = W = t / 2 for each stage and M of at least 2K, a rank is idle for (K - 1) t of
+    (3 M + K - 1) t. Source: DeepSeek-AI, DualPipe, dualpipev.py, 2025, after the V of Qi et al.
     """
     made_for = max(microbatches, 2 * ranks)
     orders = [

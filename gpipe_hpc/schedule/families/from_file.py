@@ -1,4 +1,4 @@
-"""A user-written table, loaded from a file as a named schedule."""
+"""A user-written table that is loaded from a file and used like a named schedule."""
 
 from dataclasses import replace
 

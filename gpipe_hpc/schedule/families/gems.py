@@ -18,12 +18,13 @@ def gems(ranks: int, microbatches: int, replications: int | None = None) -> Sche
         rank 2 ......2F02B0===0F1........................0B1===2F22B2===............
         F- forward, B= backward, . idle; makespan 23, bubble 60.9% (idle over total)
 
+    K ranks run M micro-batches; F and B are the times of a forward and a backward of a stage.
     Without `replications`, each pass is one micro-batch, and a rank keeps one micro-batch for any
     M. With `replications`, there are that many passes in each direction; each pass runs all
     forwards, then all backwards, of its share of the micro-batches (MAST: 1, MASTER: more), and a
     rank keeps one pass. `microbatches` counts both directions; each stage is held by two ranks.
-    With equal stages and B = 2F, a pair of micro-batches takes (4 K + 2) F.
-    Source: Jain et al., GEMS, SC 2020, designs MAST and MASTER.
+    With equal stages and B = 2F, a pair of micro-batches takes (4 K + 2) F. Source: Jain et al.,
+    GEMS, SC 2020, designs MAST and MASTER.
     """
     num_passes = microbatches
     if replications is not None:

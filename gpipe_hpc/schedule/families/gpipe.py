@@ -14,7 +14,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
         rank 3 ......F0F1F2F3B3==B2==B1==B0==............
         F- forward, B= backward, . idle; makespan 21, bubble 42.9% (idle over total)
 
-    Every rank keeps the activations of all micro-batches. With equal stages, a step takes
+    K ranks run M micro-batches; F and B are the times of a forward and a backward of a stage. Every
+    rank keeps the activations of all micro-batches. With equal stages, a step takes
     (M + K - 1)(F + B). Source: Huang et al., GPipe, NeurIPS 2019, figure 2c.
     """
     forwards = range(microbatches)

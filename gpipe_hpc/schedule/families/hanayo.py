@@ -15,11 +15,12 @@ def hanayo(ranks: int, microbatches: int, waves: int = 2) -> Schedule:
         rank 1 ...1F02F01F12F15F06F05F16F1...6B0===5B0===6B1===5B1===2B0===1B0===2B1===1B1===......
         F- forward, B= backward, . idle; makespan 28, bubble 14.3% (idle over total)
 
-    Every rank keeps the activations of at most 2 W K (stage, micro-batch) pairs, as much memory as
-    K micro-batches of 1F1B; if M is greater than K, forwards run first as far as this limit allows.
-    The published bubble at M = K and B = 2F is (2 K - 2) / (3 K W + K - 1); this order is below it
-    or within 7 %.
-    Source: Liu et al., Hanayo, SC 2023, figures 5 and 6; the order is made by list scheduling.
+    K ranks run M micro-batches in W waves; F and B are the times of a forward and a backward of a
+    stage. Every rank keeps the activations of at most 2 W K (stage, micro-batch) pairs, as much
+    memory as K micro-batches of 1F1B; if M is greater than K, forwards run first as far as this
+    limit allows. The published bubble at M = K and B = 2F is (2 K - 2) / (3 K W + K - 1); this
+    order is below it or within 7 %. Source: Liu et al., Hanayo, SC 2023, figures 5 and 6; the order
+    is made by list scheduling.
     """
     num_waves = whole("hanayo", "waves", waves)
     placement = wave(ranks, num_waves, microbatches)

@@ -16,10 +16,11 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
         rank 1 ...1F01F13F03B0===3F13B1===1F21B0===1F31B1===3F23B2===3F33B3===1B2===1B3===......
         F- forward, B= backward, . idle; makespan 27, bubble 11.1% (idle over total)
 
-    Micro-batches run in even rounds of K or slightly more. Rank k starts with
-    2 (K - 1 - k) + (v - 1) K forwards and keeps one (stage, micro-batch) pair more than that. With
-    equal stages and M a multiple of K, a step takes (v M + K - 1)(F + B). Source: Narayanan et al.,
-    Efficient Large-Scale Language Model Training, SC 2021, figure 4.
+    K ranks, numbered k from 0, with v stages each run M micro-batches; F and B are the times of a
+    forward and a backward of a stage. Micro-batches run in even rounds of K or slightly more. Rank
+    k starts with 2 (K - 1 - k) + (v - 1) K forwards and keeps one (stage, micro-batch) pair more
+    than that. With equal stages and M a multiple of K, a step takes (v M + K - 1)(F + B). Source:
+    Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021, figure 4.
     """
     num_loops = whole("interleaved", "stages_per_rank", stages_per_rank)
     rounds = _rounds(ranks, microbatches)

@@ -14,10 +14,10 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
         rank 1 ...1F01F11F21F33F03F13F23F33B3===3B2===3B1===3B0===1B3===1B2===1B1===1B0===......
         F- forward, B= backward, . idle; makespan 27, bubble 11.1% (idle over total)
 
-    Every rank keeps the activations of v M (stage, micro-batch) pairs. With equal stages, a step
-    takes
-    (v max(M, K) + min(M, K) - 1)(F + B). Source: Lamy-Poirier, Breadth-First Pipeline Parallelism,
-    MLSys 2023, figure 4.
+    K ranks of v stages each run M micro-batches; F and B are the times of a forward and a backward
+    of a stage. Every rank keeps the activations of v M (stage, micro-batch) pairs. With equal
+    stages, a step takes (v max(M, K) + min(M, K) - 1)(F + B). Source: Lamy-Poirier, Breadth-First
+    Pipeline Parallelism, MLSys 2023, figure 4.
     """
     num_loops = whole("looped_bfs", "stages_per_rank", stages_per_rank)
     rows: list[list[Action]] = []

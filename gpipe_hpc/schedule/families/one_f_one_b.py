@@ -14,9 +14,10 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         rank 3 ......F0B0==F1B1==F2B2==F3B3==............
         F- forward, B= backward, . idle; makespan 21, bubble 42.9% (idle over total)
 
-    Rank k keeps the activations of min(M, K - k) micro-batches. With equal stages, a step takes
-    (M + K - 1)(F + B). Source: PipeDream-Flush (Narayanan et al., ICML 2021, figure 3) and DAPPLE
-    (Fan et al., PPoPP 2021, figure 3).
+    K ranks, numbered k from 0, run M micro-batches; F and B are the times of a forward and a
+    backward of a stage. Rank k keeps the activations of min(M, K - k) micro-batches. With equal
+    stages, a step takes (M + K - 1)(F + B). Source: PipeDream-Flush (Narayanan et al., ICML 2021,
+    figure 3) and DAPPLE (Fan et al., PPoPP 2021, figure 3).
     """
     table = tuple(tuple(_order(rank, ranks, microbatches)) for rank in range(ranks))
     bounds = tuple(min(microbatches, ranks - rank) for rank in range(ranks))

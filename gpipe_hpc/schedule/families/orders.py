@@ -15,7 +15,7 @@ Rows = Iterable[Sequence[Action]]
 def tabulate(
     name: str, placement: Placement, rows: Rows, overlaps: Iterable[Overlap] = ()
 ) -> Schedule:
-    """Return a table of the given rows that declares the activations that its order keeps.
+    """Return a table with the given rows; its bound of activations is what its order keeps.
 
     Actions of micro-batches that the placement does not have are dropped, together with their
     overlaps. A table made for more micro-batches stays valid, because micro-batches do not depend
@@ -50,7 +50,7 @@ class RankOrder:
         self._num_owed = 0
 
     def run(self, op: Op, stage: int) -> None:
-        """Append an op of a stage's next micro-batch; ``I`` leaves its ``W`` pending."""
+        """Append an op for a stage's next micro-batch; after an ``I``, its ``W`` is pending."""
         kind = Op.I if op is Op.B else op, stage
         index = self._taken[kind]
         self._taken[kind] = index + 1
@@ -74,7 +74,7 @@ class RankOrder:
         self.actions.append(Action(Op.W, stage, microbatch))
 
     def taken(self, op: Op, stage: int) -> int:
-        """Return the micro-batches that an op of a stage has run so far; ``B`` counts as ``I``."""
+        """Return how many micro-batches of a stage an op has run so far; ``B`` counts as ``I``."""
         return self._taken[op, stage]
 
     def num_owed(self, stage: int) -> int:
@@ -83,7 +83,7 @@ class RankOrder:
 
 
 def in_slots(slots: Iterable[tuple[int, int, Action]], num_ranks: int) -> list[list[Action]]:
-    """Sort actions given as (rank, slot, action) into one list per rank, ordered by slot.
+    """Return the actions of (rank, slot, action) triples as one list per rank, ordered by slot.
 
     Slots only define the order on a rank; start times are a result of simulation.
     """

@@ -1,4 +1,4 @@
-"""Schedules for partial replicas: other replicas run the micro-batches of missing ranks."""
+"""Schedules for partial replicas: micro-batches of missing ranks run on ranks of other replicas."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +139,7 @@ def _held(placement: Placement) -> list[tuple[int, ...]]:
 def _complete_replicas(
     placement: Placement, named: Callable[[int, int], Schedule]
 ) -> list[list[Action]]:
-    """Return the rows if all replicas are complete: each replica runs the named schedule."""
+    """Return the rows of a job without missing ranks: each replica runs the named schedule."""
     num_stages, columns = placement.num_stages, _held(placement)
     rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     for ranks in zip(*columns, strict=True):
@@ -187,7 +187,9 @@ def _listed(
     room: int,
     paces: Sequence[float],
 ) -> list[Row]:
-    """Let each rank start the first op of `order` that is ready, oldest micro-batch first.
+    """Build rows by list scheduling: a free rank runs the first op of `order` that is ready.
+
+    Older micro-batches come first.
 
     Args:
         kept_of_row: for each stage, the micro-batches that a complete replica keeps at most.

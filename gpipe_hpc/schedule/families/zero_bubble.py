@@ -16,9 +16,11 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 15, bubble 20.0% (idle over total)
 
-    Every rank keeps min(M, K) micro-batches, of which k only wait for ``W``. With equal stages, W
-    at most min(F, I) and M at least K, a step takes M (F + I + W) + (K - 1)(F + I - W). Source:
-    Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figure 2.
+    K ranks, numbered k from 0, run M micro-batches; F, I and W are the times of a forward, an input
+    gradient and a weight gradient of a stage. Every rank keeps min(M, K) micro-batches, of which k
+    only wait for ``W``. With equal stages, W at most min(F, I) and M at least K, a step takes
+    M (F + I + W) + (K - 1)(F + I - W). Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR
+    2024, figure 2.
     """
     return _delayed_weights("zb_h1", ranks, microbatches, depth=1)
 
@@ -32,15 +34,20 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 17, bubble 11.8% (idle over total)
 
-    Every rank keeps min(M, 2K - 1) micro-batches. At F = I = W and M of at least 2K - 1, no rank is
-    idle between its first and its last action. Ranks start one after the other and all wait for the
-    last, so a step takes M (F + I + W) + (K - 1) F. Source: as `zb_h1`, figure 3.
+    K ranks, numbered k from 0, run M micro-batches; F, I and W are the times of a forward, an input
+    gradient and a weight gradient of a stage. Every rank keeps min(M, 2K - 1) micro-batches. At
+    F = I = W and M of at least 2K - 1, no rank is idle between its first and its last action. Ranks
+    start one after the other and all wait for the last, so a step takes M (F + I + W) + (K - 1) F.
+    Source: as `zb_h1`, figure 3.
     """
     return _delayed_weights("zb_h2", ranks, microbatches, depth=2)
 
 
 def _delayed_weights(name: str, ranks: int, microbatches: int, depth: int) -> Schedule:
-    """Build a table with `depth` warm-up forwards per following rank, and W delayed likewise."""
+    """Build a 1F1B-like table; `depth` scales warm-up forwards and the delay of ``W``.
+
+    Each following rank adds `depth` warm-up forwards to a rank.
+    """
     rows: list[list[Action]] = []
     for rank in range(ranks):
         order = RankOrder()

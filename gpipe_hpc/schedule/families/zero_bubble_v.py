@@ -15,10 +15,12 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 22, bubble 18.2% (idle over total)
 
-    Every rank keeps the activations of at most 2K (stage, micro-batch) pairs, as much memory as K
-    micro-batches of 1F1B, whose stages are twice as large. At F = I = W and M of at least 2K, no
-    rank is idle between its first and its last action, and a step takes (6 M + K - 1) F. Source:
-    Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 and figure 8.
+    K ranks run M micro-batches; F, I and W are the times of a forward, an input gradient and a
+    weight gradient of a stage. Every rank keeps the activations of at most 2K (stage, micro-batch)
+    pairs, as much memory as K micro-batches of 1F1B, whose stages are twice as large. At F = I = W
+    and M of at least 2K, no rank is idle between its first and its last action, and a step takes
+    (6 M + K - 1) F. Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 and
+    figure 8.
     """
     made_for = max(microbatches, 2 * ranks - 1)
     rows = [_zb_v_rank(rank, ranks, made_for) for rank in range(ranks)]
@@ -67,10 +69,11 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         F- forward, I~ input gradient, W+ weight gradient, . idle;
         makespan 24, bubble 25.0% (idle over total)
 
-    Every rank keeps the activations of at most 2 floor(K / 2 + 1) (stage, micro-batch) pairs, half
-    the memory of 1F1B. At F = I = W a rank is idle for about 3.5 K F; 1F1B, with stages twice as
-    large, is idle for 6 (K - 1) F. Source: Qi et al., Pipeline Parallelism with Controllable
-    Memory, NeurIPS 2024, figure 4.
+    K is the number of ranks; F, I and W are the times of a forward, an input gradient and a weight
+    gradient of a stage. Every rank keeps the activations of at most 2 floor(K / 2 + 1) (stage,
+    micro-batch) pairs, half the memory of 1F1B. At F = I = W a rank is idle for about 3.5 K F;
+    1F1B, with stages twice as large, is idle for 6 (K - 1) F. Source: Qi et al., Pipeline
+    Parallelism with Controllable Memory, NeurIPS 2024, figure 4.
     """
     slots = [
         (rank, 6 * index + start, Action(op, stage, index))
@@ -84,8 +87,8 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 def _v_half_block(rank: int, num_ranks: int) -> list[tuple[Op, int, int]]:
     """Return (op, stage, slot) of one micro-batch; blocks repeat every 6 slots without conflict.
 
-    F and I both move down the ranks at 2 slots per rank and up at 1. With these start slots, the
-    four slots of a rank differ modulo 6; the two W take the remaining slots.
+    F and I both advance 2 slots per rank down the V and 1 slot per rank up. With these start slots,
+    the four slots of a rank differ modulo 6; the two W take the remaining slots.
     """
     down, up = rank, 2 * num_ranks - 1 - rank
     odd = num_ranks % 2

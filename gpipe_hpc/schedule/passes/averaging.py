@@ -1,4 +1,4 @@
-"""Passes for local SGD: drop gradient reductions, average parameters in outer steps."""
+"""Passes for local SGD: drop gradient reductions, and average parameters at outer steps."""
 
 from dataclasses import replace
 
@@ -8,8 +8,9 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 def without_reductions(schedule: Schedule) -> Schedule:
-    """Drop all ``AVERAGE``, and ``REDUCE_GRAD`` of stages held by one rank of a pipeline.
+    """Return the table of a step in which replicas do not communicate.
 
+    All ``AVERAGE`` and the ``REDUCE_GRAD`` of stages held by one rank of a pipeline are dropped.
     Reductions over ranks that share a stage within a replica (mirrored placements) remain.
     """
     placement = schedule.placement

@@ -66,7 +66,7 @@ class _Way(NamedTuple):
 
 
 class _Transfers(NamedTuple):
-    """All values that cross ranks, as columns; a transfer is identified by its index."""
+    """All values sent between ranks, as columns; a transfer is identified by its index."""
 
     ways: list[_Way]
     way: "array[int]"
@@ -76,7 +76,7 @@ class _Transfers(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """A rank's actions without receives: compute, each action followed by the sends of its value.
+    """A rank's actions without receives: compute actions, each followed by the sends of its value.
 
     ``which`` and ``numbers`` are columns as in `Row`, and ``which`` indexes ``kinds``.
     ``awaits[index]`` lists the transfers that a compute action needs, or the one that a ``SEND``
@@ -112,7 +112,7 @@ def _traffic(graph: Precedence) -> _Traffic:
 
 
 def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
-    """Number all transfers; return the transfers that each node needs, and those that it makes."""
+    """Find and number all transfers; return those that each node needs and those that it makes."""
     ranks, which, one = map(numbers_of, (graph.ranks, graph.which, graph.waits.one))
     several = graph.waits.several
     users = np.flatnonzero(one != NOWHERE)
@@ -151,7 +151,7 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
 def _lane(
     graph: Precedence, rank: int, row: Row, transfers: _Transfers, awaited: Links, made: Links
 ) -> _Lane:
-    """Return the lane of a rank; of several sends of one value, the nearest stage comes first."""
+    """Return the lane of a rank; several sends of one value are ordered by distance in stages."""
     ways, way, microbatch, _, _ = transfers
     start, end = graph.starts[rank], graph.starts[rank + 1]
     makes = numbers_of(made.one)[start:end]
@@ -198,7 +198,7 @@ def _distance(send: Kind) -> int:
 
 
 def _due_positions(traffic: _Traffic) -> "array[int]":
-    """Return for each transfer the latest position in its receiver's lane at which to post it.
+    """Return for each transfer the last position in its receiver's lane to post its receive at.
 
     Receives from one rank are due in the order of its sends, independent of the order of their
     consumers.
@@ -316,7 +316,7 @@ class _Rendezvous:
         self.ring: _Ring | None = None
 
     def _receives_in_order(self) -> "list[array[int]]":
-        """Return the transfers that each rank receives, by due position, then as sent."""
+        """Return the transfers that each rank receives, by due position, then in sending order."""
         transfers, lanes = self.traffic
         coming: list[list[NDArray[np.int32]]] = [[] for _ in lanes]
         for lane in lanes:
@@ -343,7 +343,7 @@ class _Rendezvous:
                 return None
 
     def _run(self, rank: int, coming: "array[int]") -> Iterator[None]:
-        """Execute one rank, yielding when it blocks; `coming` lists its receives as due."""
+        """Execute one rank's lane, yielding when it blocks; `coming` lists its receives as due."""
         # Local names for speed: this loop is most of the cost of lowering a table.
         lane, transfers = self.traffic.lanes[rank], self.traffic.transfers
         several = lane.awaits.several
@@ -491,7 +491,7 @@ class _Rendezvous:
         return self.asleep[ring.ranks[place]]
 
     def _cheapest_of_one(self, circles: list[list[int]]) -> int | None:
-        """Return the cheapest transfer to post, or None if several qualify."""
+        """Return the cheapest transfer to post if exactly one is cheapest, else None."""
         self.ring = None
         if len(circles) != 1:
             return None
@@ -507,9 +507,10 @@ class _Rendezvous:
         return min(costs, key=costs.__getitem__)
 
     def _costs_of_posting(self, circle: list[int]) -> dict[int, tuple[bool, int]]:
-        """Return the cost of posting early each receive that blocks a cycle.
+        """Return the cost of posting early each receive that blocks a cycle, by transfer.
 
-        Costs sort receivers that are blocked at a send first, then by how early the post would be.
+        A cost is a pair: whether the receiver is not blocked at a send, and the number of positions
+        by which the receive would be posted early.
         """
         receivers, senders = self.traffic.transfers.receiver, self.traffic.transfers.sender
         asleep = self.asleep
@@ -525,7 +526,7 @@ class _Rendezvous:
     def _cycles(self, starts: Iterable[int], most: int | None = None) -> list[list[int]]:
         """Return the cycles of blocked ranks that are reachable from `starts`.
 
-        `most` is the number of cycles, if known; the search stops after as many.
+        `most` is the number of cycles, if known, after which the search stops.
         """
         blockers = self.blockers
         circles: list[list[int]] = []

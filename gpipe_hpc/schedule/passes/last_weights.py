@@ -11,8 +11,8 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 def gather_last_weights(schedule: Schedule) -> Schedule:
     """Sort the ``W`` at the end of each rank's list by stage, the stage with the fewest left first.
 
-    Only reductions wait for them, so no other action moves. The order within a stage is kept, so
-    its gradients are accumulated in the same order.
+    Only reductions wait for these ``W``, so no other action moves. The order within a stage is
+    kept, so its gradients are accumulated in the same order.
     """
     if Op.W not in schedule.ops:
         return schedule

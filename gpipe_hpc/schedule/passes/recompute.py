@@ -31,7 +31,7 @@ def _spare_last(follows: bool, is_last: bool) -> bool:
     """Return whether a forward keeps its activations: on the last stage, if its backward follows.
 
     Activations that are needed next are not worth dropping. On other stages the rank waits for a
-    gradient in between, and ``R`` fills that time.
+    gradient between the two, and ``R`` fills that time.
     """
     return follows and is_last
 

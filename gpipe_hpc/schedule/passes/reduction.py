@@ -19,11 +19,11 @@ def add_reductions(
     """Insert the ``REDUCE_GRAD`` of each stage after its last ``B`` or ``W`` on each rank.
 
     One action per bucket, in the order in which a backward completes them, or one for the whole
-    stage if `buckets` lacks it. Placed after the sends that other ranks wait for, reductions
+    stage if `buckets` lacks the stage. Placed after the sends that other ranks wait for, reductions
     overlap with the cool-down. A rank that runs no backward of a stage it holds takes part at the
-    end of its list. Stages held by several ranks are reduced in the same order on all of them, that
-    in which their last backwards finish, to exclude deadlocks. A table without backward is returned
-    unchanged.
+    end of its list. Stages held by several ranks are reduced in the same order on all of them,
+    which excludes deadlocks: the order in which their last backwards finish. A table without
+    backward is returned unchanged.
 
     Args:
         schedule: the table with transfers.
@@ -79,7 +79,7 @@ def _rank(
     turns: dict[int, int],
     buckets: Mapping[int, int],
 ) -> Row:
-    """Insert the reductions of one rank, after the sends of each stage's last backward."""
+    """Return the row of one rank with reductions, after the sends of each stage's last backward."""
     writer = RowWriter(row.kinds)
     last = _last_backwards(row)
     in_turn = deque(sorted((stage for stage in stages if stage in turns), key=turns.__getitem__))

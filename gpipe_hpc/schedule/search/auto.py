@@ -48,13 +48,13 @@ class Found:
 
 
 class Within(NamedTuple):
-    """Memory limits of the ranks, which the search exceeds as little as possible if no order fits.
+    """Memory limits of the ranks; if no order fits, the search exceeds them as little as possible.
 
     Args:
         memory: memory of each op.
         limits: one limit per rank, in the unit of `memory`.
-        dressed: function that adds recomputation and offloading to a compute-only table, as the run
-            will.
+        dressed: function that adds to a compute-only table the recomputation and offloading of the
+            run.
     """
 
     memory: Memory
@@ -62,7 +62,7 @@ class Within(NamedTuple):
     dressed: Callable[[Schedule], Schedule]
 
     def excess(self, schedule: Schedule) -> float:
-        """Return by how much the fullest rank exceeds its limit, 0 if none does."""
+        """Return the largest amount by which a rank exceeds its limit, 0 if none does."""
         peaks = peak_memory(self.dressed(schedule), self.memory)
         return max(0.0, *(peak - most for peak, most in zip(peaks, self.limits, strict=True)))
 
@@ -226,7 +226,7 @@ _NUM_IMPROVED: Final = 3
 
 
 def _costs_with_free_splits(costs: Costs, num_stages: int) -> Costs:
-    """Return costs under which ``I`` plus ``W`` takes no longer than ``B``."""
+    """Return costs with ``I`` and ``W`` scaled so that they take no longer than ``B``."""
     whole_s, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))
     shares = [
         min(1.0, b / (i + w)) if i + w else 1.0
@@ -267,11 +267,11 @@ class _MemoryLimits:
         self._borne = 0.0
 
     def bear(self, excess: float) -> None:
-        """Allow ranks to exceed `within` by the smallest excess that any starting table has."""
+        """Allow ranks to exceed `within` by the smallest excess among the starting tables."""
         self._borne = excess
 
     def fits(self, schedule: Schedule) -> bool:
-        """Return whether no rank exceeds `limit`, nor `within` by more than allowed."""
+        """Return whether no rank exceeds `limit`, nor exceeds `within` by more than allowed."""
         if self.within is not None and self.within.excess(schedule) > self._borne:
             return False
         return self.fits_limit(schedule)
@@ -284,7 +284,7 @@ class _MemoryLimits:
         return all(peak <= most + 1e-9 for peak, most in zip(peaks, self.limits, strict=True))
 
     def counts(self, placement: Placement) -> list[int] | None:
-        """Return the number of (stage, micro-batch) pairs that fit on each rank; None: no limit."""
+        """Return how many (stage, micro-batch) pairs fit on each rank; None if unlimited."""
         if self.limits is None:
             return None
         num_stages = placement.num_stages
@@ -303,7 +303,7 @@ class _MemoryLimits:
 def _timed(
     schedules: Iterator[Schedule], costs: Costs, room: _MemoryLimits
 ) -> Iterator[tuple[float, Schedule]]:
-    """Yield the tables that fit, with their simulated step times."""
+    """Yield those tables that fit into memory, each with its simulated step time."""
     for schedule in schedules:
         if room.fits(schedule):
             yield simulate(schedule, costs).makespan, schedule
@@ -346,7 +346,7 @@ def _named(placement: Placement, may_split: bool, paces: Sequence[float]) -> Ite
 
 
 def _in_rows(placement: Placement, paces: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield the options of ``rerouted`` for a placement whose ranks share single stages."""
+    """Yield the options of ``rerouted`` for a placement with partial replicas."""
     copies = copies_in_rows(placement)
     if copies is not None:
         rows = {"stages": len(copies), "copies": copies, "paces": paces}

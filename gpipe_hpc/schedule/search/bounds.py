@@ -8,10 +8,10 @@ from gpipe_hpc.schedule.table.schedule import Placement
 def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
     """Return a step time that no table of the placement can beat, for any order and memory.
 
-    Two bounds are combined. A micro-batch must pass forward and backward through all stages. A rank
-    cannot start before its first micro-batch arrives, must do all its work, and after its last
-    gradient that gradient must still reach stage 0. `may_split` is whether ``W`` may run separately
-    from ``I``.
+    The larger of two bounds. A micro-batch must pass forward and backward through all stages. A
+    rank cannot start before its first micro-batch arrives, must do all its work, and its last
+    gradient must then still reach stage 0. `may_split` is whether ``W`` may run separately from
+    ``I``.
     """
     num_stages, num_ranks = placement.num_stages, placement.num_ranks
     forward = costs.of_compute(Op.F, num_stages)
@@ -44,7 +44,7 @@ def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
 
 
 def _halves(costs: Costs, num_stages: int, may_split: bool) -> tuple[list[float], list[float]]:
-    """Return, per stage, the minimum backward time before a gradient is sent, and after."""
+    """Return, per stage, the least backward time before a gradient is sent, and that after."""
     if not may_split:
         return costs.of_compute(Op.B, num_stages), [0.0] * num_stages
     full, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))

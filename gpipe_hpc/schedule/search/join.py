@@ -15,8 +15,8 @@ Fits = Callable[[Schedule], bool]
 def join_backwards(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int) -> Schedule:
     """Return a table that is no slower and splits few more backwards than needed to fill bubbles.
 
-    A joined ``W`` moves to its ``I``, and both become a ``B``. Splitting has overhead, which
-    `costs` may contain (``B`` cheaper than ``I`` plus ``W``) or not; on a tie ``B`` wins. Mostly
+    A joined ``W`` moves to its ``I``, and both become a ``B``. Splitting has overhead, whether or
+    not `costs` contains it (``B`` cheaper than ``I`` plus ``W``), so on a tie ``B`` wins. Mostly
     the last backwards of a rank are worth splitting. Their number is therefore chosen first, for
     all ranks and then for each; after that, groups of the remaining splits are joined. Runs at most
     `max_trials` simulations.
@@ -38,7 +38,7 @@ def join_backwards(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int
 
 
 class _Search:
-    """The best table so far, and the backwards that it joins."""
+    """The best table so far, and the backwards that are joined in it."""
 
     def __init__(self, schedule: Schedule, costs: Costs, fits: Fits, max_trials: int) -> None:
         self._schedule, self._costs, self._fits = schedule, costs, fits
@@ -65,7 +65,7 @@ class _Search:
 
 
 def _levels(most: int) -> list[int]:
-    """Return numbers below `most`: small ones one by one, larger ones in growing steps."""
+    """Return numbers below `most` to try: small ones one by one, larger ones in growing steps."""
     levels, level = [], 0
     while level < most:
         levels.append(level)
@@ -78,7 +78,7 @@ def _without_last(splits: Sequence[Action], number: int) -> Sequence[Action]:
 
 
 def _bisections(splits: Sequence[Action]) -> Iterator[Sequence[Action]]:
-    """Yield all, then recursively each half, down to single actions."""
+    """Yield all splits, then recursively each half of them, down to single actions."""
     if splits:
         yield splits
     if len(splits) > 1:

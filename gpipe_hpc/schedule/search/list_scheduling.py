@@ -1,4 +1,4 @@
-"""List scheduling: whenever a rank is free, it starts the ready action with the best priority."""
+"""List scheduling: whenever a rank is free, it starts the ready action of the highest priority."""
 
 import heapq
 import math
@@ -30,7 +30,7 @@ class Rules(NamedTuple):
     Args:
         durations: ``durations[op][stage]`` is the time of an op; contains ``I`` and ``W`` if
             backwards are split.
-        priority: sort key of an action; the smallest ready action runs first.
+        priority: returns the sort key of an action; the ready action with the least key runs first.
         transfers: time of a transfer over the boundary after each stage.
         limits: largest number of live (stage, micro-batch) pairs of each rank; None means
             unlimited.
@@ -188,7 +188,7 @@ class _State:
 
 
 def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) -> list[list[_Way]]:
-    """Return for each place the kinds of actions that its end may make ready."""
+    """Return, for each op and stage (place), the kinds of actions that become ready at its end."""
     places = {kind: place for place, kind in enumerate(needs)}
     found: list[list[_Way]] = [[] for _ in needs]
     for (op, stage), needed in needs.items():
@@ -201,8 +201,8 @@ def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) ->
 def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
     """Return the dependencies of each op and stage within a micro-batch; B stands for I and W.
 
-    There is at most one: an action that waits for the backward of the next stage has its own
-    forward done by then.
+    There is at most one dependency: when the backward of the next stage is done, an action's own
+    forward is done, too.
     """
     full = Op.B in ops
     found: dict[_Kind, list[_Kind]] = {}
@@ -219,7 +219,7 @@ def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
 
 
 def _later_stages(placement: Placement, kinds: Sequence[_Kind]) -> list[dict[int, int]]:
-    """Return for each rank and each forward on it (by place) its number of later stages."""
+    """Return, for each rank, the number of its later stages for each forward on it (by place)."""
     found: list[dict[int, int]] = [{} for _ in range(placement.num_ranks)]
     for place, (op, stage) in enumerate(kinds):
         if op in STARTS_ACTIVATIONS:

@@ -125,7 +125,7 @@ class _Path:
     def swaps(self, before: Event, event: Event) -> Iterator[Swap]:
         """Yield the swaps of two neighbours, alone and with the ``R`` or ``FETCH`` they need.
 
-        Actions of the same stage and micro-batch are not swapped. Copies in between that serve
+        Actions of the same stage and micro-batch are not swapped. Copies between the two that serve
         neither stay after the first.
         """
         if before.action[1:] == event.action[1:]:
@@ -147,7 +147,7 @@ class _Path:
 
 
 def _serves(one: Action, other: Action) -> bool:
-    """Return whether an ``R`` or ``FETCH`` exists for the action that follows it."""
+    """Return whether `one` is the ``R`` or ``FETCH`` that the following action `other` needs."""
     return one.op in OPTIONAL and one[1:] == other[1:] and other.op in users_of(one.op)
 
 

@@ -1,1 +1,1 @@
-"""The schedule table: actions in rows, data flow, execution order, lifetimes and text form."""
+"""The schedule table: action lists (rows) of ranks, data flow, execution order and text form."""

@@ -14,7 +14,7 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
     have reached it.
 
     Raises:
-        ScheduleError: the rows of two ranks order their common reductions differently (deadlock).
+        ScheduleError: two ranks run common reductions in different orders (deadlock).
     """
     queues: list[deque[int]] = [deque() for _ in range(graph.schedule.num_ranks)]
     members: dict[Action, list[int]] = defaultdict(list)
@@ -46,7 +46,7 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
 def _refuse_deadlock(
     graph: Precedence, node: int, group: list[int], queues: list[deque[int]]
 ) -> None:
-    """Raise `ScheduleError` for a reduction that a peer rank cannot reach."""
+    """Raise `ScheduleError` for a reduction that another rank never reaches."""
     other = next(each for each in group if queues[graph.ranks[each]][0] != each)
     ahead = queues[graph.ranks[other]][0]
     graph.refuse(

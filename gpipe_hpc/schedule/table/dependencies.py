@@ -101,7 +101,7 @@ _HALVES: Final = (Op.I, Op.W)
 
 
 class Need(NamedTuple):
-    """An action whose result is required, and the kinds of values used, the main one first."""
+    """An action whose result is required, and the kinds of values that are used, main one first."""
 
     action: Action
     things: tuple[Thing, ...]
@@ -112,12 +112,12 @@ def needs(
 ) -> tuple[Need, ...]:
     """Return the actions whose results an action requires, with the values used; own stage first.
 
-    A need for ``I`` or ``W`` is also met by ``B``, which does both (see `provides`). A need for
-    ``R``, ``FETCH`` or ``UNSHARD`` applies only if the table contains that action; ``UNSHARD`` is
-    returned without a bucket and stands for all buckets of the stage on the same rank. In a lowered
-    table, a value made on another rank arrives through the ``RECV`` returned by `arrival`. The
-    destination of a skip needs the forward of its source, and the source needs the gradient of its
-    destination. ``REDUCE_GRAD`` and ``AVERAGE`` need every ``W`` of their stage; each rank that
+    A ``B`` also satisfies a need for ``I`` or ``W``, because it does both (see `provides`). A need
+    for ``R``, ``FETCH`` or ``UNSHARD`` applies only if the table contains that action; ``UNSHARD``
+    is returned without a bucket and stands for all buckets of the stage on the same rank. In a
+    lowered table, a value made on another rank arrives through the ``RECV`` returned by `arrival`.
+    The destination of a skip needs the forward of its source, and the source needs the gradient of
+    its destination. ``REDUCE_GRAD`` and ``AVERAGE`` need every ``W`` of their stage; each rank that
     holds the stage waits for those that it runs itself.
     """
     op, stage, microbatch, _ = action
@@ -159,7 +159,7 @@ def dependencies(
 
 
 def provides(action: Action) -> tuple[Action, ...]:
-    """Return the needs that an action satisfies: itself, or both ``I`` and ``W`` for a ``B``."""
+    """Return the needs that an action satisfies: itself or, for a ``B``, both ``I`` and ``W``."""
     if action.op is Op.B:
         return tuple(Action(half, action.stage, action.microbatch) for half in _HALVES)
     return (action,)

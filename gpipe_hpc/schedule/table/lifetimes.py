@@ -68,7 +68,7 @@ def kept(row: Sequence[Action], things: Collection[Thing] = _KEPT) -> list[Lifet
     ``ACTIVATIONS`` exist from ``F`` and ``RECOMPUTED`` from ``R``, both to the end of ``B`` or
     ``W``, or of the action that made them if there is no backward. ``INPUT_SHARE`` is the part of
     both that is freed after ``B`` or ``I``. A ``COPY`` is in host memory from ``OFFLOAD`` to
-    ``FETCH``; `away` returns when the original is not on the device.
+    ``FETCH``; for the times when the original is not on the device, see `away`.
     """
     make = {op: [thing for thing in own if thing in things] for op, own in _MAKES.items()}
     use = {op: [thing for thing in own if thing in things] for op, own in _USES.items()}
@@ -157,7 +157,7 @@ def in_flight(
 
 
 def _consumer(action: Action) -> int:
-    """Return the stage that consumes a value: that at the other end of a ``SEND``, or its own."""
+    """Return the stage that consumes a value: a ``SEND``'s destination, else the action's stage."""
     return counterpart(action).stage if action.op in SENDS else action.stage
 
 
@@ -195,7 +195,7 @@ _Positions = NDArray[np.intp]
 
 
 def _bounds_of_lifetimes(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
-    """Return the positions of first creation and last use of one kind of value, per micro-batch."""
+    """Return the positions where values of a kind are made, and those of their last use."""
     makes, made = _places(row, [stage if thing in _MAKES[op] else -1 for op, stage, _ in row.kinds])
     uses, used = _places(row, [stage if thing in _USES[op] else -1 for op, stage, _ in row.kinds])
     made, first = np.unique(made, return_index=True)
@@ -217,9 +217,9 @@ def _bounds_of_offloads(row: Row) -> tuple[_Positions, _Positions]:
 
 
 def _places(row: Row, groups: Sequence[int]) -> "tuple[_Positions, NDArray[np.int64]]":
-    """Return positions of selected actions, and a key for each from its group and micro-batch.
+    """Return the positions of selected actions, and a key for each from its group and micro-batch.
 
-    `groups` is the group number of each kind of action of the row, -1 to leave the kind out.
+    `groups` has the group number of each kind of action of the row; -1 leaves the kind out.
     """
     group = np.array(groups, np.int64)[numbers_of(row.which)]
     at = np.flatnonzero(group >= 0)
@@ -227,7 +227,7 @@ def _places(row: Row, groups: Sequence[int]) -> "tuple[_Positions, NDArray[np.in
 
 
 def bounds_of(rows: Iterable[Sequence[Action]]) -> tuple[int, ...]:
-    """Return the largest number of kept activations on each rank, as a `Schedule` declares it."""
+    """Return the peak number of kept activations of each rank, for `Schedule.max_activations`."""
     return tuple(peak_activations(row).size for row in rows)
 
 
@@ -253,7 +253,7 @@ def peak_receives(row: Sequence[Action]) -> Peak:
 
 
 def _peak(added: _Positions, freed: _Positions) -> Peak:
-    """Return the largest number of values at once, given sorted positions of additions and frees.
+    """Return the peak number of values, given the sorted positions where values are made and freed.
 
     A value is added at the start of an action and freed at the end of one.
     """

@@ -1,4 +1,4 @@
-"""The placements that schedules share: looped, wave-shaped, mirrored, and with partial replicas."""
+"""The placements that several schedules use: looped, wave, mirrored, and with partial replicas."""
 
 from collections.abc import Sequence
 
@@ -40,9 +40,10 @@ def mirrored(num_ranks: int, num_pipelines: int, route_of: Sequence[int]) -> Pla
 
 
 def copies_in_rows(placement: Placement) -> list[int] | None:
-    """Return the number of ranks that hold each stage, or None.
+    """Return the number of ranks that hold each stage of a placement with partial replicas.
 
-    None if a rank holds several stages or no stage is held by more than one rank.
+    None for other placements: a rank holds several stages, or no stage is held by more than one
+    rank.
     """
     copies = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
     is_in_rows = max(copies) > 1 and sum(copies) == placement.num_ranks
@@ -92,7 +93,10 @@ def with_holes(
 
 
 def _in_turn(home: Sequence[int], count: int) -> list[int]:
-    """Return the replica that runs each micro-batch, for a stage held by `count` replicas only."""
+    """Return the replica that runs each micro-batch of a stage that only `count` replicas hold.
+
+    `home` is the replica of each micro-batch.
+    """
     taken = [home.count(row) for row in range(count)]
     rows: list[int] = []
     for row in home:

@@ -1,4 +1,4 @@
-"""The execution order that a table imposes: a graph of the waits between its actions.
+"""The execution order that a table imposes, as a graph in which actions wait for other actions.
 
 The nodes are the actions; the edges come from the table and from the data flow. A rank executes its
 actions in order, each once the actions that it waits for are done. If no order satisfies all waits,
@@ -45,7 +45,10 @@ _ASYNCHRONOUS: Final = COPIES | {Op.UNSHARD}
 
 
 class Links:
-    """A list of integers for each node, for example the nodes it waits for; most are short."""
+    """Lists of integers, one list for each node, for example the nodes that it waits for.
+
+    Most lists have no or one entry.
+    """
 
     def __init__(self, one: "array[int]", several: dict[int, tuple[int, ...]]) -> None:
         """Create lists from columns.
@@ -95,7 +98,7 @@ class Links:
 
 
 class _Fault(NamedTuple):
-    """An error at a node and a function that raises it; the first in table order is reported."""
+    """An error at a node, and a function that raises it; the first in table order is raised."""
 
     node: int
     order: int
@@ -103,7 +106,7 @@ class _Fault(NamedTuple):
 
 
 class Late(NamedTuple):
-    """A node that waits for a later node of its own rank; `order` is the index of the need."""
+    """A node that needs a later node of its own rank; `order` is the position among its needs."""
 
     node: int
     order: int
@@ -121,11 +124,11 @@ class Precedence:
     ``UNSHARD`` nodes that the first forward of the stage on the rank waits for.
 
     ``waits[node]`` lists the nodes that a node waits for, in the order of its needs, without
-    compute that its rank has run before. A wait for a node of another rank is a wait for a
-    transfer: the node is the ``SEND`` in a lowered table, and the action that makes the value in a
-    compute-only one. `late` lists nodes needed by an earlier node of the same rank. `leaves_with`
-    maps a forward that is overlapped with a backward to the node of that backward, after which its
-    output is available; compute-only tables only.
+    compute that its rank has run before. If it waits for a transfer from another rank, the listed
+    node is the ``SEND`` in a lowered table and the action that makes the value in a compute-only
+    one. `late` lists nodes needed by an earlier node of the same rank. In compute-only tables,
+    `leaves_with` maps a forward that is overlapped with a backward to the node of that backward,
+    because the forward's output is available only after both.
     """
 
     schedule: Schedule
@@ -289,7 +292,7 @@ def _is_over_a_skip(kind: Kind, schedule: Schedule) -> bool:
 def _index_bucket_action(
     graph: Precedence, node: int, on_holder: dict[tuple[Action, int], int]
 ) -> Iterator[_Fault]:
-    """Record a bucket action, of which each holder has one; yield a fault if invalid."""
+    """Record a bucket action, of which each rank that holds the stage has one; yield any fault."""
     action, rank = graph.action(node), graph.ranks[node]
     try:
         _check_entry(graph, node)
@@ -436,10 +439,10 @@ def _needs(graph: Precedence, kind: Kind) -> list[_Need]:
 def _link(
     graph: Precedence, kind: Kind, nodes: Column, order: int, need: _Need
 ) -> Iterator[_Fault]:
-    """Add the waits of the nodes of a kind for one dependency; yield a fault if it is missing."""
+    """Add one dependency to the waits of a kind's nodes; yield a fault for each missing value."""
     ranks, waits, late, leaves_with = graph.ranks, graph.waits, graph.late, graph.leaves_with
     one = waits.one
-    posts_a_buffer = kind[0] in RECEIVES  # its consumer waits
+    posts_a_buffer = kind[0] in RECEIVES  # the consumer waits instead
     is_optional, is_beside = need.action.op in OPTIONAL, need.action.op in _ASYNCHRONOUS
     is_own = need.action.stage == kind[1]
     if is_own and not is_beside and not posts_a_buffer and _all_precede(need.makers, nodes):
@@ -485,7 +488,7 @@ def _link(
 
 
 def _link_vectorised(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> bool:
-    """Do the work of `_link` vectorised if nothing is missing or late; return whether it was."""
+    """Do the work of `_link` with numpy if nothing is missing or late; return whether it did."""
     users, makers = numbers_of(nodes), numbers_of(need.makers)
     there = users != NOWHERE
     users, makers = users[there], makers[there]
@@ -617,7 +620,7 @@ def _pass(
     position: list[int],
     sleepers: list[list[tuple[int, int]]],
 ) -> Iterator[None]:
-    """Advance one rank through its nodes; record its position and yield whenever it must wait."""
+    """Advance one rank through its nodes; record its position, and yield when it has to wait."""
     ranks, one, several = graph.ranks, waits.one, waits.several
     start, end = graph.starts[rank], graph.starts[rank + 1]
     # Nodes without waits need no visit.

@@ -1,4 +1,4 @@
-"""Packed rows: the actions of one rank as integer columns, for tables of millions of actions.
+"""Rows: the actions of one rank, packed into integer columns, for tables of millions of actions.
 
 A row behaves as a sequence of actions, which are created on access. Passes over whole tables use
 the columns instead: a rank has few kinds of actions, each of which occurs once per micro-batch.
@@ -30,7 +30,7 @@ def kind_of(action: Action) -> Kind:
 
 
 def action_of(kind: Kind, number: int = NO_NUMBER) -> Action:
-    """Return the action of a kind for a micro-batch or bucket, or without either."""
+    """Return the action of a kind for a micro-batch or bucket, or for all buckets."""
     op, stage, peer = kind
     return Action(op, stage, None if number == NO_NUMBER else number, peer)
 
@@ -117,13 +117,13 @@ class Row(Sequence[Action]):
         return frozenset(op for op, _, _ in self.kinds)
 
     def below(self, num_microbatches: int) -> "Row":
-        """Return the actions of micro-batches below `num_microbatches`, and those without one."""
+        """Return a row of the actions without micro-batch or of one below `num_microbatches`."""
         if not self.numbers or max(self.numbers) < num_microbatches:
             return self
         return self._only(numbers_of(self.numbers) < num_microbatches)
 
     def only(self, keep: Callable[[Kind], bool]) -> "Row":
-        """Return the actions whose kind satisfies a predicate."""
+        """Return a row of the actions whose kind satisfies a predicate."""
         kept = [keep(kind) for kind in self.kinds]
         if all(kept):
             return self
@@ -142,7 +142,8 @@ class Row(Sequence[Action]):
     ) -> "Row":
         """Return the row with actions inserted, each before the action at its position in `at`.
 
-        `which` indexes `kinds`; the inserted actions keep their order.
+        The inserted actions have the kinds ``kinds[which]`` and the micro-batches or buckets
+        `numbers`, and keep their order.
         """
         if not len(at):
             return self
@@ -205,7 +206,7 @@ class Row(Sequence[Action]):
 
 @dataclass(frozen=True)
 class Elsewhere(Sequence[Action]):
-    """The row of another rank, of which this process has only the length and the digest.
+    """Length and digest of another rank's row, whose actions this process does not have.
 
     Access to its actions raises ScheduleError.
     """
@@ -243,12 +244,12 @@ class Elsewhere(Sequence[Action]):
 class RowWriter:
     """A mutable builder of a `Row`.
 
-    To add many actions of one kind, get its index from `place` once, then extend the columns:
-    `which` by that index and `numbers` by the micro-batches.
+    To add many actions of one kind, get its index from `place` once, then append to the columns:
+    the index to `which` and the micro-batches to `numbers`.
     """
 
     def __init__(self, kinds: Iterable[Kind] = ()) -> None:
-        """Create an empty builder; `kinds` are numbered first."""
+        """Create an empty builder; `kinds` get the first indices."""
         self.which, self.numbers = integers(), integers()
         self._places = {kind: place for place, kind in enumerate(kinds)}
 

@@ -99,8 +99,8 @@ class Schedule:
             declared.
         overlaps: pairs of an ``F`` and the next ``B`` on its rank that run as one block. The output
             of the ``F`` is sent when both are done.
-        skips: sorted pairs (source, destination) of stages at least two apart that exchange tensors
-            directly.
+        skips: sorted pairs (source, destination) of stages, at least two apart, of which the first
+            sends tensors directly to the second.
     """
 
     name: str

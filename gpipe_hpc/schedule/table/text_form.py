@@ -44,7 +44,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Iterator[str]:
-    """Yield the cells of one rank; an overlapped block and everything inside it share one cell."""
+    """Yield the cells of one rank; an overlapped F and B share a cell with all between them."""
     if not partner_of:
         yield from map(str, row)
         return
@@ -143,7 +143,7 @@ def _read(lines: list[list[str]], name: str) -> list[_Cell]:
 
 
 def _parse(entry: str) -> list[Action]:
-    """Parse one cell: an action, or a block of an F and a B with only R and copies between them."""
+    """Parse one cell: an action, or an F and a B as a block with only R and copies between them."""
     if not entry.startswith("("):
         return [parse_action(entry)]
     inner, _, op = entry[1:].partition(")")
@@ -164,7 +164,7 @@ def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
 
 
 def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
-    """Add a route for each rank that only reduces or gathers a stage."""
+    """Add a route for each rank that reduces or gathers a stage but runs no micro-batch of it."""
     first, idle = placement.routes[0], []
     for line, _, (op, stage, _, _), _ in cells:
         if op in OF_BUCKETS and stage < len(first) and line not in placement.holders(stage):
@@ -173,7 +173,7 @@ def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
 
 
 def _placement(cells: list[_Cell], name: str) -> Placement:
-    """Derive the placement from the cells; micro-batches with the same ranks share a route."""
+    """Derive the placement from the cells; micro-batches run by the same ranks share a route."""
     places: dict[tuple[int, int], _Cell] = {}
     for cell in cells:
         op, stage, microbatch, _ = cell.action
