@@ -90,7 +90,7 @@ def _slice(pid: int, event: Event, timeline: Timeline, flow: DataFlow) -> TraceE
 def _transfer(
     pid: int, number: int, transfer: Transfer, timeline: Timeline
 ) -> Iterator[TraceEvent]:
-    """Yield the arrow and the span of a transfer."""
+    """Yield the arrow from maker to user, and the span, of a transfer."""
     maker, send, user = transfer
     arrow = {"cat": "transfer", "name": str(send.action), "pid": pid, "id": f"{pid}.{number}"}
     # An arrow is attached to slices: it starts inside the maker's and ends at the user's start.

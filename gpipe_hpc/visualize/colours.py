@@ -1,4 +1,4 @@
-"""Colours of pictures: one hue per op, one tint per pipeline or per stage of a rank.
+"""Colours of pictures: one hue per op, one tint per route or per stage of a rank.
 
 Colours of actions are the same on light and dark pages; other colours change.
 """
@@ -13,7 +13,7 @@ from gpipe_hpc.schedule.timeline import Timeline
 
 
 class Hue(NamedTuple):
-    """How an op is drawn: its name, and the lightest and darkest of its colours."""
+    """Colours of an op: its name in the legend, and the lightest and darkest of its colours."""
 
     words: str
     light: str
@@ -53,7 +53,7 @@ RULE: Final = "#bbbbbb"
 
 
 class Ground(NamedTuple):
-    """The purpose of a colour, and its replacement on a dark page."""
+    """Name of a colour that differs on dark pages, and its replacement there."""
 
     name: str
     dark: str
@@ -98,7 +98,7 @@ class Tints:
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        """Find the routes of the micro-batches."""
+        """Derive the tints from the routes of the micro-batches through the ranks."""
         ways: dict[int, dict[int, int]] = {}
         for rank, row in enumerate(timeline.events):
             for event in row:

@@ -10,7 +10,7 @@ from gpipe_hpc.visualize.scene import clock_for
 
 
 class Spent(NamedTuple):
-    """Count and total time of one kind of action, and idle time before it, over all ranks."""
+    """Number and total time of one kind of action, and the idle time before it, over all ranks."""
 
     actions: int = 0
     busy_s: float = 0.0
@@ -42,8 +42,8 @@ def time_by_kind(timeline: Timeline) -> dict[str, Spent]:
 def compare(measured: Timeline, planned: Timeline, unit: str = "s") -> list[list[str]]:
     """Return a table of strings that compares measured and simulated times for each kind of action.
 
-    Times are means over ranks: busy time, and idle time before an action of the kind. They sum to
-    the makespan, so the last column shows which kind of action causes the difference.
+    Times are means over ranks: busy time, and idle time before an action of the kind. The times sum
+    to the makespan, so the last column shows which kind of action causes the difference.
     """
     clock = clock_for(measured.makespan, unit)
     unit_of = f" ({clock.unit})" if clock.unit else ""
@@ -60,7 +60,7 @@ def compare(measured: Timeline, planned: Timeline, unit: str = "s") -> list[list
 def _pairs(
     measured: Mapping[str, Spent], planned: Mapping[str, Spent]
 ) -> Iterator[tuple[str, Spent, Spent]]:
-    """Yield name, measured and simulated times of each kind that ran, and of the total."""
+    """Yield (name, measured, simulated) for each kind of action that ran, and for the total."""
     words = {op.value: f"{op.value} {hue.words}" for op, hue in HUES.items()}
     for kind, one in measured.items():
         if kind == "end" or one.actions or planned[kind].actions:

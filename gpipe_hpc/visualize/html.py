@@ -17,11 +17,10 @@ _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
 
 
 def render_html(scene: Scene, title: str, table: Sequence[Sequence[str]] = ()) -> str:
-    """Return a scene as an HTML page that needs no other file, with a table above the picture.
+    """Return a scene as a self-contained HTML page, with a table above the picture.
 
     The scene must be laid out without the table. The page is smooth at 8 ranks and 64 micro-batches
-    and usable at 64 and 512: it draws only the visible part, and one box per pixel of thinner
-    boxes.
+    and usable at 64 and 512: it draws only the visible part, and merges boxes thinner than a pixel.
     """
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     # "</" would end the script element that contains the data.
@@ -75,7 +74,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
 
 
 def _name(colour: str) -> str:
-    """Return the name of a colour that changes with the page, or any other colour unchanged."""
+    """Return the name of a colour that differs on dark pages, or any other colour unchanged."""
     return GROUNDS[colour].name if colour in GROUNDS else colour
 
 
@@ -95,13 +94,16 @@ def _section(
         return kinds.setdefault(f"{action.stage}{action.op.value}*{peer}", len(kinds))
 
     def ahead(box: Box) -> float:
-        """Return the time from the arrival of the awaited value to the start of a box; mostly 0."""
+        """Return how long before the start of a box the awaited value arrived; mostly 0."""
         if box.wait is None or box.wait.over_s == box.event.start_s:
             return 0
         return _short((box.event.start_s - box.wait.over_s) * factor)
 
     def columns(boxes: Sequence[Box]) -> dict[str, list[Any]]:
-        """Return one list per property, which is a tenth of the size of one object per box."""
+        """Return the properties of boxes, one list per property.
+
+        This takes a tenth of the space of one object per box.
+        """
         waits = [box.wait for box in boxes]
         return {
             "start": [_short(box.start) for box in boxes],

@@ -72,7 +72,7 @@ def layout(
 
 
 def _natural_width(timelines: Sequence[Timeline], longest: float) -> float:
-    """Return the width at which nine of ten boxes fit their number, within bounds."""
+    """Return the width, within bounds, at which nine of ten boxes have space for their number."""
     size = _label_size(_row_height(max((each.num_ranks for each in timelines), default=1)))
     scales = sorted(
         (len(str(event.action.microbatch)) * size * LETTER + 2) / event.duration_s
@@ -114,7 +114,7 @@ def _size_and_peaks(timeline: Timeline) -> str:
 
 
 def _unit_of_memory(timeline: Timeline) -> str:
-    """Return the unit of activations as text; it depends on the number of stages."""
+    """Return the unit of activations as text, which depends on the number of stages."""
     of = "one stage" if timeline.num_stages == 1 else f"one of {timeline.num_stages} stages"
     return f"micro-batches of {of}"
 
@@ -297,7 +297,7 @@ def _add_axis(scene: Scene, top: float, span: float) -> Axis:
 def _add_strips(
     scene: Scene, timeline: Timeline, row_height: float, span: float, since: Since
 ) -> tuple[Strip, ...]:
-    """Add the memory curve of every rank, all to the same scale; nothing if nothing is kept."""
+    """Add the memory curve of every rank, all to the same scale, unless no memory is kept."""
     curves = [live_activations(timeline, rank) for rank in range(timeline.num_ranks)]
     full = max((step.live for curve in curves for step in curve), default=0)
     if not full:

@@ -125,7 +125,7 @@ class Section:
 
 @dataclass
 class Scene:
-    """A whole picture; it grows downwards as sections are added."""
+    """A whole picture; its height grows as sections are added."""
 
     width: float
     span: float
@@ -151,7 +151,7 @@ class Scene:
 
 
 def clock_for(longest: float, unit: str) -> Clock:
-    """Return the display unit for times of at most `longest`."""
+    """Return the unit in which times of at most `longest` are displayed."""
     if unit == "s" and 0 < longest < 1:
         return Clock("ms", 1e3) if longest >= 1e-3 else Clock("us", 1e6)
     return Clock(unit, 1.0)

@@ -85,7 +85,7 @@ def _fold(words: str, page: int | None) -> str:
 
 
 def num_columns(timelines: Sequence[Timeline]) -> int:
-    """Return the width in columns at which the tightest label of all timelines fits; at most 240.
+    """Return the width in columns at which all labels of all timelines fit; at most 240.
 
     This is the width of the longest timeline; on the same scale, others are narrower in proportion
     to their makespan.
@@ -133,7 +133,7 @@ def _of_buckets(row: Sequence[Event]) -> list[Event]:
 
 
 def _columns(timeline: Timeline, event: Event, scale: float) -> tuple[int, int]:
-    """Return the first and the end column of an event."""
+    """Return the first column of an event and the column after its last one."""
     ends = event.start_s, event.end_s
     first, end = (round((moment_s - timeline.start_s) * scale) for moment_s in ends)
     return first, end
