@@ -1,12 +1,12 @@
 """Split a batch into micro-batches, and join their outputs.
 
-One rule holds for every nest of inputs, targets or outputs. Its first tensor gives the number of
-samples B. Samples are: tensors whose first dimension is B; lists and tuples of B values that are
-not tensors (texts, numbers, dicts); and lists and tuples of B values with tensors whose first
-dimensions are not all B. All other lists, tuples and dicts are several inputs. Every micro-batch
-gets unchanged: tensors without a dimension or with a first dimension of 1, values that are not
-tensors, and values marked by `whole`. A tensor with another first dimension is an error. NumPy
-arrays are converted to tensors.
+One rule determines the samples in every nest of inputs, targets or outputs. The nest's first tensor
+gives the number of samples B. Samples are: tensors whose first dimension is B; lists and tuples of
+B values that are not tensors (texts, numbers, dicts); and lists and tuples of B values with tensors
+whose first dimensions are not all B. All other lists, tuples and dicts are several inputs. Every
+micro-batch gets unchanged: tensors without a dimension or with a first dimension of 1, values that
+are not tensors, and values marked by `whole`. A tensor with another first dimension is an error.
+NumPy arrays are converted to tensors.
 """
 
 import logging
@@ -38,7 +38,7 @@ class Whole:
         return Whole, (self.value,)
 
     def __repr__(self) -> str:
-        """Return the call that creates it."""
+        """Return the call of `whole` that creates this object."""
         return f"whole({self.value!r})"
 
 
@@ -99,7 +99,7 @@ def _converted(leaf: Any, what: str) -> Any:
         return as_tensor(leaf, what)
     if isinstance(leaf, Whole):
         return Whole(with_tensors(leaf.value, what))
-    if isinstance(leaf, dict | UserDict):  # without tensors, as far as it was looked at
+    if isinstance(leaf, dict | UserDict):  # contains no tensors, but maybe arrays
         found = with_tensors(dict(leaf), what)
         changed = any(found[key] is not value for key, value in leaf.items())
         return type(leaf)(found) if changed else leaf
@@ -114,13 +114,13 @@ class Pieces(NamedTuple):
 
 
 class BatchSplitter:
-    """Splits batches by the rule; warns once for each part to which the rule may not apply."""
+    """Splits batches by this module's rule; warns once of each part that the rule may misjudge."""
 
     def __init__(self) -> None:
         self._settled: set[str] = set()  # parts that were warned of or are unambiguous
 
     def split(self, batch: Nest, num_microbatches: int, what: str) -> Pieces:
-        """Split this replica's share; raise DataError if it has no samples."""
+        """Split this replica's share of a batch; raise DataError if it has no samples."""
         rule = _Rule(batch, what)
         slices = [share_of(rule.total, num_microbatches, m, 1) for m in range(num_microbatches)]
         leaves, tree = rule.leaves()
@@ -134,7 +134,7 @@ class BatchSplitter:
         return Pieces(nests, [each.stop - each.start for each in slices])
 
     def warn_of_gradients(self, batch: Nest, what: str) -> None:
-        """Warn once of a tensor of a training batch that requires a gradient."""
+        """Warn, once, if a tensor of a training batch requires a gradient."""
         for tensor in tensors_of(unwrapped(batch)):
             if tensor.requires_grad and f"{what}: gradient" not in self._settled:
                 self._settled.add(f"{what}: gradient")
@@ -174,7 +174,8 @@ def without_samples(batch: Nest, what: str) -> Nest:
 def put_together(batches: Sequence[Nest], what: str) -> Nest:
     """Return one batch with the samples of several batches of the same structure.
 
-    Parts for all samples are taken from the first. Raises ValueError if structures differ.
+    Parts that are common to all samples are taken from the first batch. Raises ValueError if
+    structures differ.
     """
     rules = [_Rule(batch, what) for batch in batches]
     flat = [rule.leaves() for rule in rules]
@@ -192,7 +193,7 @@ def put_together(batches: Sequence[Nest], what: str) -> Nest:
 
 
 def share_of(num_samples: int, pieces: int, first: int, count: int) -> slice:
-    """Return the slice of pieces first..first+count-1 of `num_samples` split into `pieces`.
+    """Return the slice of samples in `count` pieces from piece `first` on, of `pieces` pieces.
 
     As in `torch.tensor_split`, the first num_samples % pieces have one sample more.
     """
@@ -209,7 +210,7 @@ class _Rule:
         self.total, self._source = _count(batch, what)
         way = _way(batch, self._source) or []
         self._around = {id(container) for container, _ in way}
-        self._ambiguous: list[Any] = []  # lists that might as well have been samples
+        self._ambiguous: list[Any] = []  # lists that may be samples or several inputs
 
     def leaves(self) -> tuple[list[Any], Any]:
         """Return the parts of the batch and the structure around them."""
@@ -228,7 +229,7 @@ class _Rule:
     def _pieces(self, leaf: Any, slices: Sequence[slice]) -> list[Any]:
         if isinstance(leaf, Whole):
             return [unwrapped(leaf.value) for _ in slices]
-        if type(leaf) in (list, tuple):  # as leaves these are samples
+        if type(leaf) in (list, tuple):  # lists that are leaves consist of samples
             return [type(leaf)(map(unwrapped, leaf[each])) for each in slices]
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return [leaf for _ in slices]
@@ -275,7 +276,7 @@ class _Rule:
         return True
 
     def doubts(self, leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
-        """Yield (place, reason) for parts to which the rule may not apply; '' if it surely does."""
+        """Yield (place, reason) for parts to which the rule may not apply; '' if it is clear."""
         total = self.total
         ambiguous = {id(nest) for nest in self._ambiguous}
         for leaf in leaves:
@@ -311,7 +312,7 @@ class _Rule:
         return self._what + "".join(key for _, key in way or [])
 
 
-_FEW: Final = 3  # as many numbers may be a size
+_FEW: Final = 3  # so few numbers may be a size, such as (height, width)
 _SCALARS: Final = (bool, int, float, str)
 _LIST_REMEDY: Final = (
     "if every micro-batch is to have all of it, give gpipe_hpc.whole(...) of it; if it has one "
@@ -321,7 +322,7 @@ _LIST_REMEDY: Final = (
 
 
 def len_of(tensor: Tensor) -> int:
-    """Return the first dimension."""
+    """Return the first dimension of a tensor, as an int."""
     return int(tensor.shape[0])
 
 
@@ -349,7 +350,8 @@ def _count(batch: Nest, what: str) -> tuple[int, Any]:
 def _lists(nest: Nest) -> Iterator[Any]:
     """Yield the lists of samples in a nest without tensors.
 
-    A list of lists counts if their lengths differ; otherwise it may be several inputs.
+    A list of lists is a list of samples if the inner lengths differ; otherwise it may be several
+    inputs.
     """
     if isinstance(nest, Mapping):
         for each in nest.values():
@@ -369,9 +371,9 @@ def _sized(nest: Nest) -> list[Tensor]:
 
 
 def _are_alike(nest: Sequence[Any], *, needs_containers: bool = False) -> bool:
-    """Return whether all parts of a list have the same structure; tensors may differ in size.
+    """Return whether all entries of a list have the same structure; tensors may differ in size.
 
-    Bare tensors must have the same shape, as several inputs seldom have.
+    Entries that are tensors must have the same shape, as several inputs seldom have.
     """
     flat = [flatten(each) for each in nest]
     if any(tree != flat[0][1] for _, tree in flat):
@@ -382,7 +384,7 @@ def _are_alike(nest: Sequence[Any], *, needs_containers: bool = False) -> bool:
 
 
 def _is_sequence(leaf: Any) -> bool:
-    """Return whether a value is a sequence, but neither a text nor a list or tuple."""
+    """Return whether a value is a sequence other than a string, list or tuple."""
     if isinstance(leaf, str | bytes | Whole | torch.Size) or type(leaf) in (list, tuple):
         return False
     return hasattr(type(leaf), "__len__") and hasattr(type(leaf), "__getitem__")
@@ -431,7 +433,7 @@ class Output(NamedTuple):
 
 
 def join(outputs: Mapping[int, Output], where: str) -> Nest:
-    """Join the outputs of micro-batches along the first dimension, in their order.
+    """Join the outputs of micro-batches along the first dimension, in order of micro-batch.
 
     Lists with a value for each sample become one list. Zero-dimensional tensors are stacked; values
     that are not tensors become a list with one value for each micro-batch, unless all are None.
@@ -464,9 +466,9 @@ def square_output(
 ) -> list[int] | None:
     """Return the shape of an output [b, b] of micro-batches of b samples; None if there is none.
 
-    The second dimension of this output may be samples too. Outputs are not returned if a
-    dimension of the inputs or of a weight of the last layer with weights equals b, or if the stage
-    has only torch modules without weights.
+    The second dimension of such an output may be samples, too. Returns None if a dimension of the
+    inputs, or of a weight of the last layer with weights, equals b, or if the stage has only torch
+    modules without weights.
 
     Args:
         outputs: Outputs by micro-batch.
@@ -479,7 +481,7 @@ def square_output(
     sizes = {part.num_samples for part in parts}
     weights = next(filter(None, (list(layer.parameters()) for layer in reversed(layers))), [])
     if not weights and all(type(layer).__module__.startswith("torch.nn.") for layer in layers):
-        return None  # a stage before has the weights
+        return None  # an earlier stage has the weights
     known = {size for tensor in tensors_of(inputs) for size in tensor.shape[1:]}
     known |= {size for weight in weights for size in weight.shape}
     for tensor in tensors_of(parts[0].nest):

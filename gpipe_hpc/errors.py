@@ -18,7 +18,7 @@ class ConfigError(GpipeError, ValueError):
 
 
 class KeywordError(ConfigError, TypeError):
-    """A keyword argument does not exist."""
+    """A keyword argument with an unknown name."""
 
 
 class ScheduleError(GpipeError, ValueError):
@@ -42,7 +42,7 @@ class MissingDataError(DataError, ConfigError):
 
 
 class UnfitDataError(DataError, ConfigError):
-    """A setting names data of the wrong kind, or inputs and targets that do not match."""
+    """The data named by settings is of the wrong kind, or inputs and targets do not match."""
 
 
 class CheckpointError(GpipeError):
@@ -66,7 +66,7 @@ class StalledError(GpipeError, RuntimeError):
 
 
 class ActionError(GpipeError, RuntimeError):
-    """An action of the schedule failed on this rank; names rank, stage, micro-batch and action."""
+    """An action of the schedule failed on this rank; the message names stage and micro-batch."""
 
 
 class DeviceError(GpipeError, RuntimeError):
@@ -78,7 +78,7 @@ class DeviceMemoryError(ActionError):
 
 
 class PeerError(GpipeError, RuntimeError):
-    """Another rank failed, so this rank stops; contains the report of the failed rank.
+    """Another rank failed, so this rank stops; the message contains that rank's report.
 
     Args:
         report: the message of the failed rank.
@@ -94,7 +94,7 @@ class PeerError(GpipeError, RuntimeError):
 
 
 class NonFiniteError(GpipeError, ArithmeticError):
-    """A loss or gradient norm is NaN or infinite; names step, rank and micro-batch."""
+    """A loss or gradient norm is NaN or infinite; the message names step, rank and micro-batch."""
 
 
 _FRAMES_OF_CPP: Final = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedTraceback:)")
@@ -146,6 +146,6 @@ def text_of(error: BaseException) -> str:
 
 
 def os_remedy(error: BaseException | None) -> str | None:
-    """Return the remedy for an operating system error by its errno, or None if it is unknown."""
+    """Return the remedy for an operating system error, chosen by its errno; None if unknown."""
     number = error.errno if isinstance(error, OSError) else None
     return None if number is None else _REMEDIES.get(number)

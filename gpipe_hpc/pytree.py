@@ -56,7 +56,7 @@ class Key:
         return hash(self._exact())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the value."""
+        """Pickle as a call of the class with the wrapped value."""
         return Key, (self.value,)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class Key:
 @register_boundary_type
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """The containers of a nest that torch's pytree traverses.
+    """The containers of a nest that are registered with torch's pytree, which traverses them.
 
     Equal only if they pickle to the same bytes; torch's own comparison ignores differences such as
     the types of keys.
@@ -112,14 +112,14 @@ def _exactly(value: object) -> bytes:
 def flatten(nest: Nest, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Tree]:
     """Return the leaves of a nest in order, and its structure; the inverse of `unflatten`.
 
-    `is_leaf` returns whether a container is to be treated as a leaf.
+    `is_leaf` returns whether to treat a container as a leaf.
     """
     leaves: list[Any] = []
     return leaves, _walk(nest, leaves, is_leaf)
 
 
 def unflatten(leaves: Iterable[Any], tree: Tree) -> Nest:
-    """Build a nest from leaves and structure: the inverse of `flatten`."""
+    """Build a nest from leaves and a structure returned by `flatten`."""
     return _build(tree, iter(leaves))
 
 
@@ -149,9 +149,9 @@ def tensors_of(nest: Nest) -> list[torch.Tensor]:
 
 
 def with_dicts(nest: Nest) -> Nest:
-    """Replace mappings of other classes, such as BatchEncoding, by dicts.
+    """Return a nest with dicts in place of mappings of other classes, such as BatchEncoding.
 
-    Other processes may not know those classes.
+    Other processes may not have those classes.
     """
     leaves, tree = flatten(nest)
     found = [dict(leaf) if isinstance(leaf, UserDict) else leaf for leaf in leaves]

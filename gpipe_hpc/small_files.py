@@ -1,6 +1,6 @@
 """Read small JSON and text files from untrusted sources with bounds on size and depth.
 
-Files about a run (settings, manifests, links, prices, locks) are read with these functions only. A
+Files about a run (settings, manifests, links, costs, locks) are read with these functions only. A
 file must be a regular file, because opening a FIFO could block forever. Its size, depth and number
 of values are bounded before objects are built. For YAML, see `yaml_files`.
 
@@ -22,7 +22,7 @@ MOST_VALUES: Final = 4_000_000
 MOST_DEPTH: Final = 400
 MOST_DIGITS: Final = 1300
 _SHOWN: Final = 100
-_TOO_LARGE: Final = 2**1000  # for a float, and for what is made of it
+_TOO_LARGE: Final = 2**1000  # numbers from here on are refused, because a float may overflow
 
 
 def read_bytes(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
@@ -36,7 +36,7 @@ def read_bytes(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading bytes; ValueError if it is not regular."""
-    # Without O_NONBLOCK, opening a FIFO would wait for somebody who writes into it.
+    # Without O_NONBLOCK, opening a FIFO would block until another process opens it for writing.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         kind = os.fstat(handle).st_mode

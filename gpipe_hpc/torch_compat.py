@@ -171,7 +171,7 @@ else:
 
 @cache
 def storage_info() -> Any:
-    """Return the class of torch's checkpoints that stores the location of a tensor in a file."""
+    """Return torch's class for the location of a stored tensor in a distributed checkpoint file."""
     # Loaded lazily, because torch.distributed.checkpoint is slow to import.
     return _found("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -183,7 +183,7 @@ def default_store() -> Store:
 
 
 def new_process_group(*args: Any, **keywords: Any) -> Any:
-    """Create a process group without a collective call of non-members; return it and its name."""
+    """Create a process group without a collective call of other ranks; return it and its name."""
     return _found("torch.distributed.distributed_c10d", "_new_process_group_helper")(
         *args, **keywords
     )
@@ -295,7 +295,7 @@ def asked_of_backward(func: Any) -> tuple[Any, Any] | None:
     """Return outputs and inputs of the `torch.autograd.backward` that called `func`, else None.
 
     Must be called by a `__torch_function__`. In versions of torch that do not pass `backward`
-    itself there, this is the only way to get them (pytorch PR 171473).
+    itself to that method, this is the only way to get them (pytorch PR 171473).
     """
     if func not in _ASKED_BY_BACKWARD:
         return None

@@ -14,7 +14,7 @@ def flops_text(flops: float) -> str:
 
 
 def ranges_text(numbers: Iterable[int], most: int = 12) -> str:
-    """Return integers with ranges abbreviated, at most `most`: ``1-4, 7-15 by 2``."""
+    """Format integers with ranges abbreviated: ``1-4, 7-15 by 2``; at most `most` are shown."""
     left = sorted(numbers)
     runs: list[str] = []
     while left and len(runs) < most:

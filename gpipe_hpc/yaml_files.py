@@ -83,7 +83,7 @@ def _line(event: yaml.Event) -> str:
     return f"line {event.start_mark.line + 1}: "
 
 
-# Where libyaml is not there, PyYAML has no loader in C.
+# Without libyaml, PyYAML has no loader in C.
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -98,7 +98,7 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode, deep: bool = False) 
     return _Base.construct_mapping(loader, node, deep=deep)
 
 
-# Builds plain values: as for OmegaConf 1e-6 is a number, and dates are texts.
+# Builds plain values; as in OmegaConf, 1e-6 is a number and dates are strings.
 _Loader: Any = type(
     "_Loader",
     (_Base,),
@@ -128,7 +128,7 @@ _Loader.add_implicit_resolver(
 def flat_settings(text: str) -> dict[str, Any]:
     """Parse YAML and return its settings by dotted name, with interpolations unresolved.
 
-    Empty if it is not a mapping. Raises ValueError for invalid YAML.
+    Returns an empty dict if the content is not a mapping. Raises ValueError for invalid YAML.
     """
     settings = parse_yaml(text)
     return flat(settings) if isinstance(settings, dict) else {}
