@@ -24,8 +24,8 @@ from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.world.mpi.library import Tags
 from gpipe_hpc.comm.world.mpi.process_group import MpiGroup
-from gpipe_hpc.comm.world.mpi.tags import Tags
 from tests.played.lanes import Queue, Sent, wait_for
 
 _LATE_TAG, _DEVICE_TAG = 2**28, 2**30

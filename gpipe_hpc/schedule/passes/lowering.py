@@ -1,15 +1,16 @@
 """Lowering: turn a compute-only table into the table that ranks execute, pass by pass."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.communication import add_communication
-from gpipe_hpc.schedule.passes.last_weights import gather_last_weights
 from gpipe_hpc.schedule.passes.reduction import add_reductions
 from gpipe_hpc.schedule.table.actions import Op
 from gpipe_hpc.schedule.table.precedence import build_precedence
+from gpipe_hpc.schedule.table.rows import Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -29,7 +30,7 @@ def lower(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Sched
             f"schedule {schedule.name!r}: the table is lowered already, expected compute only"
         )
     if buckets:
-        schedule = gather_last_weights(schedule)
+        schedule = _sort_last_weights(schedule)
     graph = build_precedence(schedule)
     return add_reductions(add_communication(graph), graph, buckets)
 
@@ -39,3 +40,31 @@ def forward_only(schedule: Schedule) -> Schedule:
     rows = tuple(row.only(lambda kind: kind[0] is Op.F) for row in schedule.rows)
     bounds = tuple(min(1, len(row)) for row in rows)
     return replace(schedule, ranks=rows, max_activations=bounds, max_receives=None, overlaps=())
+
+
+def _sort_last_weights(schedule: Schedule) -> Schedule:
+    """Sort the ``W`` at the end of each rank's list by stage, the stage with the fewest left first.
+
+    So stages finish one by one. Only reductions wait for these ``W``, so no other action moves. The
+    order within a stage is kept, so its gradients are accumulated in the same order.
+    """
+    if Op.W not in schedule.ops:
+        return schedule
+    return replace(schedule, ranks=tuple(map(_by_stage, schedule.rows)))
+
+
+def _by_stage(row: Row) -> Row:
+    is_weights = [op is Op.W for op, _, _ in row.kinds]
+    start = len(row)
+    while start and is_weights[row.which[start - 1]]:
+        start -= 1
+    left = range(start, len(row))
+    counts = Counter(row.which[start:])
+    stages = [stage for _, stage, _ in row.kinds]
+    # The gradients of the last stage are ready first, so it comes first among equals.
+    left_in_turn = sorted(left, key=lambda at: (counts[row.which[at]], -stages[row.which[at]]))
+    writer = RowWriter(row.kinds)
+    for column, own in ((writer.which, row.which), (writer.numbers, row.numbers)):
+        column.extend(own[:start])
+        column.extend(own[at] for at in left_in_turn)
+    return writer.row()

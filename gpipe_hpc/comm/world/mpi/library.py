@@ -1,23 +1,23 @@
-"""The MPI library as loaded by mpi4py: start, point-to-point messages and shutdown.
+"""The MPI library as loaded by mpi4py: start, tags, point-to-point messages and shutdown.
 
 Collectives are built from messages in `process_group`. mpi4py would finalize MPI at interpreter
 exit, which blocks until all ranks do; `finish` finalizes it instead, once all ranks have arrived.
 """
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.world.mpi.device_pointers import loaded_by, takes_device_pointers
 from gpipe_hpc.comm.world.mpi.progress import Message, Progress
-from gpipe_hpc.comm.world.mpi.tags import Tags
 from gpipe_hpc.errors import LaunchError
+from gpipe_hpc.setting_names import setting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,9 +29,55 @@ MOST_BYTES: Final = 2**30
 _LAST_WORDS_S: Final = 10.0
 _PAUSE_S: Final = 2e-3
 
-
 LEFT: Final = 0
 """Tag of the message that announces a rank's end; groups use other tags."""
+_KIND_BITS: Final = 4
+_OWN_KIND: Final = (1 << _KIND_BITS) - 1  # traffic of a group's collectives
+_MOST_QUEUE_BITS: Final = 10
+# Tags of callers have 31 bits: the kind in the upper bits, the queue in the lower.
+_KIND_SHIFT: Final = 27
+
+_QUERIES: Final = ("MPIX_Query_cuda_support", "MPIX_Query_rocm_support", "MPIX_Query_ze_support")
+# Variables of libraries without such a function, or whose function reports only the build.
+_SWITCHES: Final = ("MV2_USE_CUDA", "MV2_USE_ROCM", "MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD")
+
+
+class Tags:
+    """Encoder of group, kind of traffic and queue into MPI tags up to `highest`.
+
+    All messages use one communicator. A tag consists of the number of the group, from 1 up, the
+    kind of traffic and the queue within it. So no group needs its own communicator: creating one
+    blocks in MPI until all members take part, where nothing could end the wait, and an MPI library
+    supports only some thousands. `highest` is the library's limit, which MPI guarantees to be at
+    least 32767.
+    """
+
+    def __init__(self, highest: int) -> None:
+        bits = (highest + 1).bit_length() - 1
+        self._queue_bits = min(_MOST_QUEUE_BITS, (bits - _KIND_BITS) // 2)
+        self._num_groups = 1 << (bits - _KIND_BITS - self._queue_bits)
+
+    def of(self, group: int, tag: int) -> int:
+        """Return the MPI tag of a tag within a group; LaunchError if it is out of range."""
+        return self._made(group, tag >> _KIND_SHIFT, tag & ((1 << _KIND_SHIFT) - 1))
+
+    def own(self, group: int) -> int:
+        """Return the MPI tag of the group's collectives."""
+        return self._made(group, _OWN_KIND, 0)
+
+    def _made(self, group: int, kind: int, queue: int) -> int:
+        if queue >> self._queue_bits or not 0 <= kind <= _OWN_KIND:
+            raise LaunchError(
+                f"MPI: this library's limit on tags allows {1 << self._queue_bits} channels "
+                f"between two ranks, got number {queue}; use fewer stages per rank, another MPI, "
+                f"or {setting('comm.backend', 'gloo')}"
+            )
+        if group + 1 >= self._num_groups:
+            raise LaunchError(
+                f"MPI: this library's limit on tags allows {self._num_groups - 1} groups of ranks, "
+                f"but one more is needed; use another MPI, or {setting('comm.backend', 'gloo')}"
+            )
+        return ((group + 1 << _KIND_BITS | kind) << self._queue_bits) | queue
 
 
 class Neighbours(NamedTuple):
@@ -204,6 +250,29 @@ def open_mpi() -> Library:
             f"mpi4py.rc.threads=False before, or use an MPI library built with thread support"
         )
     return Library(MPI, ends_itself=known)
+
+
+def takes_device_pointers(library: object, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process's MPI accepts pointers to device memory.
+
+    Open MPI, MPICH and derivatives offer functions such as `MPIX_Query_cuda_support`. MVAPICH2,
+    Cray MPICH and Intel MPI use an environment variable, which takes precedence if it is set.
+    `library` has the functions of MPI as attributes; see `loaded_by`.
+    """
+    env = os.environ if environ is None else environ
+    switches = [env[name] for name in _SWITCHES if name in env]
+    if switches:
+        return any(value.strip() not in ("", "0") for value in switches)
+    for name in _QUERIES:
+        query = getattr(library, name, None)
+        if query is not None and query() == 1:
+            return True
+    return False
+
+
+def loaded_by(module_file: str) -> ctypes.CDLL:
+    """Return the symbols of a loaded extension module and of the libraries linked with it."""
+    return ctypes.CDLL(module_file, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,15 +1,22 @@
-"""What is refused at the start: no mpi4py, no MPI, one that has ended, or that has no threads."""
+"""The MPI library: what is refused at the start, tags, and pointers to device memory."""
 
+import ctypes
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from gpipe_hpc.comm.world.mpi.library import Tags, loaded_by, takes_device_pointers
 from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.errors import ConfigError, LaunchError
 
 LEVELS = {"THREAD_SINGLE": 0, "THREAD_FUNNELED": 1, "THREAD_SERIALIZED": 2, "THREAD_MULTIPLE": 3}
+# Tags that the package uses: channels, transfers of bytes, late messages, exchanges, device lanes.
+CALLERS = [base + queue for base in (0, 2**27, 2**28, 2**29, 2**30) for queue in range(3)]
+CAN = SimpleNamespace(MPIX_Query_cuda_support=lambda: 1)
+CANNOT = SimpleNamespace(MPIX_Query_cuda_support=lambda: 0, MPIX_Query_rocm_support=lambda: 0)
+NOTHING = SimpleNamespace()
 
 
 def mpi(*, has_ended=False, level=3):
@@ -66,3 +73,55 @@ def test_a_group_that_is_there_and_goes_otherwise_is_refused(group_by_gloo):
     """Its messages would have gone by Gloo, without a word."""
     with pytest.raises(ConfigError, match=r"backend=mpi: .* got one of gloo; .*start_world"):
         start_world(backend="mpi")
+
+
+@pytest.mark.parametrize("highest", [32767, 2**21 - 1, 2**29 - 1, 2**31 - 1])
+def test_no_two_queues_share_a_tag_and_none_is_that_of_leaving(highest):
+    tags = Tags(highest)
+    found = [tags.of(group, tag) for group in range(20) for tag in CALLERS]
+    found += [tags.own(group) for group in range(20)]
+    assert len(set(found)) == len(found)
+    assert min(found) > 0 and max(found) <= highest
+
+
+def test_what_does_not_fit_is_refused():
+    tags = Tags(32767)
+    with pytest.raises(LaunchError, match=r"allows 32 channels.*got number 32"):
+        tags.of(0, 2**28 + 32)
+    num_groups = next(n for n in range(1000) if refuses(tags, n))
+    assert num_groups == 63
+    assert not refuses(Tags(2**29 - 1), 10_000)
+
+
+def refuses(tags, group):
+    try:
+        tags.own(group)
+    except LaunchError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "library, environ, takes",
+    [
+        (CAN, {}, True),
+        (CANNOT, {}, False),
+        (NOTHING, {}, False),
+        (SimpleNamespace(MPIX_Query_rocm_support=lambda: 1), {}, True),
+        (NOTHING, {"MV2_USE_CUDA": "1"}, True),
+        (CAN, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, False),
+        (CANNOT, {"I_MPI_OFFLOAD": "1"}, True),
+    ],
+)
+def test_libraries_are_asked_and_variables_count(library, environ, takes):
+    assert takes_device_pointers(library, environ) is takes
+
+
+def test_the_library_of_the_wheel_is_asked():
+    """Its symbols are not among those of the process, so `loaded_by` has to find them."""
+    mpi4py = pytest.importorskip("mpi4py")
+    assert mpi4py.__version__
+    import _ctypes
+
+    assert not takes_device_pointers(loaded_by(_ctypes.__file__), {})
+    assert isinstance(loaded_by(_ctypes.__file__), ctypes.CDLL)
