@@ -11,7 +11,7 @@ from gpipe_hpc.batches import BatchSplitter, Pieces, with_tensors
 from gpipe_hpc.comm.world.groups import RankContext, warm_up_groups
 from gpipe_hpc.comm.world.threads import within_step
 from gpipe_hpc.data_parallel import MicrobatchSplit, log_inexact
-from gpipe_hpc.device.host.clock import clock_identity
+from gpipe_hpc.device.host.machine import clock_identity
 from gpipe_hpc.engine.backward.outsiders import Outsiders
 from gpipe_hpc.engine.batchnorm_statistics import gather_batchnorm, log_batchnorm
 from gpipe_hpc.engine.compiling import chosen_backend, compile_layers

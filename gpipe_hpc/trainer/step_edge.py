@@ -9,7 +9,7 @@ import torch
 from gpipe_hpc.comm.collectives.group import Gathering
 from gpipe_hpc.comm.collectives.rank_summary import RankSummary
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.device.host.clock import clock_identity
+from gpipe_hpc.device.host.machine import clock_identity
 from gpipe_hpc.engine import StepMarks, StepTimes
 from gpipe_hpc.schedule import idle_share
 from gpipe_hpc.trainer.one_step import Laps

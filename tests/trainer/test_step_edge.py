@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpipe_hpc.comm.collectives.rank_summary import summarise_ranks
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.device.host.clock import clock_identity
+from gpipe_hpc.device.host.machine import clock_identity
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.schedule import Action, Costs, Event, Op, Timeline, build, simulate
 from gpipe_hpc.trainer.step_edge import RankStepInfo, StepEdge, agree

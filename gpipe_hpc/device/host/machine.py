@@ -3,6 +3,7 @@
 import os
 import platform
 import socket
+import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,16 @@ def shared_identity(namespace: str) -> str:
         return f"{_BOOT.read_text().strip()} {os.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return ""
+
+
+def clock_identity() -> int:
+    """Return a non-negative number that is equal for processes that read the same monotonic clock.
+
+    Processes share `time.perf_counter` if they run on one kernel and in one time namespace. If the
+    system does not report this, the number is unique to the process.
+    """
+    alone = f"process {os.uname().nodename} {os.getpid()}"
+    return zlib.crc32((shared_identity("time") or alone).encode())
 
 
 def folder_identity(folder: Path) -> str:

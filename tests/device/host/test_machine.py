@@ -7,8 +7,12 @@ import pytest
 
 import gpipe_hpc
 from gpipe_hpc.comm.world import roll_call
-from gpipe_hpc.device.host.clock import clock_identity
-from gpipe_hpc.device.host.machine import folder_identity, shared_identity, started_by
+from gpipe_hpc.device.host.machine import (
+    clock_identity,
+    folder_identity,
+    shared_identity,
+    started_by,
+)
 from gpipe_hpc.trainer.run import lock
 
 NAMESPACES = ("net", "mnt", "pid", "time")
