@@ -28,7 +28,10 @@ class ReductionTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts and their ranks, numbered host by host; seconds and bytes per second.
+    """Model of a cluster: hosts, their ranks, numbered host by host, and the links between them.
+
+    Times are in seconds, bandwidths in bytes per second. A bandwidth is that of one rank while all
+    ranks of its host communicate.
 
     Args:
         hosts: number of ranks of each host.
@@ -38,8 +41,6 @@ class Cluster:
             link is used.
         rank_links: links of single rank pairs, by (source rank, destination rank).
         paces: relative compute time of slow ranks, by rank; 1 if absent.
-
-    A bandwidth is that of one rank while all ranks of its host communicate.
     """
 
     hosts: tuple[int, ...]

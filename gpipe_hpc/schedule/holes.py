@@ -58,7 +58,7 @@ def in_rows(
     schedule: object,
     options: Mapping[str, Any],
 ) -> Rows | None:
-    """Return the single table with which `ranks` ranks run as partial replicas.
+    """Return how to build the single table with which `ranks` ranks run as partial replicas.
 
     None if all replicas are complete. Arguments are those of `Pipeline`; `microbatches` is per
     replica.
@@ -75,7 +75,7 @@ def in_rows(
 def one_table(
     ranks: int, stages: int, microbatches: int, schedule: object, options: Mapping[str, Any]
 ) -> Rows:
-    """Return the table with which all ranks run the micro-batches as one pipeline.
+    """Return how to build the table with which all ranks run the micro-batches as one pipeline.
 
     Raises:
         ConfigError: the schedule does not support partial replicas.

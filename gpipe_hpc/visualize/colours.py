@@ -13,7 +13,7 @@ from gpipe_hpc.schedule.timeline import Timeline
 
 
 class Hue(NamedTuple):
-    """Colours of an op: its name in the legend, and the lightest and darkest of its colours."""
+    """Name of an op in the legend, and the lightest and the darkest of its colours."""
 
     words: str
     light: str

@@ -67,7 +67,7 @@ class Mark(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The boxes of one rank on a grey background up to `span`, with marks below."""
+    """A rank's row: its boxes on a grey background up to `span`, and the marks below the boxes."""
 
     rank: int
     y: float
@@ -103,7 +103,7 @@ class Axis(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Display of times: the unit's name, and displayed units per unit of the timeline."""
+    """Unit in which times are displayed: its name, and how many are one unit of the timeline."""
 
     unit: str
     factor: float

@@ -85,7 +85,7 @@ class Levels:
         self.start_all_reduce(tensor).wait()
 
     def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
-        """Sum level by level, calling `between` before each higher one; broadcast downwards."""
+        """Sum level by level, calling `between` before each higher level; broadcast downwards."""
         for level, group in enumerate(self.groups):
             if level:
                 between(group.position)

@@ -44,8 +44,8 @@ class Pairs:
     def _edge(self, peer: int) -> tuple[int, int, int, int]:
         """Return the sort key of a connection, equal at both ends.
 
-        Connections over short distances are opened first; those of one distance that share no rank
-        are opened concurrently.
+        Connections over short distances are opened first; those of equal distance that have no rank
+        in common are opened concurrently.
         """
         n, i = len(self._ranks), self._position
         distance, start = min(((peer - i) % n, i), ((i - peer) % n, peer))

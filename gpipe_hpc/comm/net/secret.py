@@ -65,7 +65,10 @@ class Secret:
         return proof.digest()
 
     def proves(self, proof: bytes, label: str, *parts: bytes) -> bool:
-        """Return whether ``proof`` was made with this secret for these arguments; constant time."""
+        """Return whether ``proof`` was made with this secret for these arguments.
+
+        The comparison takes the same time for every proof.
+        """
         return hmac.compare_digest(proof, self.prove(label, *parts))
 
     def derive(self, label: str) -> "Secret":

@@ -36,7 +36,7 @@ class Receiving(Protocol):
         """Return the tensor, ready for use on the current stream."""
 
     def drop(self) -> None:
-        """Discard the tensor; its memory is reused once it has arrived."""
+        """Discard the tensor once it has arrived, so that its memory is reused."""
 
 
 @dataclass(eq=False, slots=True)

@@ -81,7 +81,7 @@ class Slot:
 
     @classmethod
     def attach(cls, index: int, descriptor: int) -> "Slot":
-        """Map the slot of another process; closes the descriptor."""
+        """Map the slot that another process has created; closes the descriptor."""
         try:
             mapped_bytes = os.fstat(descriptor).st_size
             return cls(index, mapped_bytes - _STATE_BYTES, _map(descriptor, mapped_bytes))

@@ -30,7 +30,7 @@ class Work(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the call has ended; raises its exception."""
+        """Return whether the call has ended; raise its exception if it has failed."""
         if self._over.is_set() and self._error is not None:
             raise self._error
         return self._over.is_set()
@@ -52,7 +52,7 @@ class Work(Generic[T]):
 
 
 class Watched:
-    """Measures the progress of a thread from another one."""
+    """Measures, from another thread, whether a thread makes progress."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread

@@ -42,7 +42,7 @@ class Display:
         self._texts: dict[int, tuple[object, bytes]] = {}
 
     def show_phase(self, count: int, phase: object, *, is_together: bool) -> None:
-        """Publish the start of a phase; `is_together` tells whether all ranks are in it."""
+        """Publish the start of a phase; `is_together` is whether all ranks are in it."""
         text = _encoded(phase)
         self._memory[_PHASE : _PHASE + len(text)] = text
         self._phase_bytes, self._is_together = len(text), is_together

@@ -31,14 +31,14 @@ class Doing:
     hung_up_s: float | None = None  # time when its connection ended
 
     def note(self, message: Message, now_s: float) -> None:
-        """Update from a message of the rank."""
+        """Update the state from a message of the rank."""
         self.inside, self.ends, self.limit_s = (message[k] for k in ("inside", "ends", "limit_s"))
         self._count_to(message["count"], now_s)
         if message["count"] == self.count:  # else it is older than the shared memory
             self.text, self.waits = message["text"][:MAX_DOING], message["waits"]
 
     def look_at(self, shown: Shown | None, now_s: float) -> None:
-        """Update from the activity published in shared memory."""
+        """Update the state from the activity published in shared memory."""
         self.shows_together = shown is not None and shown.is_together
         if shown is not None and shown.num_actions > self.count:
             self._count_to(shown.num_actions, now_s)

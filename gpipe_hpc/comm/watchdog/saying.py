@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 class _Streams:
-    """The standard streams of this process, which of them are lost, and callbacks for losses."""
+    """The standard streams of this process, those that are lost, and callbacks for losses."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
@@ -53,7 +53,7 @@ class _Streams:
         self.lost: dict[int, OSError] = {}  # by descriptor
 
     def keep(self, descriptor: int) -> None:
-        """Open a closed descriptor; let the stream continue after a failed write."""
+        """Open a descriptor if it is closed; let its stream continue after a failed write."""
         try:
             os.fstat(descriptor)
         except OSError as error:

@@ -297,7 +297,7 @@ class _Rendezvous:
     awake: deque[int] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Set every rank to its first action."""
+        """Initialize the state of every rank before its first action."""
         transfers, lanes = self.traffic
         num_ranks, num_transfers = len(lanes), len(transfers.way)
         self.position = [0] * num_ranks

@@ -6,7 +6,7 @@ from gpipe_hpc.schedule.table.schedule import Placement
 
 
 def one_stage_each(num_ranks: int, num_microbatches: int) -> Placement:
-    """Place stage k on rank k."""
+    """Place each stage on its own rank: stage k on rank k."""
     return looped(num_ranks, 1, num_microbatches)
 
 

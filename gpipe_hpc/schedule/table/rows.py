@@ -271,7 +271,10 @@ class RowWriter:
         self.numbers.append(number)
 
     def take(self, row: Row, start: int, end: int) -> None:
-        """Append the actions of `row` from `start` to `end`; kinds must be numbered as in `row`."""
+        """Append the actions of `row` from `start` to `end`.
+
+        The kinds of this builder must have the same indices as in `row`.
+        """
         self.which.extend(row.which[start:end])
         self.numbers.extend(row.numbers[start:end])
 

@@ -166,7 +166,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._by_host([tensor], into, run, copies=True)
 
     def reduce_scatter(self, *given: Any, **named: Any) -> dist.Work:
-        """Reduce a list of equally sized tensors, one for each rank; each rank gets its own."""
+        """Reduce a list of equally sized tensors, one for each rank; each rank gets its result."""
         (own,), (tensors,), options = given[0], given[1], _options(given, named, 2)
         return self._reduce_scatter(own, tensors, options)
 
