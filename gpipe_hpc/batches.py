@@ -75,8 +75,8 @@ def as_tensor(array: npt.NDArray[Any], what: str) -> Tensor:
         return torch.from_numpy(array)
     except TypeError as error:
         raise DataError(
-            f"{what}: expected an array of numbers that torch has too, got one of dtype "
-            f"{array.dtype}; convert it, as array.astype('float32')"
+            f"{what}: torch has no dtype for this array's {array.dtype}; convert the array, for "
+            f"example with array.astype('float32')"
         ) from error
 
 
@@ -140,9 +140,9 @@ class BatchSplitter:
                 self._settled.add(f"{what}: gradient")
                 way = _way(batch, tensor) or []
                 log.warning(
-                    "%s: requires a gradient, which a step does not compute: backwards end at the "
-                    "batch, so what made it is not trained. Make that a layer of the pipeline, or "
-                    "give %s.detach()",
+                    "%s: requires a gradient, but backwards end at the batch, so the module that "
+                    "computed this tensor is not trained. Make that module a layer of the "
+                    "pipeline, or pass %s.detach()",
                     *[what + "".join(key for _, key in way)] * 2,
                 )
 
@@ -242,8 +242,8 @@ class _Rule:
         raise DataError(
             f"{place}: expected {self.total} samples in its first dimension, as {source} has, got "
             f"shape {list(leaf.shape)} (first dimensions {sorted({self.total, size})}); put the "
-            f"samples first everywhere, or mark what is for all samples: "
-            f"gpipe_hpc.whole(...) in place of {place}"
+            f"samples first in every tensor, or pass gpipe_hpc.whole(...) if {place} applies to "
+            f"all samples"
         )
 
     def _is_list_of_samples(self, nest: Any) -> bool:
@@ -269,9 +269,9 @@ class _Rule:
             return False
         if sizes <= {self.total, 1}:
             raise DataError(
-                f"{self._place(nest)}: a list of {self.total} parts in a batch of {self.total} "
-                f"samples, with tensors whose first dimensions are {sorted(sizes)}: it may be one "
-                f"part for each sample, or so many inputs; {_LIST_REMEDY}"
+                f"{self._place(nest)}: a list of {self.total} entries in a batch of {self.total} "
+                f"samples, with tensors whose first dimensions are {sorted(sizes)}: it may have "
+                f"one entry for each sample, or be {self.total} inputs; {_LIST_REMEDY}"
             )
         return True
 
@@ -288,22 +288,22 @@ class _Rule:
                     yield (
                         self._place(leaf),
                         f"its shape {list(leaf.shape)} begins with the number of samples twice, "
-                        f"and it is cut along the first dimension, as samples are. If it is for "
-                        f"all samples, as a causal mask is, give gpipe_hpc.whole(...) of it",
+                        f"and it is split along the first dimension, like samples. If it applies "
+                        f"to all samples, like a causal mask, pass gpipe_hpc.whole(...)",
                     )
             elif _is_sequence(leaf) and len(leaf) == total > 1:
                 yield (
                     self._place(leaf),
-                    f"a {type(leaf).__name__} of {total} values in a batch of {total} samples, "
-                    f"which every micro-batch is given whole, as it is no list, tuple or tensor. "
-                    f"Give a list to have it cut, or gpipe_hpc.whole(...) of it",
+                    f"a {type(leaf).__name__} of {total} values in a batch of {total} samples; "
+                    f"every micro-batch gets all of it, because it is no list, tuple or tensor. "
+                    f"Pass a list if it has one value for each sample, or gpipe_hpc.whole(...)",
                 )
         for nest in self._ambiguous:
             reads = "samples" if any(nest is leaf for leaf in leaves) else "several inputs"
             yield (
                 self._place(nest),
-                f"a {type(nest).__name__} of {total} parts in a batch of {total} samples, which "
-                f"is taken as {reads}; {_LIST_REMEDY}",
+                f"a {type(nest).__name__} of {total} entries in a batch of {total} samples is "
+                f"treated as {reads}; {_LIST_REMEDY}",
             )
 
     def _place(self, part: Any) -> str:
@@ -315,9 +315,9 @@ class _Rule:
 _FEW: Final = 3  # so few numbers may be a size, such as (height, width)
 _SCALARS: Final = (bool, int, float, str)
 _LIST_REMEDY: Final = (
-    "if every micro-batch is to have all of it, give gpipe_hpc.whole(...) of it; if it has one "
-    "part for each sample, give a tensor, or a list in which each part is marked, "
-    "[gpipe_hpc.whole(part) for part in ...]"
+    "if every micro-batch needs all of it, pass gpipe_hpc.whole(...); if it has one entry for each "
+    "sample, pass a tensor, or a list in which each entry is marked: "
+    "[gpipe_hpc.whole(entry) for entry in ...]"
 )
 
 
@@ -448,9 +448,9 @@ def join(outputs: Mapping[int, Output], where: str) -> Nest:
     for m, (_, other) in zip(order, flat, strict=True):
         if other != tree:
             raise ModelError(
-                f"{where}: the outputs of micro-batches {order[0]} and {m} are built of other "
-                f"tuples, lists or dicts, expected the same of all, to put them together; predict "
-                f"with microbatches=1, or let the layer return the same for all inputs"
+                f"{where}: the outputs of micro-batches {order[0]} and {m} differ in their tuples, "
+                f"lists or dicts, so they cannot be joined; predict with microbatches=1, or let "
+                f"the layer return the same structure for all inputs"
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = []
@@ -513,16 +513,16 @@ def _check_column(column: Sequence[Any], sizes: Mapping[int, int], where: str, n
         if not shape or shape[0] != size:
             raise ModelError(
                 f"{where}: output {number} of micro-batch {m} has shape {shape}, expected its "
-                f"{size} samples in the first dimension, along which predict puts micro-batches "
-                f"together; let the layer return the samples first (x.transpose(0, 1)), or predict "
-                f"with microbatches=1"
+                f"{size} samples in the first dimension, along which predict joins micro-batches; "
+                f"let the layer return the samples first (x.transpose(0, 1)), or predict with "
+                f"microbatches=1"
             )
         if tensor.shape[1:] != rest:
             raise ModelError(
                 f"{where}: output {number} of micro-batch {m} has shape {shape}, that of "
-                f"micro-batch {min(sizes)} {list(column[0].shape)}, expected them to differ in the "
-                f"first dimension alone, along which predict puts them together; let the layer pad "
-                f"to one length, or predict with microbatches=1"
+                f"micro-batch {min(sizes)} {list(column[0].shape)}; they may differ only in the "
+                f"first dimension, along which predict joins them; let the layer pad to one "
+                f"length, or predict with microbatches=1"
             )
 
 

@@ -300,7 +300,7 @@ def test_a_list_that_may_be_samples_or_inputs_is_warned_of_or_refused(caplog):
         pipe.predict((x, [x, x]))
         pipe.predict((x, [224, 224]))
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["inputs[1]"]
-    with pytest.raises(DataError, match=r"inputs\[1\]: a list of 2 parts.*gpipe_hpc\.whole"):
+    with pytest.raises(DataError, match=r"inputs\[1\]: a list of 2 entries.*gpipe_hpc\.whole"):
         pipe.predict((x, [torch.zeros(1, 3), torch.zeros(2, 3)]))
 
 
@@ -396,8 +396,8 @@ class Returns(nn.Module):
     [
         (lambda x: x[:, None].expand(-1, 5, -1).transpose(0, 1), r"output 0 of micro-batch 0"),
         (lambda x: (x, x.sum(0)), r"output 1 of micro-batch 0 has shape \[4\]"),
-        (lambda x: x[:, : 2 + int(x[0, 0] > 0)], r"has shape .* to differ in the first dimension"),
-        (lambda x: (x,) * (2 + int(x[0, 0] > 0)), r"other tuples, lists or dicts"),
+        (lambda x: x[:, : 2 + int(x[0, 0] > 0)], r"shape .* differ only in the first dimension"),
+        (lambda x: (x,) * (2 + int(x[0, 0] > 0)), r"differ in their tuples, lists or dicts"),
     ],
 )
 def test_outputs_that_cannot_be_put_together_are_refused_by_name(make, words, ranks):

@@ -168,4 +168,4 @@ class ProcessTransport:
         try:
             self._outbox.drain()
         except RuntimeError as error:
-            raise lost(error, "a rank it sent to") from error
+            raise lost(error, "a rank to which messages were sent") from error

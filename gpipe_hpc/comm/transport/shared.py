@@ -88,7 +88,7 @@ class SharedTransport:
             limit_s = waiting[0].connection.gettimeout() or 0.0
             if now > since + limit_s:
                 rank = waiting[0].channel.destination_rank
-                raise TimeoutError(f"timed out waiting for rank {rank} to take what it was sent")
+                raise TimeoutError(f"timed out waiting for rank {rank} to receive messages")
             ready = select.poll()
             for sender in waiting:
                 ready.register(sender.connection, select.POLLOUT)
@@ -133,7 +133,7 @@ def _pass_on(descriptor: int) -> None:
         socket.send_fds(one, [b"x"], [descriptor])
         _, arrived, _, _ = socket.recv_fds(other, 1, 1)
         if not arrived:
-            raise OSError("a descriptor that was passed on did not arrive")
+            raise OSError("a file descriptor sent over a socket did not arrive")
         Slot.attach(0, arrived[0])
 
 

@@ -167,8 +167,8 @@ class SharedReceiver:
         slot = self._slots.get(word.slot)
         if slot is None and word.slot != _NONE:
             raise ConnectionError(
-                f"{self.channel}: message {word.serial} lies in memory whose descriptor was not "
-                f"handed over; too many open files? (ulimit -n)"
+                f"{self.channel}: message {word.serial} is in shared memory whose descriptor did "
+                f"not arrive; the limit of open files may be too low (ulimit -n)"
             )
         if word.header_bytes:
             assert slot is not None, f"{self.channel}: a header without a slot"

@@ -57,7 +57,7 @@ class ThreadHub:
     def refuse_failed(self, what: str) -> None:
         """Raise ConnectionError, which mentions `what`, if any rank has failed."""
         if self.report is not None:
-            raise ConnectionError(f"another rank has failed, ahead of {what}")
+            raise ConnectionError(f"another rank has failed; not waiting for {what}")
 
     def wait_for(self, ready: Callable[[], T | None], what: str) -> T:
         """Block until `ready` returns a value other than None and return that value.
@@ -70,7 +70,7 @@ class ThreadHub:
             if self.report is not None:
                 raise ConnectionError(f"another rank failed while waiting for {what}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing came within {self.timeout_s:g} s from {what}")
+                raise TimeoutError(f"received nothing from {what} within {self.timeout_s:g} s")
             self.changed.wait(POLL_S)
         return value
 

@@ -254,8 +254,8 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else None
         raise ModelError(
-            f"boundary: expected plain (dense, strided) tensors between stages, got one that is "
-            f"{kind or tensor.layout}; let the layer return what it is made of (indices and "
+            f"boundary: expected plain (dense, strided) tensors between stages, got a "
+            f"{kind or tensor.layout} tensor; let the layer return its components (indices and "
             f"values, or offsets), or put both layers into one stage"
         )
     tensor = tensor.detach()

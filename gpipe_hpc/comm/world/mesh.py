@@ -10,7 +10,7 @@ def _replicas_that_fit(world_size: int, stages: int) -> str:
     """Return a hint with the number of replicas that uses all ranks; empty if there is none."""
     rows = num_rows(world_size, stages, 1)
     if rows is not None:
-        return f", as pipeline.replicas=1 for {rows} pipelines with holes"
+        return f", as pipeline.replicas=1 for {rows} pipelines, of which the last lacks ranks"
     if world_size % stages:
         return ""
     return f", as pipeline.replicas={world_size // stages}"
