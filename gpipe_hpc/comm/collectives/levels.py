@@ -22,7 +22,7 @@ from gpipe_hpc.comm.collectives.group import Calls, Gathering, Pending
 T = TypeVar("T")
 
 WIDTH: Final = 8
-"""Default size of a group: the accelerators of a host. Up to this many ranks form one group."""
+"""Default size of a group, the usual number of accelerators of a host."""
 
 
 def depth(num_ranks: int, width: int) -> int:

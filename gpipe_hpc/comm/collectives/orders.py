@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from gpipe_hpc.comm.collectives.plan import even_counts
 
 Chain = Callable[[int], Iterable[int]]
-"""Returns the positions whose terms of an owner's shard are added, in order."""
+"""Function from an owner to the positions whose terms it adds to its shard, in order."""
 
 
 class Order(NamedTuple):

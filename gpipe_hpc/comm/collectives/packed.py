@@ -14,7 +14,7 @@ from gpipe_hpc.comm.collectives.group import Group, Pending
 T = TypeVar("T", bound=torch.Tensor)
 
 PACK: Final = 2**22
-"""Number of elements of small tensors that one kernel processes and that are copied at a time."""
+"""Largest number of elements, over several small tensors, that are processed together."""
 
 PACK_BYTES: Final = 32 * 2**20
 _ALIGNED_TO: Final = 16  # bytes of the largest element, enough to view any dtype
