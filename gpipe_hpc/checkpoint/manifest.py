@@ -164,7 +164,7 @@ def _lists_files(facts: Mapping[str, Any]) -> bool:
 
 
 def _disagreement(facts: Mapping[str, Any]) -> str | None:
-    """Return a description of the first inconsistency between entries, or None."""
+    """Return a description of the first inconsistency between manifest entries, or None."""
     if facts["steps_done"] > _MOST_STEPS:
         return f"{facts['steps_done']} steps"
     apart = facts.get("apart")

@@ -114,7 +114,7 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _put_aside(path: Path, before: Path) -> None:
-    """Rename an existing checkpoint; raise CheckpointError if something else has its name."""
+    """Rename an earlier checkpoint of the step; raise CheckpointError if it is something else."""
     if not os.path.lexists(path):
         return
     strange = [name for name in _names(path) if not is_ours(name)]

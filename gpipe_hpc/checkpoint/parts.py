@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def assemble_states(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Assemble the tensors that this rank writes, on the host. Collective.
+    """Assemble, in host memory, the sharded optimizer states that this rank writes. Collective.
 
     `own` maps names in the checkpoint to this rank's parts. Raises CheckpointError on all ranks if
     the owners of one parameter have different states.
@@ -56,7 +56,7 @@ def assemble_states(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tens
 
 
 def _assemble_stage(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Assemble the tensors of one stage that this rank writes."""
+    """Assemble the sharded optimizer states of one stage that this rank writes."""
     found: dict[str, Tensor] = {}
     for name, part in sorted(own.items()):
         shares = part.held.spans

@@ -336,7 +336,7 @@ class _Loop:
         return scalars
 
     def _rates(self, num_samples: int, seconds: float) -> dict[str, float]:
-        """Return samples/s, tokens/s, model FLOP/s and share of peak, without unknown ones."""
+        """Return those of samples/s, tokens/s, model FLOP/s and share of peak that are known."""
         samples_per_s = num_samples / seconds
         tokens = tokens_per_sample(self._config.data)
         rates = {

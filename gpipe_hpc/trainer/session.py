@@ -92,7 +92,7 @@ class Session:
         return next(self._batches)
 
     def validation_batches(self) -> Batches:
-        """Return an iterator over this rank's part of validation batches; close it after use."""
+        """Return an iterator over this rank's part of each validation batch; close it after use."""
         train = self.config.train
         batches = validation_batches(
             self.facts.num_validation_samples, train.batch_size, train.validate_batches

@@ -141,5 +141,5 @@ class StepEdge:
         self.leave(now())
 
     def leave(self, left_s: float) -> None:
-        """Set the next step's origin to `left_s`, when this rank left the all-reduce."""
+        """Set the next step's origin: `left_s`, the time at which this rank left the all-reduce."""
         self.origin_s = 0.0 if self._is_one_clock else left_s

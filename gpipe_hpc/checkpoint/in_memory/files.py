@@ -184,7 +184,7 @@ class CopyFolder:
                     path.unlink(missing_ok=True)
 
     def free_bytes(self) -> int:
-        """Return the free memory for copies in bytes."""
+        """Return the free bytes of the file system that contains the copies."""
         return shutil.disk_usage(self.path).free
 
     def remove(self, start: str = "") -> None:
@@ -290,7 +290,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _notes(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Yield the registrations among files of a folder: path of the file, start and rank."""
+    """Yield the files by which ranks have registered: path, start of the run, and rank."""
     for path in paths:
         if path.name.startswith(_HERE):
             start, _, rank = path.name.removeprefix(_HERE).rpartition("_")

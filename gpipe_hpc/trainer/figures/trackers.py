@@ -47,11 +47,11 @@ class Tracked(NamedTuple):
         return self.folder.resolve().name
 
     def known_id(self, tracker: str) -> str | None:
-        """Return the run's id in a tracker; None if it is new or starts over."""
+        """Return the id that a tracker gave the run; None if the run is new or starts over."""
         return None if self.resumed_step == 0 else _ids(self.folder).get(tracker)
 
     def keep_id(self, tracker: str, run_id: str) -> None:
-        """Store the run's id in a tracker."""
+        """Store the id that a tracker gave the run in the run folder."""
         path = self.folder / IDS_FILE
         aside = path.with_name(path.name + ".part")
         aside.write_text(json.dumps(_ids(self.folder) | {tracker: run_id}) + "\n", "utf-8")

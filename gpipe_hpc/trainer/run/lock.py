@@ -326,7 +326,7 @@ def _copy_exclusively(source: Path, target: Path) -> bool:
 
 
 def _read(place: Path) -> Owner | None:
-    """Return the owner recorded in a lock file; None if the file is gone, unknown if it is invalid.
+    """Return the owner in a lock file; None if the file is gone, an unknown one if it is invalid.
 
     Raises RunFolderError if the path is not a regular file (for example a folder), as such a lock
     would never be released.

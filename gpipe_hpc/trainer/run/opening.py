@@ -218,7 +218,7 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
 
 
 def record_start(folder: Path, steps_done: int, start: str | None) -> None:
-    """Record the step from which this start resumes, and its name in in-memory checkpoints."""
+    """Record in run.json the step from which this start resumes, and its name `start`."""
     try:
         write_start(folder, steps_done, start)
     except OSError as error:
